@@ -1,0 +1,58 @@
+"""The global batch as a pure function of consumed samples."""
+
+from __future__ import annotations
+
+from megatron.config.run import TrainingConfig
+
+
+def global_batch(config: TrainingConfig, data_parallel_size: int) -> int:
+    """Samples per step once any ramp is over."""
+    return config.global_batch_size or config.micro_batch_size * data_parallel_size
+
+
+def batch_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[int, int]]:
+    """The ramp as ``[(first sample, batch), ...]``, ending with the full batch; one entry without a ramp.
+
+    Each of the (full - start)/increment rises gets an equal share of the ramp's samples, rounded up
+    to whole steps so that no step straddles two stages.
+    """
+    full = global_batch(config, data_parallel_size)
+    if config.rampup_batch_size is None:
+        return [(0, full)]
+    start, increment, samples = config.rampup_batch_size
+    rises = (full - start) // increment
+    stages, at = [], 0
+    for i in range(rises):
+        size = start + i * increment
+        stages.append((at, size))
+        end = samples * (i + 1) // rises
+        at += max(0, -(-(end - at) // size)) * size
+    return [*[s for i, s in enumerate(stages) if i + 1 == len(stages) or stages[i + 1][0] > s[0]], (at, full)]
+
+
+def batch_at(config: TrainingConfig, data_parallel_size: int, consumed_samples: int) -> int:
+    """Samples of the step that starts after ``consumed_samples``."""
+    return next(b for at, b in reversed(batch_stages(config, data_parallel_size)) if at <= consumed_samples)
+
+
+def total_samples(config: TrainingConfig, data_parallel_size: int) -> int:
+    """Samples of the whole run: ``train_samples``, or what ``train_iters`` steps consume."""
+    if config.train_samples is not None:
+        return config.train_samples
+    consumed, left = 0, config.train_iters or 0
+    stages = batch_stages(config, data_parallel_size)
+    for (at, size), (end, _) in zip(stages, stages[1:]):
+        steps = min(left, (end - at) // size)
+        consumed, left = consumed + steps * size, left - steps
+    return consumed + left * stages[-1][1]
+
+
+def total_steps(config: TrainingConfig, data_parallel_size: int) -> int:
+    """Steps of the whole run; a last step that is not full is not taken."""
+    if config.train_samples is None:
+        return config.train_iters or 0
+    steps, stages = 0, batch_stages(config, data_parallel_size)
+    for i, (at, size) in enumerate(stages):
+        end = stages[i + 1][0] if i + 1 < len(stages) else config.train_samples
+        steps += max(0, min(end, config.train_samples) - at) // size
+    return steps

@@ -1,0 +1,145 @@
+"""The shape of a model, described by independent switches; no family is known by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.option import option
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder-only transformer.
+
+    Attention heads share key/value heads in groups (``n`` = num_attention_heads, ``g`` = num_query_groups)::
+
+        MHA: g = n      GQA: 1 < g < n      MQA: g = 1
+        q q q q         q q q q             q q q q
+        | | | |          \\|   |/             \\ \\/ /
+        k k k k          k     k               k
+    """
+
+    num_layers: int = option(2, "Transformer blocks.")
+    hidden_size: int = option(128, "Width of the residual stream.")
+    ffn_hidden_size: int | None = option(
+        None, "Width inside the MLP. Default: 4 x hidden; with swiglu 2/3 of that, rounded down to a multiple of 64."
+    )
+    num_attention_heads: int = option(4, "Query heads.")
+    num_query_groups: int | None = option(None, "Key/value heads. Default: one per query head (MHA); 1 is MQA.")
+    kv_channels: int | None = option(None, "Width of one head. Default: hidden_size / num_attention_heads.")
+    vocab_size: int | None = option(None, "Entries of the vocabulary. Default: what the tokenizer has.")
+    make_vocab_size_divisible_by: int = option(
+        128, "Each rank's embedding rows are padded so that the whole is a multiple of this x TP; padding is never seen."
+    )
+    untie_embeddings_and_output_weights: bool = option(False, "Give the output layer its own weight.")
+
+    position_embedding_type: str = option(
+        "learned_absolute",
+        "How positions enter.",
+        choices=("learned_absolute", "rope", "yarn", "none"),
+        aliases={"--use-rotary-position-embeddings": "rope"},
+    )
+    max_position_embeddings: int | None = option(None, "Longest sequence the model knows. Default: seq_length.")
+    rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).")
+    rotary_percent: float = option(1.0, "Share of a head's channels that rotate.")
+    rotary_interleaved: bool = option(False, "Rotate channel pairs (0,1),(2,3).. instead of (i, i+d/2).")
+    use_rope_scaling: bool = option(False, "Llama-3 frequency scaling of rope.")
+    rope_scaling_factor: float = option(8.0, "Factor of the Llama-3 scaling.")
+    rope_original_max_position: int = option(8192, "Context length before the Llama-3 scaling.")
+    rope_low_freq_factor: float = option(1.0, "Llama-3 scaling: wavelengths above original/low are divided by the factor.")
+    rope_high_freq_factor: float = option(4.0, "Llama-3 scaling: wavelengths below original/high stay as they are.")
+    rotary_scaling_factor: float = option(1.0, "Context extension factor of YaRN.")
+    yarn_original_max_position_embeddings: int | None = option(None, "Context length before YaRN. Required by yarn.")
+    yarn_beta_fast: float = option(32.0, "YaRN: rotations above which a channel is kept.")
+    yarn_beta_slow: float = option(1.0, "YaRN: rotations below which a channel is interpolated.")
+    window_size: int | None = option(None, "Sliding window: a token attends to itself and the window_size - 1 before it.")
+
+    normalization: str = option("LayerNorm", "Kind of norm.", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = option(1e-5, "Added to the variance inside norms.", aliases=None)
+    qk_layernorm: bool = option(False, "Normalise queries and keys per head, before rotation.")
+    activation: str = option(
+        "gelu_tanh",
+        "Nonlinearity of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes.",
+        choices=("gelu", "gelu_tanh", "swiglu", "relu2"),
+        aliases={"--swiglu": "swiglu", "--squared-relu": "relu2", "--openai-gelu": "gelu_tanh", "--no-bias-gelu-fusion": "gelu"},
+    )
+    add_bias_linear: bool = option(True, "Biases in all linear layers.", aliases={"--disable-bias-linear": False})
+    add_qkv_bias: bool = option(False, "Bias in the QKV projection even without add_bias_linear.")
+    hidden_dropout: float = option(0.1, "Dropout of embeddings and of each block's two outputs.")
+    attention_dropout: float = option(0.1, "Dropout of attention weights; above 0 attention is not fused.")
+    init_method_std: float = option(0.02, "Standard deviation of the initial weights; output projections use std/sqrt(2L).")
+    z_loss_coeff: float = option(0.0, "Weight of the squared log-partition added to the loss (PaLM's z-loss).")
+
+    @property
+    def head_dim(self) -> int:
+        """Channels of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_groups(self) -> int:
+        """Key/value heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def heads_per_group(self) -> int:
+        """Query heads that share one key/value head."""
+        return self.num_attention_heads // self.kv_groups
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP's first projection has a gate beside it."""
+        return self.activation == "swiglu"
+
+    @property
+    def ffn(self) -> int:
+        """Width inside the MLP."""
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        return int(8 * self.hidden_size / 3) // 64 * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def vocab(self) -> int:
+        """Entries of the vocabulary, once they are known.
+
+        Raises:
+            ValueError: when neither a flag nor the tokenizer has said it yet.
+        """
+        if self.vocab_size is None:
+            raise ValueError("vocab_size is not known yet: pass --vocab-size or a tokenizer")
+        return self.vocab_size
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the QKV projection has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def rotary_dim(self) -> int:
+        """Channels of a head that rotate; 0 without rotary positions."""
+        if self.position_embedding_type not in ("rope", "yarn"):
+            return 0
+        return int(self.head_dim * self.rotary_percent)
+
+    def num_parameters(self) -> int:
+        """Trainable parameters, vocabulary padding excluded (closed formula, asserted against the built model)."""
+        embeddings = self.vocab * self.hidden_size * (2 if self.untie_embeddings_and_output_weights else 1)
+        if self.position_embedding_type == "learned_absolute":
+            if self.max_position_embeddings is None:
+                raise ValueError("max_position_embeddings is not known yet")
+            embeddings += self.max_position_embeddings * self.hidden_size
+        return embeddings + self.num_layers * self.layer_parameters() + self.norm_parameters()
+
+    def norm_parameters(self) -> int:
+        """Parameters of one norm over the hidden size."""
+        return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
+
+    def layer_parameters(self) -> int:
+        """Parameters of one transformer block."""
+        h, d, bias = self.hidden_size, self.head_dim, int(self.add_bias_linear)
+        qkv_rows = (self.heads_per_group + 2) * self.kv_groups * d
+        attention = qkv_rows * (h + int(self.qkv_bias)) + self.num_attention_heads * d * h + bias * h
+        if self.qk_layernorm:
+            attention += 2 * d * (2 if self.normalization == "LayerNorm" else 1)
+        fc1_rows = self.ffn * (2 if self.gated else 1)
+        mlp = fc1_rows * (h + bias) + (self.ffn + bias) * h
+        return attention + mlp + 2 * self.norm_parameters()

@@ -1,0 +1,152 @@
+"""Everything a training run is told, group by group. These dataclasses are the only source of the flags."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from megatron.config.model import ModelConfig
+from megatron.config.option import option
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """The rank grid and how its groups talk."""
+
+    tensor_model_parallel_size: int = option(1, "Ranks that share each layer's matrices (TP).")
+    sequence_parallel: bool = option(False, "Shard the sequence between TP regions instead of repeating it.")
+    pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).")
+    context_parallel_size: int = option(1, "Ranks that share each sequence (CP).")
+    expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).")
+    expert_tensor_parallel_size: int | None = option(None, "TP inside experts. Default: as the dense layers.")
+    distributed_backend: str | None = option(
+        None, "Collective library. Default: nccl on GPUs, gloo on CPUs.", choices=("nccl", "gloo")
+    )
+    distributed_timeout_minutes: float = option(10.0, "A collective that takes longer ends the run, in every group.")
+    overlap_grad_reduce: bool = option(True, "Reduce each gradient bucket while backward still runs.")
+    ddp_bucket_size: int = option(40_000_000, "Elements of a gradient bucket.")
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that together hold one copy of the model."""
+        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Number formats and fp16's loss scaling. Masters, gradients and moments are at least fp32."""
+
+    params_dtype: str = option(
+        "fp32",
+        "Format of weights and activations; fp64 is for tests.",
+        choices=("fp64", "fp32", "bf16", "fp16"),
+        aliases={"--bf16": "bf16", "--fp16": "fp16", "--fp64": "fp64"},
+    )
+    loss_scale: float | None = option(None, "Constant loss scale for fp16. Default: dynamic.")
+    initial_loss_scale: float = option(4294967296.0, "First dynamic loss scale.")
+    min_loss_scale: float = option(1.0, "The dynamic scale never falls below this.")
+    loss_scale_window: int = option(1000, "Good steps after which the dynamic scale doubles.")
+    hysteresis: int = option(2, "Overflows in a row before the dynamic scale halves.")
+
+
+@dataclass(frozen=True)
+class TrainingConfig:
+    """Length, batch, recomputation and evaluation."""
+
+    seq_length: int = option(1024, "Tokens of a sample.")
+    micro_batch_size: int = option(1, "Samples a rank computes at once.")
+    global_batch_size: int | None = option(None, "Samples of a step over all ranks. Default: micro_batch_size x DP.")
+    rampup_batch_size: tuple[int, int, int] | None = option(
+        None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over the first SAMPLES samples."
+    )
+    train_iters: int | None = option(None, "Steps to train.")
+    train_samples: int | None = option(None, "Samples to train, instead of train_iters.")
+    eval_interval: int | None = option(None, "Steps between evaluations. Default: only at the end.")
+    eval_iters: int = option(0, "Global batches of one evaluation; 0 turns evaluation off.")
+    exit_interval: int | None = option(None, "Stop cleanly after a step that is a multiple of this.")
+    seed: int = option(1234, "Seed of initialisation, dropout and sample order.")
+    device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
+    on_nonfinite: str = option(
+        "stop", "What a loss or gradient that is NaN or infinite does: skip the update, or stop.", choices=("skip", "stop")
+    )
+    recompute_granularity: str | None = option(
+        None,
+        "Activations to compute again in backward: whole blocks, or chosen modules.",
+        choices=("full", "selective"),
+        aliases={"--recompute-activations": "selective"},
+    )
+    recompute_method: str | None = option(
+        None, "With full: uniform (groups of recompute_num_layers) or block (the first recompute_num_layers).",
+        choices=("uniform", "block"),
+    )
+    recompute_num_layers: int | None = option(None, "Blocks per group (uniform) or in all (block).")
+    recompute_modules: tuple[str, ...] = option(
+        ("layernorm", "activation"), "With selective: what to recompute, of layernorm, activation, core_attn, mlp."
+    )
+    cross_entropy_chunk_size: int = option(1024, "Tokens whose logits exist at once in the loss.")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The optimizer and its schedules. Steps of a schedule are counted in samples."""
+
+    optimizer: str = option("adam", "Update rule; adam is AdamW.", choices=("adam", "sgd"))
+    lr: float = option(1e-4, "Peak learning rate.")
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    lr_decay_style: str = option(
+        "linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
+    )
+    lr_wsd_decay_style: str = option(
+        "exponential", "Shape of WSD's final decay.", choices=("exponential", "linear", "cosine", "minus_sqrt")
+    )
+    lr_decay_iters: int | None = option(None, "Steps until min_lr. Default: the whole run.")
+    lr_decay_samples: int | None = option(None, "Samples until min_lr. Default: the whole run.")
+    lr_wsd_decay_iters: int | None = option(None, "Steps of WSD's final decay.")
+    lr_wsd_decay_samples: int | None = option(None, "Samples of WSD's final decay.")
+    lr_warmup_fraction: float | None = option(None, "Warm-up as a share of the decay length.")
+    lr_warmup_iters: int = option(0, "Warm-up steps.")
+    lr_warmup_samples: int = option(0, "Warm-up samples.")
+    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.")
+    weight_decay: float = option(0.01, "Decoupled weight decay; biases and 1-D parameters have none.")
+    start_weight_decay: float | None = option(None, "Weight decay at the start, with weight_decay_incr_style.")
+    end_weight_decay: float | None = option(None, "Weight decay at the end, with weight_decay_incr_style.")
+    weight_decay_incr_style: str = option(
+        "constant", "How weight decay moves from start to end.", choices=("constant", "linear", "cosine")
+    )
+    clip_grad: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.")
+    adam_beta1: float = option(0.9, "Decay of the first moment.")
+    adam_beta2: float = option(0.999, "Decay of the second moment.")
+    adam_eps: float = option(1e-8, "Added to the root of the second moment.")
+    sgd_momentum: float = option(0.9, "Momentum of sgd.")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Where tokens come from."""
+
+    data_path: tuple[str, ...] = option((), "PREFIX of .bin/.idx files.")
+    split: str = option("969, 30, 1", "Weights of the train, validation and test parts of data_path.")
+    mock_data: bool = option(False, "Train on generated tokens.")
+    tokenizer_type: str | None = option(
+        None, "Tokenizer of the data. Default: the one recorded beside the data.", choices=("ByteTokenizer", "NullTokenizer")
+    )
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """What a run prints and leaves behind."""
+
+    log_interval: int = option(10, "Steps between progress lines.")
+    run_dir: str | None = option(None, "Folder for the resolved config, metrics.jsonl and the loss curve.")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """All groups together; what ``pretrain_gpt.py`` is given."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
