@@ -1,0 +1,115 @@
+"""Self-attention with any number of key/value heads, through SDPA.
+
+Shapes: S sequence, B batch, H hidden, G this rank's key/value heads, N this rank's query heads, D channels of a head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.layers.dropout import dropout_attention
+from megatron.layers.linear import ColumnLinear, RowLinear
+from megatron.layers.norm import Norm
+from megatron.layers.recompute import recompute
+from megatron.layers.rotary import Rotation
+from megatron.parallel.build import BuildContext
+from megatron.parallel.microbatch import MicroBatch
+from megatron.parallel.shard import Init
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What all blocks share in one forward.
+
+    Attributes:
+        batch: the micro-batch.
+        rotation: of queries and keys; None without rotary positions.
+        mask: boolean ``[B or 1, 1, S, S]``, True where a query may look; None for plain causal attention.
+    """
+
+    batch: MicroBatch
+    rotation: Rotation | None = None
+    mask: Tensor | None = None
+
+
+def attention_mask(seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> Tensor | None:
+    """Who may look at whom: causal, within the window, within the document. None when plain causal says it all."""
+    if window is None and documents_BS is None:
+        return None
+    q, k = torch.arange(seq_length, device=device).view(-1, 1), torch.arange(seq_length, device=device)
+    mask = k <= q
+    if window is not None:
+        mask = mask & (q - k < window)
+    mask = mask.view(1, 1, seq_length, seq_length)
+    if documents_BS is not None:
+        mask = mask & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
+    return mask
+
+
+class SelfAttention(nn.Module):
+    """``[S(/tp), B, H] -> [S(/tp), B, H]``."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, recompute_core: bool) -> None:
+        super().__init__()
+        self.config, self.seed, self.site = config, context.seed, context.name("attention_dropout")
+        self.recompute_core = recompute_core
+        shard, d = context.shard, config.head_dim
+        shape = (config.kv_groups, config.heads_per_group)
+        weight = shard.qkv(*shape, (d, config.hidden_size), Init(config.init_method_std))
+        bias = shard.qkv(*shape, (d,), Init()) if config.qkv_bias else None
+        self.linear_qkv = ColumnLinear(context.at("linear_qkv"), weight, bias)
+        self.linear_proj = RowLinear(
+            context.at("linear_proj"), config.num_attention_heads * d, config.hidden_size, output_std, config.add_bias_linear
+        )
+        self.q_layernorm: Norm | None = None
+        self.k_layernorm: Norm | None = None
+        if config.qk_layernorm:  # each rank sees its own heads only, so these gradients are always partial
+            self.q_layernorm = Norm(config, context.at("q_layernorm"), d, partial=True)
+            self.k_layernorm = Norm(config, context.at("k_layernorm"), d, partial=True)
+        self.groups, self.queries = weight.local_view[0], weight.local_view[1] - 2
+        self.first_head = context.tp.rank * self.groups * self.queries
+
+    def forward(self, x_SBH: Tensor, scene: Scene) -> Tensor:
+        """Attend within each sample."""
+        qkv = self.linear_qkv(x_SBH)
+        s, b, _ = qkv.shape
+        qkv_SBGXD = qkv.view(s, b, self.groups, self.queries + 2, self.config.head_dim)
+        q, k, v = qkv_SBGXD.split((self.queries, 1, 1), dim=3)
+        q_SBND, k_SBGD, v_SBGD = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
+        if scene.rotation is not None:
+            q_SBND, k_SBGD = scene.rotation.apply(q_SBND), scene.rotation.apply(k_SBGD)
+        if self.recompute_core:
+            y_SBH = recompute(self._attend, q_SBND, k_SBGD, v_SBGD, scene)
+        else:
+            y_SBH = self._attend(q_SBND, k_SBGD, v_SBGD, scene)
+        return self.linear_proj(y_SBH)
+
+    def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scene: Scene) -> Tensor:
+        q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_SBGD, v_SBGD))
+        if self.training and self.config.attention_dropout > 0.0:
+            y_BNSD = self._attend_with_dropout(q_BNSD, k_BGSD, v_BGSD, scene)
+        else:
+            y_BNSD = F.scaled_dot_product_attention(
+                q_BNSD, k_BGSD, v_BGSD, scene.mask, is_causal=scene.mask is None, enable_gqa=self.queries > 1
+            )
+        return y_BNSD.permute(2, 0, 1, 3).flatten(2)
+
+    def _attend_with_dropout(self, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scene: Scene) -> Tensor:
+        """Unfused, because a fused kernel's dropout depends on the layout."""
+        k_BNSD, v_BNSD = (t.repeat_interleave(self.queries, dim=1) for t in (k_BGSD, v_BGSD))
+        s = q_BNSD.shape[2]
+        mask = scene.mask if scene.mask is not None else torch.ones(s, s, dtype=torch.bool, device=q_BNSD.device).tril()
+        scores = q_BNSD.matmul(k_BNSD.transpose(2, 3)) * q_BNSD.shape[3] ** -0.5
+        scores = scores.masked_fill(~mask, float("-inf"))
+        weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
+        weights = dropout_attention(
+            weights, self.config.attention_dropout, scene.batch, self.seed, self.site, self.first_head
+        )
+        return weights.matmul(v_BNSD)

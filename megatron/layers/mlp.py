@@ -1,0 +1,43 @@
+"""The feed-forward half of a block."""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.layers.linear import ColumnLinear, RowLinear
+from megatron.layers.recompute import feed
+from megatron.parallel.build import BuildContext
+from megatron.parallel.shard import Init
+
+
+class MLP(nn.Module):
+    """``[S(/tp), B, H] -> [S(/tp), B, H]``; gate and up projection are one matrix ``[2, ffn, H]``."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, drop_activation: bool) -> None:
+        super().__init__()
+        self.activation, self.drop_activation = config.activation, drop_activation
+        rows = (2, config.ffn) if config.gated else (config.ffn,)
+        dim, flat = len(rows) - 1, rows[0] * config.ffn if config.gated else config.ffn
+        shard, h = context.shard, config.hidden_size
+        weight = shard.split((flat, h), dim, Init(config.init_method_std), (*rows, h))
+        bias = shard.split((flat,), dim, Init(), rows) if config.add_bias_linear else None
+        self.linear_fc1 = ColumnLinear(context.at("linear_fc1"), weight, bias)
+        self.linear_fc2 = RowLinear(context.at("linear_fc2"), config.ffn, h, output_std, config.add_bias_linear)
+
+    def forward(self, x_SBH: Tensor) -> Tensor:
+        """Apply the MLP."""
+        return feed(self._activate, self.linear_fc1(x_SBH), self.linear_fc2, self.drop_activation)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        match self.activation:
+            case "swiglu":
+                gate, up = x.chunk(2, dim=-1)
+                return F.silu(gate) * up
+            case "relu2":
+                return F.relu(x).square()
+            case "gelu":
+                return F.gelu(x)
+            case _:
+                return F.gelu(x, approximate="tanh")

@@ -1,0 +1,84 @@
+"""Rotary position embeddings: plain, Llama-3 scaled and YaRN."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Cosines and sines of the angles, ``[S, B or 1, 1, rotary_dim]``.
+
+    ``interleaved`` pairs channels (0,1),(2,3).. instead of (i, i + rotary_dim/2).
+    """
+
+    cos: Tensor
+    sin: Tensor
+    interleaved: bool
+
+    def apply(self, x_SBND: Tensor) -> Tensor:
+        """Rotate the first ``rotary_dim`` channels of every head."""
+        width = self.cos.shape[-1]
+        x = x_SBND[..., :width]
+        if self.interleaved:
+            turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+        else:
+            turned = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), dim=-1)
+        rotated = x * self.cos + turned * self.sin
+        return rotated if width == x_SBND.shape[-1] else torch.cat((rotated, x_SBND[..., width:]), dim=-1)
+
+
+class Rotary:
+    """Angles for any positions, computed in at least fp32, their cosines and sines given in ``dtype``."""
+
+    def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
+        self.interleaved = config.rotary_interleaved
+        self.dtype = dtype
+        frequencies, self.magnitude = _frequencies(config)
+        self.frequencies = frequencies.to(device, torch.promote_types(dtype, torch.float32))
+
+    def __call__(self, seq_length: int, positions_BS: Tensor | None) -> Rotation:
+        """The rotation of positions 0..seq_length-1, or of explicit ones."""
+        if positions_BS is None:
+            positions_BS = torch.arange(seq_length, device=self.frequencies.device).unsqueeze(0)
+        angles = positions_BS.t()[..., None, None] * self.frequencies
+        angles = angles.repeat_interleave(2, -1) if self.interleaved else torch.cat((angles, angles), -1)
+        cos, sin = angles.cos() * self.magnitude, angles.sin() * self.magnitude
+        return Rotation(cos.to(self.dtype), sin.to(self.dtype), self.interleaved)
+
+
+def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
+    """Angular frequencies ``[rotary_dim/2]`` in fp64, and the factor on cosine and sine."""
+    exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
+    frequencies = config.rotary_base**-exponents
+    if config.position_embedding_type == "yarn":
+        return _yarn(config, frequencies), 0.1 * math.log(config.rotary_scaling_factor) + 1.0
+    return (_llama3(config, frequencies) if config.use_rope_scaling else frequencies), 1.0
+
+
+def _llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
+    """Llama-3.1's scaling: long wavelengths are stretched by the factor, short ones kept, between them a ramp."""
+    wavelengths = 2 * math.pi / frequencies
+    low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
+    kept = ((config.rope_original_max_position / wavelengths - low) / (high - low)).clamp(0, 1)
+    return frequencies * (kept + (1 - kept) / config.rope_scaling_factor)
+
+
+def _yarn(config: ModelConfig, frequencies: Tensor) -> Tensor:
+    """YaRN (Peng et al. 2023, eq. 17-23): interpolate the channels that turn less than once over the old context."""
+    original, dim = config.yarn_original_max_position_embeddings, config.rotary_dim
+    if original is None:
+        raise ValueError("yarn needs yarn_original_max_position_embeddings")
+
+    def channel(rotations: float) -> float:
+        return dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(config.rotary_base))
+
+    low, high = max(math.floor(channel(config.yarn_beta_fast)), 0), min(math.ceil(channel(config.yarn_beta_slow)), dim - 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float64) - low) / max(high - low, 1e-3)).clamp(0, 1)
+    return frequencies * ((1 - ramp) + ramp / config.rotary_scaling_factor)

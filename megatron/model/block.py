@@ -1,0 +1,55 @@
+"""One transformer block: attention and MLP, each behind a norm and beside a residual."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.layers.attention import Scene, SelfAttention
+from megatron.layers.dropout import dropout_rows
+from megatron.layers.mlp import MLP
+from megatron.layers.norm import Norm
+from megatron.layers.recompute import feed, recompute
+from megatron.parallel.build import BuildContext
+
+
+class Block(nn.Module):
+    """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, on ``[S(/tp), B, H]``.
+
+    Args:
+        config: of the model.
+        context: of this block.
+        recomputed: modules whose activations are made again in backward, of ``layers.recompute.MODULES``.
+
+    """
+
+    def __init__(self, config: ModelConfig, context: BuildContext, recomputed: frozenset[str]) -> None:
+        super().__init__()
+        self.config, self.context, self.recomputed = config, context, recomputed
+        output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
+        norm = partial(Norm, config, width=config.hidden_size, partial=context.sequence_parallel)
+        self.input_layernorm = norm(context.at("input_layernorm"))
+        self.self_attention = SelfAttention(config, context.at("self_attention"), output_std, "core_attn" in recomputed)
+        self.pre_mlp_layernorm = norm(context.at("pre_mlp_layernorm"))
+        self.mlp = MLP(config, context.at("mlp"), output_std, "activation" in recomputed)
+
+    def forward(self, x_SBH: Tensor, scene: Scene) -> Tensor:
+        """Apply the block."""
+        drop_norm = "layernorm" in self.recomputed
+        y = feed(self.input_layernorm, x_SBH, lambda n: self.self_attention(n, scene), drop_norm)
+        x_SBH = x_SBH + self._dropout(y, scene, "attention")
+        if "mlp" in self.recomputed:
+            y = recompute(lambda x: self.mlp(self.pre_mlp_layernorm(x)), x_SBH)
+        else:
+            y = feed(self.pre_mlp_layernorm, x_SBH, self.mlp, drop_norm)
+        return x_SBH + self._dropout(y, scene, "mlp")
+
+    def _dropout(self, y_SBH: Tensor, scene: Scene, site: str) -> Tensor:
+        if not self.training:
+            return y_SBH
+        first_row = self.context.tp.rank * y_SBH.shape[0] if self.context.sequence_parallel else 0
+        name = self.context.name(f"{site}_dropout")
+        return dropout_rows(y_SBH, self.config.hidden_dropout, scene.batch, self.context.seed, name, first_row)

@@ -1,0 +1,171 @@
+"""A GPT, or a run of its blocks: what a pipeline stage calls a chunk."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import TrainingConfig
+from megatron.layers.attention import Scene, attention_mask
+from megatron.layers.dropout import dropout_rows
+from megatron.layers.embedding import Embedding
+from megatron.layers.loss import LossConfig, OutputLayer
+from megatron.layers.norm import Norm
+from megatron.layers.recompute import recompute
+from megatron.layers.rotary import Rotary
+from megatron.model.block import Block
+from megatron.parallel.build import BuildContext
+from megatron.parallel.microbatch import MicroBatch
+
+
+@dataclass(frozen=True)
+class Recompute:
+    """Which activations are made again in backward.
+
+    Attributes:
+        modules: inside every block.
+        group: blocks recomputed as one; 0 for none.
+        blocks: how many of the chunk's first blocks are recomputed whole.
+    """
+
+    modules: frozenset[str] = frozenset()
+    group: int = 0
+    blocks: int = 0
+
+    @classmethod
+    def from_config(cls, config: TrainingConfig, num_blocks: int) -> Recompute:
+        """The plan of the recompute flags for a chunk of ``num_blocks`` blocks."""
+        match config.recompute_granularity, config.recompute_method:
+            case "selective", _:
+                return cls(modules=frozenset(config.recompute_modules))
+            case "full", "block":
+                return cls(group=1, blocks=min(config.recompute_num_layers or num_blocks, num_blocks))
+            case "full", _:
+                return cls(group=config.recompute_num_layers or 1, blocks=num_blocks)
+        return cls()
+
+
+@dataclass
+class Sums:
+    """What a chunk adds up beside its output, to be reported; tensors, never read inside a step."""
+
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, name: str, value: Tensor) -> None:
+        """Add to the sum ``name``."""
+        self.values[name] = self.values[name] + value.detach() if name in self.values else value.detach()
+
+    def take(self) -> dict[str, Tensor]:
+        """The sums since the last take."""
+        taken, self.values = self.values, {}
+        return taken
+
+
+class GPTChunk(nn.Module):
+    """Blocks ``layers`` of the model, with the embedding before the first and the loss after the last.
+
+    Called as ``chunk(x, micro_batch) -> (out, aux)``: ``x`` is None for the first chunk, ``out`` is the hidden state
+    ``[S(/tp), B, H]`` or, in the last chunk, the sum of the micro-batch's token losses; ``aux`` is a scalar of
+    auxiliary losses. Both are seeded in backward.
+
+    Attributes:
+        specs: place of every parameter, by global name.
+        sums: ``lm loss`` summed over tokens, for reporting.
+    """
+
+    def __init__(self, config: ModelConfig, training: TrainingConfig, context: BuildContext, layers: range) -> None:
+        """Build the chunk.
+
+        Args:
+            config: of the whole model.
+            training: recomputation and the chunk size of the loss.
+            context: mesh, sink, number format.
+            layers: global indices of this chunk's blocks.
+
+        """
+        super().__init__()
+        self.config, self.context, self.specs, self.sums = config, context, context.specs, Sums()
+        self.plan = Recompute.from_config(training, len(layers))
+        self.first, self.last = layers.start == 0, layers.stop == config.num_layers
+        self.embedding = Embedding(config, context.at("embedding")) if self.first else None
+        self.layers = nn.ModuleDict(
+            {str(i): Block(config, context.at(f"layers.{i}"), self.plan.modules) for i in layers}
+        )
+        self.final_layernorm: Norm | None = None
+        self.output_layer: OutputLayer | None = None
+        if self.last:
+            partial = context.sequence_parallel
+            self.final_layernorm = Norm(config, context.at("final_layernorm"), config.hidden_size, partial)
+            loss = LossConfig(training.cross_entropy_chunk_size, config.z_loss_coeff)
+            self.output_layer = OutputLayer(config, context.at("output_layer"), loss, self.embedding)
+        self.rotary = Rotary(config, context.dtype, context.device) if config.rotary_dim else None
+
+    def forward(self, x_SBH: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """Run the chunk on a micro-batch."""
+        scene = self._scene(batch)
+        if self.embedding is not None:
+            x_SBH = self._embed(self.embedding, batch)
+        if x_SBH is None:
+            raise ValueError("only the first chunk runs without an input")
+        x_SBH = self._run_blocks(x_SBH, scene)
+        out = self._loss(x_SBH, batch) if self.last else x_SBH
+        return out, out.new_zeros(())
+
+    def _scene(self, batch: MicroBatch) -> Scene:
+        s, device = batch.tokens.shape[1], batch.tokens.device
+        rotation = self.rotary(s, batch.positions) if self.rotary is not None else None
+        return Scene(batch, rotation, attention_mask(s, self.config.window_size, batch.documents, device))
+
+    def _embed(self, embedding: Embedding, batch: MicroBatch) -> Tensor:
+        x_SBH = embedding(batch.tokens, batch.positions)
+        if not self.training:
+            return x_SBH
+        context = self.context
+        first_row = context.tp.rank * x_SBH.shape[0] if context.sequence_parallel else 0
+        return dropout_rows(x_SBH, self.config.hidden_dropout, batch, context.seed, "embedding_dropout", first_row)
+
+    def _loss(self, x_SBH: Tensor, batch: MicroBatch) -> Tensor:
+        if self.final_layernorm is None or self.output_layer is None:
+            raise ValueError("only the last chunk has a loss")
+        objective, cross_entropy = self.output_layer(self.final_layernorm(x_SBH), batch)
+        self.sums.add("lm loss", cross_entropy)
+        return objective
+
+    def _run_blocks(self, x_SBH: Tensor, scene: Scene) -> Tensor:
+        blocks = list(self.layers.values())
+
+        def run(x: Tensor, start: int, stop: int) -> Tensor:
+            for block in blocks[start:stop]:
+                x = block(x, scene)
+            return x
+
+        done = 0
+        while self.training and done < self.plan.blocks:
+            stop = min(done + self.plan.group, self.plan.blocks)
+            x_SBH, done = recompute(run, x_SBH, done, stop), stop
+        return run(x_SBH, done, len(blocks))
+
+
+def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> GPTChunk:
+    """The whole model as one chunk.
+
+    Raises:
+        RuntimeError: when the layers or parameters built are not those configured.
+
+    """
+    chunk = GPTChunk(config, training, context, range(config.num_layers))
+    built = sum(spec.numel for spec in chunk.specs.values())
+    if len(chunk.layers) != config.num_layers or built != config.num_parameters():
+        raise RuntimeError(
+            f"built {len(chunk.layers)} layers and {built:,} parameters, "
+            f"configured {config.num_layers} and {config.num_parameters():,}"
+        )
+    return chunk
+
+
+def tensor_dtype(name: str) -> torch.dtype:
+    """The torch type of ``params_dtype``."""
+    return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]

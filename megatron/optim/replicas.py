@@ -1,0 +1,41 @@
+"""Summing the gradients of pieces that several tensor-parallel ranks hold and each computed in part."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from megatron.parallel import comm
+from megatron.parallel.comm import Group
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import ShardSpec
+
+
+class ReplicaGrads:
+    """Norms under sequence parallelism, q/k norms, shared key/value heads: one all-reduce per set of sharers."""
+
+    def __init__(self, specs: Mapping[str, ShardSpec], grads: Mapping[str, Tensor], mesh: Mesh) -> None:
+        """Find the pieces.
+
+        Args:
+            specs: of all parameters.
+            grads: their gradient buffers, local stored shape.
+            mesh: the groups.
+
+        """
+        views: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+        for name, spec in specs.items():
+            for piece in spec.pieces:
+                if piece.partial and len(piece.replicas) > 1:
+                    views[piece.replicas].append(grads[name].view(spec.local_view)[piece.local.slices])
+        self._parts: list[tuple[Group, list[Tensor]]] = [(mesh.sharers(r), v) for r, v in sorted(views.items())]
+
+    def reduce(self) -> None:
+        """Give every sharer the whole gradient."""
+        for group, views in self._parts:
+            flat = comm.all_reduce(torch.cat([v.flatten() for v in views]), group)
+            parts = flat.split([v.numel() for v in views])
+            torch._foreach_copy_(views, [part.view_as(v) for part, v in zip(parts, views)])

@@ -1,0 +1,118 @@
+"""Learning rate and weight decay as pure functions of the samples consumed so far."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.config.run import OptimizerConfig
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Megatron-LM's schedules, every length in samples.
+
+    A step uses the value at the samples consumed *before* it, so the first step of a warm-up runs at
+    ``warmup_init``. Nothing is stored between steps: resuming, or growing the batch, needs no state.
+    """
+
+    peak: float
+    floor: float
+    style: str
+    warmup: float
+    warmup_init: float
+    decay: float
+    wsd_style: str
+    wsd_decay: float
+    weight_decay_start: float
+    weight_decay_end: float
+    weight_decay_style: str
+    total: int
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, total_samples: int, global_batch: int) -> Schedule:
+        """The schedule of a run of ``total_samples``; lengths given in steps count ``global_batch`` samples each.
+
+        Raises:
+            ValueError: when the lengths contradict each other.
+        """
+        decay = _samples(config.lr_decay_samples, config.lr_decay_iters, global_batch)
+        decay = total_samples if decay is None else decay
+        if config.lr_warmup_fraction is not None:
+            warmup = config.lr_warmup_fraction * decay
+        else:
+            warmup = config.lr_warmup_samples or config.lr_warmup_iters * global_batch
+        start, end = config.start_weight_decay, config.end_weight_decay
+        return cls(
+            peak=config.lr,
+            floor=config.min_lr,
+            style=config.lr_decay_style,
+            warmup=warmup,
+            warmup_init=config.lr_warmup_init,
+            decay=decay,
+            wsd_style=config.lr_wsd_decay_style,
+            wsd_decay=_samples(config.lr_wsd_decay_samples, config.lr_wsd_decay_iters, global_batch) or 0,
+            weight_decay_start=config.weight_decay if start is None else start,
+            weight_decay_end=config.weight_decay if end is None else end,
+            weight_decay_style=config.weight_decay_incr_style,
+            total=total_samples,
+        )
+
+    def __post_init__(self) -> None:
+        if self.style != "constant" and not self.warmup < self.decay:
+            raise ValueError(
+                f"the warm-up takes {self.warmup:g} samples, but the learning rate reaches its minimum after "
+                f"{self.decay:g}; the warm-up must be shorter"
+            )
+        if self.style == "WSD" and not 0 < self.wsd_decay <= self.decay - self.warmup:
+            raise ValueError(
+                f"WSD's final decay of {self.wsd_decay:g} samples must fit between the warm-up ({self.warmup:g}) and the "
+                f"end of the decay ({self.decay:g}); set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+            )
+
+    def learning_rate(self, samples: int) -> float:
+        """Learning rate of the step that starts after ``samples`` samples."""
+        if self.warmup > 0 and samples <= self.warmup:
+            return self.warmup_init + (self.peak - self.warmup_init) * samples / self.warmup
+        if self.style == "constant":
+            return self.peak
+        if samples > self.decay:
+            return self.floor
+        if self.style == "inverse-square-root":
+            return max(self.floor, self.peak * math.sqrt(max(self.warmup, 1) / max(samples, 1)))
+        return self.floor + (self.peak - self.floor) * self._remaining(samples)
+
+    def _remaining(self, samples: int) -> float:
+        """The share of (peak - floor) that is left: 1 after the warm-up, 0 at the end of the decay."""
+        if self.style != "WSD":
+            return _falling(self.style, (samples - self.warmup) / (self.decay - self.warmup))
+        start = self.decay - self.wsd_decay
+        return 1.0 if samples <= start else _falling(self.wsd_style, (samples - start) / self.wsd_decay)
+
+    def weight_decay(self, samples: int) -> float:
+        """Weight decay of the step that starts after ``samples`` samples."""
+        start, end = self.weight_decay_start, self.weight_decay_end
+        if self.weight_decay_style == "constant" or samples > self.total:
+            return end
+        return start + (end - start) * (1.0 - _falling(self.weight_decay_style, samples / self.total))
+
+
+def _samples(samples: int | None, iters: int | None, global_batch: int) -> int | None:
+    """A length in samples, given as samples or as steps."""
+    if samples is not None:
+        return samples
+    return None if iters is None else iters * global_batch
+
+
+def _falling(style: str, t: float) -> float:
+    """A curve from 1 at ``t`` = 0 to 0 at ``t`` = 1."""
+    match style:
+        case "linear":
+            return 1.0 - t
+        case "cosine":
+            return 0.5 * (1.0 + math.cos(math.pi * t))
+        case "exponential":  # MiniCPM's halving, shifted so that it ends at 0
+            return 2.0 * 0.5**t - 1.0
+        case "minus_sqrt":
+            return 1.0 - math.sqrt(t)
+    raise ValueError(f"unknown decay style {style!r}: linear, cosine, exponential or minus_sqrt")

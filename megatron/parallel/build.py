@@ -1,0 +1,78 @@
+"""What a layer needs to construct itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+
+from megatron.parallel.comm import Group
+from megatron.parallel.grads import GradSink
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.random import initialize
+from megatron.parallel.shard import Shard, ShardSpec
+
+
+@dataclass(frozen=True)
+class BuildContext:
+    """Mesh, sink and number format, and the dotted name of the module under construction.
+
+    Attributes:
+        mesh: the rank grid.
+        sink: where gradients go.
+        dtype: of parameters and activations.
+        device: where they live; ``meta`` builds shapes only.
+        seed: of initialisation and dropout.
+        sequence_parallel: whether activations between TP regions are sharded over the sequence.
+        specs: filled with every parameter's spec, by global name.
+        prefix: dotted name of the module.
+    """
+
+    mesh: Mesh
+    sink: GradSink
+    dtype: torch.dtype = torch.float32
+    device: torch.device = torch.device("cpu")
+    seed: int = 1234
+    sequence_parallel: bool = False
+    specs: dict[str, ShardSpec] = field(default_factory=dict)
+    prefix: str = ""
+
+    def at(self, name: str) -> BuildContext:
+        """The context of the submodule ``name``."""
+        return replace(self, prefix=self.name(name))
+
+    def name(self, parameter: str) -> str:
+        """Global name of a parameter or submodule of this module."""
+        return f"{self.prefix}.{parameter}" if self.prefix else parameter
+
+    @property
+    def tp(self) -> Group:
+        """Tensor-parallel peers."""
+        return self.mesh.tp
+
+    @property
+    def shard(self) -> Shard:
+        """Factory of specs for this rank."""
+        return Shard(self.tp.rank, self.tp.size)
+
+    def parameter(self, name: str, spec: ShardSpec, autograd: bool = False) -> nn.Parameter:
+        """Declare, allocate and initialise a parameter.
+
+        Args:
+            name: local name; the global one is ``prefix.name``.
+            spec: global shape and this rank's pieces.
+            autograd: its gradient comes from plain autograd instead of a ``sink.add`` of its layer.
+
+        Returns:
+            The local tensor ``spec.local_shape``.
+
+        """
+        full = self.name(name)
+        self.specs[full] = spec
+        parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=self.dtype, device=self.device))
+        if self.device.type != "meta":
+            initialize(parameter, spec, full, self.seed)
+        if autograd:
+            self.sink.attach(full, parameter)
+        return parameter

@@ -1,0 +1,94 @@
+"""Four collectives that differentiate, each the adjoint of another.
+
+``x`` is a tensor on each of ``p`` ranks; ``[n]`` stands for rows (dimension 0), other dimensions ride along.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megatron.parallel import comm
+from megatron.parallel.comm import Group
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return comm.all_reduce(dy.clone(), ctx.group), None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        return comm.all_reduce(x.clone(), group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return dy, None
+
+
+class _GatherRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return comm.all_gather(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return comm.reduce_scatter(dy, ctx.group), None
+
+
+class _ScatterRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return comm.reduce_scatter(x, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        return comm.all_gather(dy, ctx.group), None
+
+
+def copy(x: Tensor, group: Group) -> Tensor:
+    """Enter a region where each rank does a part: ``y_i = x``, backward ``dx = sum_i dy_i`` (all-reduce).
+
+    ``x`` ``[n]`` is the same on all ranks. Adjoint of :func:`reduce`.
+    """
+    return x if group.size == 1 else _Copy.apply(x, group)
+
+
+def reduce(x: Tensor, group: Group) -> Tensor:
+    """Leave it: ``y = sum_i x_i`` (all-reduce), backward ``dx_i = dy``.
+
+    ``x_i`` ``[n]`` is a partial sum; ``y`` is the same on all ranks. Adjoint of :func:`copy`.
+    """
+    return x if group.size == 1 else _Reduce.apply(x, group)
+
+
+def gather_rows(x: Tensor, group: Group) -> Tensor:
+    """``x_i`` ``[n/p]`` -> ``y = concat_i x_i`` ``[n]`` (all-gather), backward ``dx_i = (sum_j dy_j)[rows i]``.
+
+    Enters a tensor-parallel region from a sequence-parallel one. Adjoint of :func:`scatter_rows`.
+    """
+    return x if group.size == 1 else _GatherRows.apply(x, group)
+
+
+def scatter_rows(x: Tensor, group: Group) -> Tensor:
+    """``x_i`` ``[n]`` -> ``y_i = (sum_j x_j)[rows i]`` ``[n/p]`` (reduce-scatter), backward ``dx = concat_i dy_i``.
+
+    Leaves a tensor-parallel region into a sequence-parallel one. Adjoint of :func:`gather_rows`.
+    """
+    return x if group.size == 1 else _ScatterRows.apply(x, group)

@@ -1,0 +1,99 @@
+"""The raw collectives: the only place where tensors leave a rank.
+
+Every operation takes a :class:`Group`, works along dimension 0 and does nothing in a group of one. The
+``start_`` forms return a :class:`Pending`, whose ``wait`` gives the result. Names that changed between
+torch 2.10 and 2.13 are resolved here once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ranks that communicate.
+
+    Attributes:
+        ranks: global ranks, ascending.
+        rank: index of this process among them.
+        handle: the process group; None for a group of one, which needs no torch.distributed.
+    """
+
+    ranks: tuple[int, ...] = (0,)
+    rank: int = 0
+    handle: dist.ProcessGroup | None = None
+
+    @property
+    def size(self) -> int:
+        """Number of ranks."""
+        return len(self.ranks)
+
+
+@dataclass
+class Pending:
+    """A result that a collective is still filling."""
+
+    result: Tensor
+    work: dist.Work | None = None
+
+    def wait(self) -> Tensor:
+        """The result, once it is there."""
+        if self.work is not None:
+            self.work.wait()
+            self.work = None
+        return self.result
+
+
+def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
+    """Reduce ``x`` in place over the group (``sum`` or ``max``); every rank gets the same bits."""
+    if group.size == 1:
+        return Pending(x)
+    return Pending(x, dist.all_reduce(x, _OPS[op], group.handle, async_op=True))
+
+
+def start_all_gather(x: Tensor, group: Group) -> Pending:
+    """``[n, ...]`` on each rank -> ``[size * n, ...]`` on all, in rank order."""
+    if group.size == 1:
+        return Pending(x)
+    out = torch.empty((group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+    return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True))
+
+
+def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
+    """``[size * n, ...]`` on each rank -> the sum's own ``[n, ...]`` rows on each."""
+    if group.size == 1:
+        return Pending(x)
+    out = torch.empty((x.shape[0] // group.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True))
+
+
+def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+    """:func:`start_all_reduce`, waited for."""
+    return start_all_reduce(x, group, op).wait()
+
+
+def all_gather(x: Tensor, group: Group) -> Tensor:
+    """:func:`start_all_gather`, waited for."""
+    return start_all_gather(x, group).wait()
+
+
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """:func:`start_reduce_scatter`, waited for."""
+    return start_reduce_scatter(x, group).wait()
+
+
+def all_gather_objects(value: object, group: Group) -> list[object]:
+    """Each rank's picklable ``value``, in rank order; for set-up and messages, never inside a step."""
+    values: list[object] = [value] * group.size
+    if group.size > 1:
+        dist.all_gather_object(values, value, group.handle)
+    return values

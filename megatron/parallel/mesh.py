@@ -1,0 +1,105 @@
+"""The rank grid with its process groups. Nothing reads a group from a global: the mesh is passed in."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from megatron.parallel.comm import Group
+from megatron.parallel.layout import Layout
+
+AXES_IN_USE: tuple[tuple[str, ...], ...] = (("tp",), ("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
+"""Every group the trainer asks for, in the order in which all ranks create them."""
+
+
+class Mesh:
+    """This rank's place on the grid and the groups it belongs to."""
+
+    def __init__(self, layout: Layout, rank: int, timeout: timedelta | None = None, kv_copies: int = 1) -> None:
+        """Create every group; collective over all ranks (creation in another order would hang).
+
+        Args:
+            layout: the grid.
+            rank: global rank of this process.
+            timeout: of every group.
+            kv_copies: tensor-parallel ranks that share one key/value head.
+
+        """
+        self.layout, self.rank = layout, rank
+        self.coordinate = layout.coordinate(rank)
+        self._groups = {axes: _create(layout.groups(axes), rank, timeout) for axes in AXES_IN_USE}
+        blocks = [g[i : i + kv_copies] for g in layout.groups(("tp",)) for i in range(0, len(g), kv_copies)]
+        self._kv_sharers = _create(blocks, rank, timeout)
+
+    def group(self, *axes: str) -> Group:
+        """The ranks that differ from this one only along ``axes``.
+
+        Raises:
+            KeyError: when that group is not listed in ``AXES_IN_USE``.
+        """
+        return self._groups[axes]
+
+    @property
+    def tp(self) -> Group:
+        """Tensor-parallel peers."""
+        return self.group("tp")
+
+    @property
+    def replicas(self) -> Group:
+        """Ranks with the same shards and other data: gradients are summed over them."""
+        return self.group("dp", "cp")
+
+    @property
+    def world(self) -> Group:
+        """All ranks."""
+        return self.group("pp", "dp", "cp", "tp")
+
+    def sharers(self, tp_ranks: tuple[int, ...]) -> Group:
+        """The group of tensor-parallel coordinates that hold the same piece.
+
+        Raises:
+            ValueError: when they are neither all TP ranks nor the sharers of a key/value head.
+        """
+        if len(tp_ranks) == 1:
+            return Group((self.rank,))
+        for group in (self.tp, self._kv_sharers):
+            if tuple(self.layout.coordinate(r)["tp"] for r in group.ranks) == tp_ranks:
+                return group
+        raise ValueError(f"no group was created for the tensor-parallel ranks {tp_ranks}")
+
+
+def _create(partition: list[tuple[int, ...]], rank: int, timeout: timedelta | None) -> Group:
+    mine = Group((rank,))
+    for ranks in partition:
+        handle = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
+        if rank in ranks:
+            mine = Group(ranks, ranks.index(rank), handle)
+    return mine
+
+
+def world_from_environment() -> tuple[int, int, int]:
+    """``(rank, world size, local rank)`` as torchrun or srun set them; ``(0, 1, 0)`` for a plain process."""
+    for rank, size, local in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
+        if rank in os.environ and size in os.environ:
+            return int(os.environ[rank]), int(os.environ[size]), int(os.environ.get(local, "0"))
+    return 0, 1, 0
+
+
+def start_distributed(backend: str | None, timeout: timedelta, device: torch.device) -> None:
+    """Join the other ranks; nothing to do for a process alone or a group that exists.
+
+    Args:
+        backend: ``nccl`` or ``gloo``; None picks by the device.
+        timeout: of the default group.
+        device: where this rank computes.
+
+    """
+    rank, world_size, _ = world_from_environment()
+    if world_size > 1 and not dist.is_initialized():
+        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+        os.environ.setdefault("MASTER_PORT", "29500")
+        chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+        dist.init_process_group(chosen, rank=rank, world_size=world_size, timeout=timeout)
