@@ -1,0 +1,54 @@
+"""The training loop. Evaluate, log, skip and stop are all visible here; people are meant to edit it."""
+
+from __future__ import annotations
+
+from megatron.training.health import NonFiniteError, explain_nonfinite
+from megatron.training.logging import RunLog
+from megatron.training.metrics import StepWindow
+from megatron.training.records import ValidationRecord
+from megatron.training.setup import Trainer
+from megatron.training.step import evaluate, train_step
+from megatron.training.stop import StopRequest
+
+
+def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
+    """Train to the end, or until told to stop.
+
+    Returns:
+        The exit status: 0 at the end and at ``exit_interval``, 128 + signal number after a signal.
+
+    Raises:
+        NonFiniteError: with ``on_nonfinite`` stop.
+
+    """
+    t, config = trainer, trainer.config.training
+    window = StepWindow(t.device, config.seq_length)
+    while t.iteration < t.total_steps:
+        lr, weight_decay = t.schedule.learning_rate(t.consumed_samples), t.schedule.weight_decay(t.consumed_samples)
+        samples, batches = t.next_batch_size, t.next_batches()
+        metrics = train_step(t, batches, lr, weight_decay)
+        if config.on_nonfinite == "stop" and metrics.skipped.item() and not t.scaler.can_shrink():
+            raise NonFiniteError(explain_nonfinite(t, batches))
+        window.add(metrics, samples)
+        t.iteration += 1
+        t.consumed_samples += samples
+
+        signalled = stop.agreed()
+        last = t.iteration == t.total_steps
+        leave = signalled or last or _every(config.exit_interval, t.iteration)
+        if leave or _every(t.config.logging.log_interval, t.iteration):
+            progress = {"iteration": t.iteration, "consumed_samples": t.consumed_samples}
+            log.train(window.read(**progress, learning_rate=lr, weight_decay=weight_decay))
+        if config.eval_iters and not signalled and (last or _every(config.eval_interval, t.iteration)):
+            with window.paused():
+                loss = evaluate(t).item()
+            log.validation(ValidationRecord(t.iteration, t.consumed_samples, t.consumed_samples * config.seq_length, loss))
+        if leave and not last:
+            why = f"signal {signalled}" if signalled else f"--exit-interval {config.exit_interval}"
+            log.note(f"stopped by {why} after step {t.iteration} of {t.total_steps}")
+            return 128 + signalled if signalled else 0
+    return 0
+
+
+def _every(interval: int | None, iteration: int) -> bool:
+    return interval is not None and iteration % interval == 0

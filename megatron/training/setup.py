@@ -1,0 +1,125 @@
+"""From a validated configuration to everything a training step needs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+
+from megatron.config.batch import batch_at, global_batch, total_samples, total_steps
+from megatron.config.run import RunConfig
+from megatron.data.loader import DataSource, build_data
+from megatron.model.gpt import GPTChunk, build_gpt
+from megatron.optim.buckets import GradBuckets
+from megatron.optim.optimizer import Optimizer
+from megatron.optim.scaler import LossScaler
+from megatron.optim.schedule import Schedule
+from megatron.parallel.build import BuildContext
+from megatron.parallel.grads import GradSink
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh, start_distributed, world_from_environment
+from megatron.parallel.microbatch import MicroBatch
+
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass
+class Trainer:
+    """The parts of a run and how far it is.
+
+    Attributes:
+        iteration: steps taken.
+        consumed_samples: samples they used.
+    """
+
+    config: RunConfig
+    mesh: Mesh
+    device: torch.device
+    chunk: GPTChunk
+    buckets: GradBuckets
+    optimizer: Optimizer
+    scaler: LossScaler
+    schedule: Schedule
+    data: DataSource
+    iteration: int = 0
+    consumed_samples: int = 0
+
+    @property
+    def total_steps(self) -> int:
+        """Steps of the whole run."""
+        return total_steps(self.config.training, self.mesh.replicas.size)
+
+    @property
+    def next_batch_size(self) -> int:
+        """Samples of the next global batch."""
+        return batch_at(self.config.training, self.mesh.replicas.size, self.consumed_samples)
+
+    def next_batches(self) -> list[MicroBatch]:
+        """This rank's micro-batches of the next step."""
+        return self._read("train", self.consumed_samples, self.next_batch_size)
+
+    def validation_batches(self, index: int) -> list[MicroBatch]:
+        """This rank's micro-batches of global validation batch ``index``."""
+        size = global_batch(self.config.training, self.mesh.replicas.size)
+        return self._read("valid", index * size, size)
+
+    def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
+        replicas = self.mesh.replicas
+        return self.data.step_batches(
+            split, first, size, dp_rank=replicas.rank, dp_size=replicas.size, step=self.iteration, device=self.device
+        )
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this rank; ``auto`` takes a GPU when there is one."""
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    _, _, local_rank = world_from_environment()
+    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    torch.cuda.set_device(device)
+    return device
+
+
+def build(config: RunConfig, rank: int, world_size: int) -> Trainer:
+    """Build the model and everything around it on this rank; collective over all ranks.
+
+    Args:
+        config: validated and resolved (no derived value left open).
+        rank: global rank.
+        world_size: number of ranks; more than one needs torch.distributed to be started.
+
+    """
+    device = choose_device(config.training.device)
+    model, parallel, training = config.model, config.parallel, config.training
+    kv_copies = max(1, parallel.tensor_model_parallel_size // model.kv_groups)
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    mesh = Mesh(Layout.from_config(parallel, world_size), rank, timeout, kv_copies)
+    dtype = DTYPES[config.precision.params_dtype]
+    context = BuildContext(mesh, GradSink(), dtype, device, training.seed, parallel.sequence_parallel)
+    chunk = build_gpt(model, training, context)
+    params = dict(chunk.named_parameters())
+    dtypes = {name: p.dtype for name, p in params.items()}
+    size, overlap = parallel.ddp_bucket_size, parallel.overlap_grad_reduce
+    buckets = GradBuckets(chunk.specs, dtypes, mesh, context.sink, device, size, overlap)
+    dp = mesh.replicas.size
+    samples, batch = total_samples(training, dp), global_batch(training, dp)
+    return Trainer(
+        config,
+        mesh,
+        device,
+        chunk,
+        buckets,
+        Optimizer(params, chunk.specs, buckets, mesh, config.optimizer),
+        LossScaler.from_config(config.precision, device),
+        Schedule.from_config(config.optimizer, samples, batch),
+        build_data(config.data, training, model.vocab, dp),
+    )
+
+
+def join(config: RunConfig) -> tuple[int, int]:
+    """Start torch.distributed as the launcher's environment says; returns ``(rank, world size)``."""
+    rank, world_size, _ = world_from_environment()
+    timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
+    start_distributed(config.parallel.distributed_backend, timeout, choose_device(config.training.device))
+    return rank, world_size

@@ -1,0 +1,74 @@
+"""One training step, and one evaluation: what happens between reading tokens and having new weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.model.gpt import GPTChunk
+from megatron.parallel import comm
+from megatron.parallel.comm import Group
+from megatron.parallel.microbatch import MicroBatch
+from megatron.training.metrics import StepMetrics
+from megatron.training.setup import Trainer
+
+
+def train_step(trainer: Trainer, batches: Sequence[MicroBatch], lr: float, weight_decay: float) -> StepMetrics:
+    """Forward and backward of every micro-batch, then the update. No wait for the device in here.
+
+    The loss is the sum over the *global* batch's unmasked tokens divided by their number, so it does not depend on
+    how samples are dealt out to micro-batches and ranks.
+
+    Args:
+        trainer: changed in place, its counters excepted.
+        batches: this rank's micro-batches of the step.
+        lr: learning rate.
+        weight_decay: of the parameters that decay.
+
+    Returns:
+        Device scalars, equal on all ranks.
+
+    """
+    t, scale = trainer, trainer.scaler.scale
+    t.chunk.train()
+    tokens = count_tokens(batches, t.mesh.replicas)
+    t.buckets.start_step(len(batches))
+    for batch in batches:
+        forward_backward(t.chunk, batch, seed=scale / tokens)
+    outcome = t.optimizer.step(lr, weight_decay, scale)
+    t.scaler.update(outcome.skipped)
+    return StepMetrics(mean_loss(t.chunk, tokens, t.mesh.replicas), outcome.grad_norm, outcome.skipped, scale)
+
+
+def forward_backward(chunk: GPTChunk, batch: MicroBatch, seed: Tensor) -> None:
+    """Run a micro-batch forth and back; ``seed`` is the factor of its summed losses in the global objective."""
+    loss_sum, aux = chunk(None, batch)
+    objective = loss_sum + aux
+    objective.backward(seed.to(objective.dtype))
+
+
+@torch.no_grad()
+def evaluate(trainer: Trainer) -> Tensor:
+    """Mean loss per token over the first ``eval_iters`` global batches of the validation data."""
+    t, tokens = trainer, torch.zeros((), device=trainer.device, dtype=torch.float64)
+    t.chunk.eval()
+    for index in range(t.config.training.eval_iters):
+        batches = t.validation_batches(index)
+        tokens += count_tokens(batches, t.mesh.replicas)
+        for batch in batches:
+            t.chunk(None, batch)
+    return mean_loss(t.chunk, tokens, t.mesh.replicas)
+
+
+def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
+    """Unmasked tokens of the global batch, at least 1; an fp64 scalar."""
+    local = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
+    return comm.all_reduce(local, replicas).clamp(min=1.0)
+
+
+def mean_loss(chunk: GPTChunk, tokens: Tensor, replicas: Group) -> Tensor:
+    """The loss sums that the chunk collected, over all replicas, per token."""
+    local = chunk.sums.take()["lm loss"].double()
+    return comm.all_reduce(local, replicas) / tokens
