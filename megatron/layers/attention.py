@@ -37,7 +37,9 @@ class Scene:
     mask: Tensor | None = None
 
 
-def attention_mask(seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device) -> Tensor | None:
+def attention_mask(
+    seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device
+) -> Tensor | None:
     """Who may look at whom: causal, within the window, within the document. None when plain causal says it all."""
     if window is None and documents_BS is None:
         return None
@@ -63,9 +65,8 @@ class SelfAttention(nn.Module):
         weight = shard.qkv(*shape, (d, config.hidden_size), Init(config.init_method_std))
         bias = shard.qkv(*shape, (d,), Init()) if config.qkv_bias else None
         self.linear_qkv = ColumnLinear(context.at("linear_qkv"), weight, bias)
-        self.linear_proj = RowLinear(
-            context.at("linear_proj"), config.num_attention_heads * d, config.hidden_size, output_std, config.add_bias_linear
-        )
+        heads, h = config.num_attention_heads * d, config.hidden_size
+        self.linear_proj = RowLinear(context.at("linear_proj"), heads, h, output_std, config.add_bias_linear)
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
         if config.qk_layernorm:  # each rank sees its own heads only, so these gradients are always partial

@@ -35,7 +35,9 @@ def dropout_rows(x_SBH: Tensor, probability: float, batch: MicroBatch, seed: int
     return x_SBH * keep * (1.0 / (1.0 - probability))
 
 
-def dropout_attention(weights_BNQK: Tensor, probability: float, batch: MicroBatch, seed: int, site: str, first_head: int) -> Tensor:
+def dropout_attention(
+    weights_BNQK: Tensor, probability: float, batch: MicroBatch, seed: int, site: str, first_head: int
+) -> Tensor:
     """Dropout of attention weights ``[batch, heads, queries, keys]``; ``first_head`` is the global index of head 0."""
     if probability == 0.0:
         return weights_BNQK

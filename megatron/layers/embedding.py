@@ -13,9 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.parallel import collectives
 from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
-from megatron.parallel.shard import Init, tied
-
-WORD_EMBEDDINGS = "word_embeddings.weight"
+from megatron.parallel.shard import Init, ShardSpec, tied
 
 
 class _Lookup(torch.autograd.Function):
@@ -39,42 +37,44 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None, None
 
 
+class Table(nn.Module):
+    """Rows ``first, first + 1, ...`` of an embedding: ids of any shape -> ``[*shape, H]``, 0 for rows of other ranks."""
+
+    def __init__(self, context: BuildContext, spec: ShardSpec, first: int = 0) -> None:
+        super().__init__()
+        self.weight = context.parameter("weight", spec)
+        self.name, self.first, self.sink = context.name("weight"), first, context.sink
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Look up."""
+        found: Tensor = _Lookup.apply(self.weight, ids, self.first, self.sink, self.name)
+        return found
+
+
 class Embedding(nn.Module):
     """Tokens ``[B, S]`` -> ``[S(/tp), B, H]``: word embedding, summed over TP, plus learned positions if any."""
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
-        self.context = context
-        spec = context.shard.vocabulary(
-            config.vocab, config.hidden_size, config.make_vocab_size_divisible_by, Init(config.init_method_std)
-        )
-        self.name = context.name(WORD_EMBEDDINGS)
+        self.tp, self.sequence_parallel = context.tp, context.sequence_parallel
+        init, shard = Init(config.init_method_std), context.shard
+        spec = shard.vocabulary(config.vocab, config.hidden_size, config.make_vocab_size_divisible_by, init)
         words = spec if config.untie_embeddings_and_output_weights else tied(spec)
-        self.word_embeddings = nn.Module()
-        self.word_embeddings.weight = context.parameter(WORD_EMBEDDINGS, words)
-        self.first = context.tp.rank * spec.local_view[0]
-        self.position_embeddings: nn.Module | None = None
+        self.word_embeddings = Table(context.at("word_embeddings"), words, self.tp.rank * spec.local_view[0])
+        self.position_embeddings: Table | None = None
         if config.position_embedding_type == "learned_absolute":
             shape = (config.max_position_embeddings or 0, config.hidden_size)
-            positions = context.shard.replicate(shape, Init(config.init_method_std), partial=context.sequence_parallel)
-            self.position_embeddings = nn.Module()
-            self.position_embeddings.weight = context.parameter("position_embeddings.weight", positions)
+            positions = shard.replicate(shape, init, partial=self.sequence_parallel)
+            self.position_embeddings = Table(context.at("position_embeddings"), positions)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
         """Look up tokens, and positions 0..s-1 unless others are given."""
-        weight = self.word_embeddings.weight
-        x_SBH = _Lookup.apply(weight, tokens_BS.t(), self.first, self.context.sink, self.name)
-        enter = collectives.scatter_rows if self.context.sequence_parallel else collectives.reduce
-        x_SBH = enter(x_SBH, self.context.tp)
+        leave = collectives.scatter_rows if self.sequence_parallel else collectives.reduce
+        x_SBH = leave(self.word_embeddings(tokens_BS.t()), self.tp)
         if self.position_embeddings is None:
             return x_SBH
-        return x_SBH + self._look_up_positions(tokens_BS, positions_BS, x_SBH.shape[0])
-
-    def _look_up_positions(self, tokens_BS: Tensor, positions_BS: Tensor | None, rows: int) -> Tensor:
         if positions_BS is None:
-            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).unsqueeze(0)
-        first = self.context.tp.rank * rows if self.context.sequence_parallel else 0
-        ids = positions_BS.t()[first : first + rows].expand(-1, tokens_BS.shape[0])
-        name = self.context.name("position_embeddings.weight")
-        found: Tensor = _Lookup.apply(self.position_embeddings.weight, ids, 0, self.context.sink, name)
-        return found
+            positions_BS = torch.arange(tokens_BS.shape[1], device=tokens_BS.device).expand_as(tokens_BS)
+        rows = x_SBH.shape[0]
+        first = self.tp.rank * rows if self.sequence_parallel else 0
+        return x_SBH + self.position_embeddings(positions_BS.t()[first : first + rows])

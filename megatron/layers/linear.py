@@ -74,7 +74,9 @@ class _Column(torch.autograd.Function):
 
 
 class _Row(torch.autograd.Function):
-    """``y = scatter(sum_i x_i W_i^T) + b`` (or all-reduce); backward ``dY = gather(dy)``, ``dx = dY W``, ``dW = dY^T x``.
+    """``y = scatter(sum_i x_i W_i^T) + b`` (or all-reduce).
+
+    Backward: ``dY = gather(dy)`` (or the copy ``dy``), ``dx_i = dY W_i``, ``dW_i = dY^T x_i``.
 
     The bias is added once, to the sum; with sequence parallelism each rank sees its rows of ``db`` only.
     """

@@ -59,7 +59,9 @@ class OutputLayer(nn.Module):
 
     """
 
-    def __init__(self, config: ModelConfig, context: BuildContext, loss: LossConfig, embedding: Embedding | None) -> None:
+    def __init__(
+        self, config: ModelConfig, context: BuildContext, loss: LossConfig, embedding: Embedding | None
+    ) -> None:
         super().__init__()
         self.context, self.loss = context, loss
         spec = context.shard.vocabulary(
@@ -71,7 +73,8 @@ class OutputLayer(nn.Module):
             self.name = context.name("weight")
             self.weight = context.parameter("weight", spec)
         else:
-            self.name, self.weight = embedding.name, embedding.word_embeddings.weight
+            table = embedding.word_embeddings
+            self.name, self.weight = table.name, table.weight
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """``(objective, cross_entropy)`` of :func:`linear_cross_entropy`."""

@@ -116,9 +116,10 @@ class GradBuckets:
         """
         for bucket in self.buckets:
             if bucket.missing != 0:
+                first = next(iter(bucket.offsets))
                 raise RuntimeError(
-                    f"a gradient bucket ({', '.join(list(bucket.offsets)[:3])}...) misses {bucket.missing} contributions: "
-                    "a layer's uses do not match what its backward adds"
+                    f"the gradient bucket of {first} misses {bucket.missing} contributions: the uses in some spec "
+                    "do not match what its layer's backward adds"
                 )
             if bucket.pending is None:
                 bucket.pending = comm.start_all_reduce(bucket.buffer, bucket.group)

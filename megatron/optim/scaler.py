@@ -72,10 +72,6 @@ class LossScaler:
         self._good_steps = torch.where(grow, 0, good_steps)
         self._lives = torch.where(grow, self.hysteresis, lives)
 
-    def can_shrink(self) -> bool:
-        """Whether an overflow is the scale's doing, to be mended by a smaller one; waits for the device."""
-        return self.dynamic and self.scale.item() > self.minimum
-
     def can_shrink(self, scale: Tensor) -> bool:
         """Whether a step that overflowed at ``scale`` may succeed with a smaller one; waits for the device."""
         return self.dynamic and scale.item() > self.minimum

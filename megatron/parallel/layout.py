@@ -29,7 +29,8 @@ class Layout:
         Raises:
             ValueError: when an axis does not divide the ranks left to it.
         """
-        tp, pp, cp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size, config.context_parallel_size
+        tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+        cp = config.context_parallel_size
         ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or tp
         for name, size in (("TP x PP x CP", tp * pp * cp), ("PP x EP x expert-TP", pp * ep * etp)):
             if world_size % size:

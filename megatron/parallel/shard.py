@@ -165,13 +165,13 @@ class Shard:
         queries = q_per_group // copies
         group, part = divmod(self.rank, copies)
         zeros = (0,) * len(tail)
-        q = Piece(
-            Box((0, 0, *zeros), (1, queries, *tail)), Box((group, part * queries, *zeros), (1, queries, *tail)), (self.rank,)
-        )
+
+        def box(group: int, start: int, size: int) -> Box:
+            return Box((group, start, *zeros), (1, size, *tail))
+
         sharers = tuple(range(group * copies, (group + 1) * copies))
-        kv = Piece(
-            Box((0, queries, *zeros), (1, 2, *tail)), Box((group, q_per_group, *zeros), (1, 2, *tail)), sharers, partial=True
-        )
+        q = Piece(box(0, 0, queries), box(group, part * queries, queries), (self.rank,))
+        kv = Piece(box(0, queries, 2), box(group, q_per_group, 2), sharers, partial=True)
         return ShardSpec(shape, view, (1, queries + 2, *tail), (q, kv), self.rank, init)
 
 

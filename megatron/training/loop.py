@@ -27,7 +27,7 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
         lr, weight_decay = t.schedule.learning_rate(t.consumed_samples), t.schedule.weight_decay(t.consumed_samples)
         samples, batches = t.next_batch_size, t.next_batches()
         metrics = train_step(t, batches, lr, weight_decay)
-        if config.on_nonfinite == "stop" and metrics.skipped.item() and not t.scaler.can_shrink():
+        if config.on_nonfinite == "stop" and metrics.skipped.item() and not t.scaler.can_shrink(metrics.loss_scale):
             raise NonFiniteError(explain_nonfinite(t, batches))
         window.add(metrics, samples)
         t.iteration += 1
@@ -42,7 +42,9 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
         if config.eval_iters and not signalled and (last or _every(config.eval_interval, t.iteration)):
             with window.paused():
                 loss = evaluate(t).item()
-            log.validation(ValidationRecord(t.iteration, t.consumed_samples, t.consumed_samples * config.seq_length, loss))
+            log.validation(
+                ValidationRecord(t.iteration, t.consumed_samples, t.consumed_samples * config.seq_length, loss)
+            )
         if leave and not last:
             why = f"signal {signalled}" if signalled else f"--exit-interval {config.exit_interval}"
             log.note(f"stopped by {why} after step {t.iteration} of {t.total_steps}")
