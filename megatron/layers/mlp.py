@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -12,12 +15,26 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.shard import Init
 
 
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": _swiglu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""By the names of ``--activation``; a gated one gets ``[..., 2 * ffn/tp]``, gate first."""
+
+
 class MLP(nn.Module):
     """``[S(/tp), B, H] -> [S(/tp), B, H]``; gate and up projection are one matrix ``[2, ffn, H]``."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, drop_activation: bool) -> None:
         super().__init__()
-        self.activation, self.drop_activation = config.activation, drop_activation
+        self.activate, self.drop_activation = ACTIVATIONS[config.activation], drop_activation
         rows = (2, config.ffn) if config.gated else (config.ffn,)
         dim, flat = len(rows) - 1, rows[0] * config.ffn if config.gated else config.ffn
         shard, h = context.shard, config.hidden_size
@@ -28,16 +45,4 @@ class MLP(nn.Module):
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP."""
-        return feed(self._activate, self.linear_fc1(x_SBH), self.linear_fc2, self.drop_activation)
-
-    def _activate(self, x: Tensor) -> Tensor:
-        match self.activation:
-            case "swiglu":
-                gate, up = x.chunk(2, dim=-1)
-                return F.silu(gate) * up
-            case "relu2":
-                return F.relu(x).square()
-            case "gelu":
-                return F.gelu(x)
-            case _:
-                return F.gelu(x, approximate="tanh")
+        return feed(self.activate, self.linear_fc1(x_SBH), self.linear_fc2, self.drop_activation)
