@@ -1,0 +1,26 @@
+"""Settings every test runs under, and the fixtures all kinds of tests share."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from tests.distributed.pool import Pool
+
+# Before torch is imported anywhere: threads that wait for a shared core cost more than they compute.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Tests never look for models or data on the network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+
+@pytest.fixture(scope="session")
+def pool() -> Iterator[Pool]:
+    """Worker processes for tests on several ranks; see ``tests/distributed/pool.py``."""
+    from tests.distributed.pool import Pool  # imports torch, which most unit tests do without
+
+    with Pool() as workers:
+        yield workers
