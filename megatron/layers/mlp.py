@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -35,11 +36,11 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, drop_activation: bool) -> None:
         super().__init__()
         self.activate, self.drop_activation = ACTIVATIONS[config.activation], drop_activation
-        rows = (2, config.ffn) if config.gated else (config.ffn,)
-        dim, flat = len(rows) - 1, rows[0] * config.ffn if config.gated else config.ffn
         shard, h = context.shard, config.hidden_size
-        weight = shard.split((flat, h), dim, Init(config.init_method_std), (*rows, h))
-        bias = shard.split((flat,), dim, Init(), rows) if config.add_bias_linear else None
+        view = (2, config.ffn) if config.gated else (config.ffn,)
+        rows, dim = prod(view), len(view) - 1
+        weight = shard.split((rows, h), dim, Init(config.init_method_std), (*view, h))
+        bias = shard.split((rows,), dim, Init(), view) if config.add_bias_linear else None
         self.linear_fc1 = ColumnLinear(context.at("linear_fc1"), weight, bias)
         self.linear_fc2 = RowLinear(context.at("linear_fc2"), config.ffn, h, output_std, config.add_bias_linear)
 
