@@ -1,0 +1,160 @@
+"""Sequences of documents cut into samples of equal length, in Megatron-LM's exact order.
+
+The documents of a split are laid end to end, ``epochs`` times, each epoch shuffled; the line is cut every
+``seq_length`` tokens (neighbouring samples share one token: the last label of one is the first token of the next),
+and the samples are shuffled. Three tables say all this (`SampleOrder`); building them is separate from reading.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.dataset import Sample
+from megatron.data.errors import DataError
+from megatron.data.indexed import IndexedDataset
+
+SPLITS = ("train", "valid", "test")
+SEPARATE_BELOW = 0.80  # share of an epoch's samples below which a cut-off last epoch is shuffled apart
+
+
+class SampleOrder(NamedTuple):
+    """Where every sample of a dataset lies.
+
+    Attributes:
+        documents: int32 ``[epochs * sequences]``, sequence numbers in the order they are read.
+        samples: int ``[n + 1, 2]``, sample ``j`` starts in the sequence at place ``samples[j, 0]`` of ``documents``,
+            at token ``samples[j, 1]``, and ends where the next one starts.
+        shuffle: uint32 ``[n]``, the sample at each place of the stream.
+        epochs: passes over the split that were laid end to end.
+    """
+
+    documents: NDArray[np.int32]
+    samples: NDArray[Any]
+    shuffle: NDArray[Any]
+    epochs: int
+
+
+class GPTDataset:
+    """Samples of ``seq_length`` tokens (``seq_length + 1`` ids) in the order of `build_order`."""
+
+    def __init__(self, indexed: IndexedDataset, order: SampleOrder) -> None:
+        self.order = order
+        self._indexed = indexed
+
+    def __len__(self) -> int:
+        return len(self.order.shuffle)
+
+    def __getitem__(self, i: int) -> Sample:
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of a dataset of {len(self)}")
+        j = int(self.order.shuffle[i])
+        (first, start), (last, end) = self.order.samples[j : j + 2].tolist()
+        parts = []
+        for place in range(first, last + 1):
+            offset = start if place == first else 0
+            length = end + 1 - offset if place == last else None
+            parts.append(self._indexed.get(int(self.order.documents[place]), offset, length))
+        return Sample.of(np.concatenate(parts, dtype=np.int64))
+
+
+def split_ranges(split: str, sequences: int) -> list[range]:
+    """Sequences of the train, validation and test parts; a weight left out is 0.
+
+    Raises:
+        DataError: when ``split`` is not one to three weights.
+    """
+    weights = _split_weights(split)
+    # numpy's sum, because Python's own is compensated from 3.12 on and would round elsewhere
+    shares = (np.array(weights) / np.sum(weights)).tolist()
+    ends = [round(end * float(sequences)) for end in accumulate(shares, initial=0.0)]
+    return [range(begin, end) for begin, end in zip(ends, ends[1:])]
+
+
+def _split_weights(split: str) -> list[float]:
+    words = re.split(r"[\s,/]+", split.strip())
+    if len(words) <= len(SPLITS) and all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words):
+        weights = [float(word) for word in words]
+        if any(weights):
+            return weights + [0.0] * (len(SPLITS) - len(weights))
+    raise DataError(f"split '{split}' is not one to three weights of train, valid and test", "--split 969,30,1")
+
+
+def build_order(
+    lengths: NDArray[np.int32],
+    indices: Sequence[int] | NDArray[Any],
+    num_samples: int | None,
+    seq_length: int,
+    seed: int,
+) -> SampleOrder:
+    """The tables of a dataset of at least ``num_samples`` samples, or of one epoch when it is None.
+
+    ``lengths`` are the tokens of every sequence of the files, ``indices`` the sequences of this split.
+
+    Raises:
+        DataError: when the split has no tokens, or one epoch was asked for and is shorter than a sample.
+    """
+    tokens = int(lengths[np.asarray(indices, dtype=np.int64)].sum(dtype=np.int64))
+    epochs = _epochs(tokens, num_samples, seq_length)
+    apart = _samples_before_last_epoch(tokens, epochs, num_samples, seq_length)
+    random = np.random.RandomState(seed)  # this generator is part of the order
+    documents = _document_index(indices, epochs, apart is not None, random)
+    samples = _sample_index(lengths[documents], (epochs * tokens - 1) // seq_length, seq_length)
+    return SampleOrder(documents, samples, _shuffle_index(len(samples) - 1, apart, random), epochs)
+
+
+def _epochs(tokens: int, num_samples: int | None, seq_length: int) -> int:
+    """Passes over the split that hold the samples asked for, and the one token after them."""
+    if tokens == 0 or (num_samples is None and tokens <= seq_length):
+        raise DataError(f"a part of the data with {tokens} tokens holds no sample of {seq_length} + 1", "use more data")
+    return 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
+
+
+def _samples_before_last_epoch(tokens: int, epochs: int, num_samples: int | None, seq_length: int) -> int | None:
+    """Samples of all epochs but the last when that is shuffled apart, else None.
+
+    It is when only a smaller part of it is used: shuffled in, it would crowd out samples of the epochs before.
+    """
+    if num_samples is None or epochs == 1:
+        return None
+    before = ((epochs - 1) * tokens - 1) // seq_length
+    per_epoch = (tokens - 1) // seq_length
+    return before if num_samples - before < int(SEPARATE_BELOW * per_epoch) else None
+
+
+def _document_index(
+    indices: Sequence[int] | NDArray[Any], epochs: int, apart: bool, random: np.random.RandomState
+) -> NDArray[np.int32]:
+    once = np.asarray(indices, dtype=np.int32)
+    runs = [np.tile(once, n) for n in ((epochs - 1, 1) if apart else (epochs,))]
+    for run in runs:
+        random.shuffle(run)
+    return np.concatenate(runs)
+
+
+def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> NDArray[Any]:
+    """Place and offset where each of ``samples`` samples starts, and where the last ends.
+
+    ``lengths`` are those of the sequences in reading order. Sample ``j`` starts at token ``j * seq_length`` of the
+    line, which lies in the first sequence that ends beyond it.
+    """
+    ends = np.cumsum(lengths, dtype=np.int64)
+    starts = np.arange(samples + 1, dtype=np.int64) * seq_length
+    places = np.searchsorted(ends, starts, side="right")
+    places[0] = 0  # where an empty sequence comes first, the first sample starts in it
+    offsets = starts - (ends[places] - lengths[places])
+    return np.stack((places, offsets), axis=1).astype(np.int32 if len(lengths) < 2**31 else np.int64)
+
+
+def _shuffle_index(samples: int, apart: int | None, random: np.random.RandomState) -> NDArray[Any]:
+    dtype = np.uint32 if samples < 2**32 - 2 else np.int64
+    cuts = (0, samples) if apart is None else (0, apart, samples)
+    runs = [np.arange(begin, end, dtype=dtype) for begin, end in zip(cuts, cuts[1:])]
+    for run in runs:
+        random.shuffle(run)
+    return np.concatenate(runs)

@@ -1,0 +1,175 @@
+"""From the configuration to the micro-batches of a step.
+
+Every rank reads its own samples from the memory-mapped files; nothing is broadcast. Which samples a step has is a
+function of the samples consumed before it, so a run that resumes has no state to restore here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megatron.config.batch import global_batch, total_samples, total_steps
+from megatron.config.run import DataConfig, TrainingConfig
+from megatron.data.dataset import Dataset
+from megatron.data.errors import DataError
+from megatron.data.gpt_dataset import SPLITS, GPTDataset, build_order, split_ranges
+from megatron.data.indexed import IndexedDataset
+from megatron.data.mock import MockDataset
+from megatron.data.sampler import micro_batches
+from megatron.data.tokenizer import build_tokenizer, recorded_tokenizer
+from megatron.parallel.microbatch import MicroBatch
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """The samples of a run.
+
+    Attributes:
+        datasets: by split name, those asked for that have samples to give.
+        micro_batch_size: samples of a micro-batch.
+        vocab_size: entries of the model's vocabulary; no id may be beyond.
+    """
+
+    datasets: Mapping[str, Dataset]
+    micro_batch_size: int
+    vocab_size: int
+
+    def step_batches(
+        self,
+        split: str,
+        consumed_samples: int,
+        global_batch: int,
+        dp_rank: int,
+        dp_size: int,
+        step: int,
+        device: torch.device | str = "cpu",
+    ) -> list[MicroBatch]:
+        """This data-parallel rank's micro-batches of the global batch that starts at ``consumed_samples``.
+
+        Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run see the same
+        batches and their losses can be compared (Megatron-LM moves on through the validation data).
+
+        Raises:
+            DataError: when the split has no such samples, or holds ids beyond the vocabulary.
+        """
+        if split not in self.datasets:
+            raise DataError(f"there are no {split} samples in this run: it has {', '.join(self.datasets) or 'none'}")
+        last = consumed_samples + global_batch
+        if last > len(self.datasets[split]):
+            raise DataError(f"{split} sample {last - 1} was asked for; this run has {len(self.datasets[split])}")
+        groups = micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size)
+        return [self._micro_batch(split, places, step, device) for places in groups]
+
+    def _micro_batch(self, split: str, places: range, step: int, device: torch.device | str) -> MicroBatch:
+        samples = [self.datasets[split][i] for i in places]
+        columns = [np.stack(column) for column in zip(*samples)]
+        for ids in columns:
+            self._check_ids(split, places, ids)
+        columns.append(np.array(places, dtype=np.int64))
+        tokens, labels, sample_ids = (torch.from_numpy(c).to(device, non_blocking=True) for c in columns)
+        return MicroBatch(tokens, labels, torch.ones(tokens.shape, device=device), sample_ids, step)
+
+    def _check_ids(self, split: str, places: range, ids: NDArray[np.int64]) -> None:
+        """``ids`` is ``[b, s]``; an id beyond the embedding would crash, or silently read padding."""
+        low, high = int(ids.min()), int(ids.max())
+        if low >= 0 and high < self.vocab_size:
+            return
+        bad = low if low < 0 else high
+        place = places[int((ids == bad).any(axis=1).argmax())]
+        raise DataError(
+            f"{split} sample {place} holds id {bad}, but the vocabulary has ids 0..{self.vocab_size - 1}",
+            f"--vocab-size {high + 1} or more, or the data of this model's tokenizer",
+        )
+
+
+def vocabulary(data: DataConfig, vocab_size: int | None) -> int:
+    """Entries of the vocabulary: ``vocab_size`` if given, else what the tokenizer of the data has.
+
+    Raises:
+        DataError: when nothing says it, when ``vocab_size`` is too small for the tokenizer, or when the data
+            were written with another tokenizer than ``data`` says.
+    """
+    tokenizer = None if data.mock_data else recorded_tokenizer(_prefix(data), data.tokenizer_type)
+    if tokenizer is None and data.tokenizer_type is not None:
+        tokenizer = build_tokenizer(data.tokenizer_type, vocab_size)
+    needed = None if tokenizer is None else tokenizer.vocab_size
+    size = needed if vocab_size is None else vocab_size
+    if size is None:
+        raise DataError(
+            "nothing says how large the vocabulary is", "--vocab-size 50257", "--tokenizer-type ByteTokenizer"
+        )
+    if needed is not None and size < needed:
+        raise DataError(
+            f"a vocabulary of {size} is too small for {type(tokenizer).__name__}, which has {needed} ids",
+            f"--vocab-size {needed}",
+        )
+    return size
+
+
+def requested_samples(training: TrainingConfig, dp_size: int) -> dict[str, int]:
+    """Samples of each split that Megatron-LM would build for such a run; they fix the order of the data."""
+    evaluation = training.eval_iters * global_batch(training, dp_size)
+    evaluations = total_steps(training, dp_size) // training.eval_interval + 1 if training.eval_interval else 1
+    return {"train": total_samples(training, dp_size), "valid": evaluations * evaluation, "test": evaluation}
+
+
+def build_data(
+    data: DataConfig,
+    training: TrainingConfig,
+    vocab_size: int,
+    dp_size: int,
+    splits: Sequence[str] = ("train", "valid"),
+) -> DataSource:
+    """The ``splits`` of a run that need samples (none for evaluation when ``eval_iters`` is 0).
+
+    Raises:
+        DataError: when the files are damaged, or a split that is needed has no data.
+    """
+    requested = requested_samples(training, dp_size)
+    needed = {name: requested[name] for name in splits if requested[name] > 0}
+    datasets = _mock(needed, training, vocab_size) if data.mock_data else _from_files(needed, data, training)
+    return DataSource(datasets, training.micro_batch_size, vocab_size)
+
+
+def _mock(needed: Mapping[str, int], training: TrainingConfig, vocab_size: int) -> dict[str, Dataset]:
+    return {
+        name: MockDataset(vocab_size, training.seq_length, count, training.seed, stream=SPLITS.index(name))
+        for name, count in needed.items()
+    }
+
+
+def _from_files(needed: Mapping[str, int], data: DataConfig, training: TrainingConfig) -> dict[str, Dataset]:
+    indexed = IndexedDataset(_prefix(data))
+    ranges = dict(zip(SPLITS, split_ranges(data.split, len(indexed))))
+    datasets: dict[str, Dataset] = {}
+    for name, count in needed.items():
+        if not ranges[name]:
+            raise _empty_split(name, count, data.split, indexed, needed)
+        order = build_order(indexed.lengths, ranges[name], count, training.seq_length, training.seed)
+        datasets[name] = GPTDataset(indexed, order)
+    return datasets
+
+
+def _prefix(data: DataConfig) -> str:
+    if len(data.data_path) != 1:
+        seen = f"--data-path names {len(data.data_path)} datasets, and a run reads one"
+        raise DataError(seen, "--data-path PREFIX", "--mock-data")
+    return data.data_path[0]
+
+
+def _empty_split(name: str, count: int, split: str, indexed: IndexedDataset, needed: Mapping[str, int]) -> DataError:
+    """A split that got no sequences, with one that gives every needed part at least one."""
+    others = [int(other in needed) for other in SPLITS[1:]]
+    train = len(indexed) - sum(others)
+    fixes = [f"--split {train},{others[0]},{others[1]}"] if train > 0 else []
+    return DataError(
+        f"--split '{split}' leaves no {name} data of the {len(indexed)} sequences in {indexed.prefix}, "
+        f"but {count} samples are needed",
+        *fixes,
+        f"a dataset of more documents than {len(indexed)}",
+    )
