@@ -14,6 +14,20 @@ class Schedule:
 
     A step uses the value at the samples consumed *before* it, so the first step of a warm-up runs at
     ``warmup_init``. Nothing is stored between steps: resuming, or growing the batch, needs no state.
+
+    Attributes:
+        peak: learning rate after the warm-up.
+        floor: learning rate from the end of the decay on.
+        style: ``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD`` (stay at the peak, then fall).
+        warmup: length of the warm-up, a straight line from ``warmup_init`` to ``peak``.
+        warmup_init: learning rate of the first step of a warm-up.
+        decay: where the decay ends, counted from the start of the run.
+        wsd_style: shape of WSD's fall: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``.
+        wsd_decay: length of WSD's fall, the last part of ``decay``.
+        weight_decay_start: weight decay at 0 samples.
+        weight_decay_end: weight decay at ``total`` samples.
+        weight_decay_style: ``constant`` (the end value throughout), ``linear`` or ``cosine``.
+        total: samples of the run.
     """
 
     peak: float
@@ -66,8 +80,8 @@ class Schedule:
             )
         if self.style == "WSD" and not 0 < self.wsd_decay <= self.decay - self.warmup:
             raise ValueError(
-                f"WSD's final decay of {self.wsd_decay:g} samples must fit between the warm-up ({self.warmup:g}) and the "
-                f"end of the decay ({self.decay:g}); set --lr-wsd-decay-iters or --lr-wsd-decay-samples"
+                f"WSD's final decay of {self.wsd_decay:g} samples must fit between the end of the warm-up "
+                f"({self.warmup:g}) and that of the decay ({self.decay:g}); set --lr-wsd-decay-iters or -samples"
             )
 
     def learning_rate(self, samples: int) -> float:

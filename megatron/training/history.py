@@ -1,0 +1,103 @@
+"""A run as its metrics.jsonl tells it."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrainPoint:
+    """One log line of training; ``skipped`` holds the consumed tokens at which updates were skipped."""
+
+    iteration: int
+    tokens: int
+    loss: float
+    learning_rate: float
+    batch_size: int
+    skipped: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class ValidationPoint:
+    """One evaluation."""
+
+    iteration: int
+    tokens: int
+    loss: float
+
+
+@dataclass
+class History:
+    """The steps that count, oldest first: what a restart threw away is gone.
+
+    Attributes:
+        train: log lines.
+        validation: evaluations.
+        restarts: consumed tokens at which the run was started again.
+        unreadable: numbers of lines that make no sense (a crash can cut a line off).
+    """
+
+    train: list[TrainPoint] = field(default_factory=list)
+    validation: list[ValidationPoint] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)
+    unreadable: list[int] = field(default_factory=list)
+
+    def add(self, line: dict[str, Any]) -> None:
+        """Take the next line of the file."""
+        if line.get("event") == "start":
+            self._restart(line["iteration"], line["consumed-tokens"])
+        elif "lm loss" in line:
+            self.train.append(_train_point(line))
+        elif "lm loss validation" in line:
+            loss = _number(line["lm loss validation"])
+            self.validation.append(ValidationPoint(line["iteration"], line["consumed-tokens"], loss))
+
+    def _restart(self, iteration: int, tokens: int) -> None:
+        self.train = [point for point in self.train if point.iteration <= iteration]
+        self.validation = [point for point in self.validation if point.iteration <= iteration]
+        self.restarts = [at for at in self.restarts if at < tokens]
+        if self.train:
+            self.restarts.append(tokens)
+
+
+def read_history(path: Path) -> History:
+    """Read a metrics.jsonl.
+
+    Raises:
+        ValueError: when the file is missing or holds no log line of a training step.
+    """
+    if not path.is_file():
+        raise ValueError(f"{path} does not exist: give the folder that the run was told with --run-dir")
+    history = History()
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, text in enumerate(file, start=1):
+            try:
+                history.add(json.loads(text))
+            except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError):
+                history.unreadable.append(number)
+    if not history.train:
+        unreadable = f" ({len(history.unreadable)} lines could not be read)" if history.unreadable else ""
+        raise ValueError(f"{path} holds no log line of a training step{unreadable}")
+    return history
+
+
+def _train_point(line: dict[str, Any]) -> TrainPoint:
+    iteration, tokens, batch_size = int(line["iteration"]), int(line["consumed-tokens"]), int(line["batch-size"])
+    tokens_per_step = batch_size * tokens / int(line["consumed-samples"])
+    return TrainPoint(
+        iteration=iteration,
+        tokens=tokens,
+        loss=_number(line["lm loss"]),
+        learning_rate=_number(line["learning-rate"]),
+        batch_size=batch_size,
+        skipped=tuple(tokens - (iteration - step) * tokens_per_step for step in line["skipped-iterations"]),
+    )
+
+
+def _number(value: float | None) -> float:
+    """JSON has no NaN; the log writes null."""
+    return math.nan if value is None else float(value)

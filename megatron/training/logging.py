@@ -1,0 +1,128 @@
+"""Where a run's records go: a line on the console, a line of JSON in the run's folder, a picture at the end."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from megatron.config.arguments import to_yaml
+from megatron.config.run import RunConfig
+from megatron.training import run_folder
+from megatron.training.console import progress_line, validation_line
+from megatron.training.history import read_history
+from megatron.training.metrics import device_name
+from megatron.training.plot import draw_history
+from megatron.training.records import TrainRecord, ValidationRecord
+from megatron.training.throughput import Yardstick
+
+
+class RunLog:
+    """What a run says of itself. Give every rank one and enable one of them; the others do nothing."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        *,
+        world_size: int,
+        device: torch.device,
+        enabled: bool = True,
+        iteration: int = 0,
+        consumed_samples: int = 0,
+    ) -> None:
+        """Prepare ``run_dir``, where there is one.
+
+        Args:
+            config: resolved, so that the copy in the folder shows every number.
+            world_size: ranks.
+            device: this rank's.
+            enabled: whether this rank speaks; usually ``rank == 0``.
+            iteration: steps taken before this start.
+            consumed_samples: samples they used.
+
+        Raises:
+            ValueError: when the folder cannot be made or written.
+        """
+        self.enabled = enabled
+        self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
+        self._file: run_folder.JsonLines | None = None
+        if not enabled:
+            return
+        name = device_name(device)
+        self.yardstick = Yardstick.from_config(config, world_size, name)
+        if self.folder is None:
+            return
+        try:
+            run_folder.prepare(self.folder, to_yaml(config), name, world_size)
+            self._file = run_folder.JsonLines(self.folder / run_folder.METRICS, warn=_warn)
+        except OSError as error:
+            raise ValueError(
+                f"the run folder {self.folder} cannot be written ({error.strerror}): choose another with --run-dir"
+            ) from error
+        tokens = consumed_samples * config.training.seq_length
+        start = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
+        self._write({"event": "start", **start, "world-size": world_size})
+
+    def train(self, record: TrainRecord) -> None:
+        """Report the steps since the last log line."""
+        if not self.enabled:
+            return
+        _say(progress_line(record, self.yardstick, _width()))
+        teraflops = self.yardstick.flops_per_second(record) / 1e12
+        self._write({**record.values(), "throughput": teraflops, "mfu": self.yardstick.mfu(record)})
+
+    def validation(self, record: ValidationRecord) -> None:
+        """Report an evaluation."""
+        if self.enabled:
+            _say(validation_line(record))
+            self._write(record.values())
+
+    def note(self, text: str) -> None:
+        """Say something that is no number."""
+        if self.enabled:
+            _say(text)
+            self._write({"event": "note", "text": text})
+
+    def close(self) -> None:
+        """Draw the loss curve into the run's folder and close the file; never raises."""
+        file, self._file = self._file, None
+        if file is None or self.folder is None:
+            return
+        file.close()
+        try:
+            picture = self.folder / run_folder.LOSS_CURVE
+            draw_history(read_history(self.folder / run_folder.METRICS), self.folder.resolve().name, picture)
+        except Exception as error:  # a picture is not worth the run's exit status
+            _warn(f"no loss curve was drawn: {error}")
+        else:
+            _say(f"loss curve: {picture}")
+
+    def __enter__(self) -> RunLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _write(self, values: Mapping[str, object]) -> None:
+        if self._file is not None:
+            self._file.write({**values, "time": time.time()})
+
+
+def _say(text: str) -> None:
+    print(text, flush=True)
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def _width() -> int | None:
+    """Columns of the terminal; None when the output goes to a file, which takes them all."""
+    return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

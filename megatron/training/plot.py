@@ -1,0 +1,138 @@
+"""The loss picture of a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megatron.training.console import compact, exponent
+from megatron.training.history import History
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
+TRAIN, VALIDATION, RATE, BATCH = "#2563eb", "#ea580c", "#0d9488", "#7c3aed"
+SKIPPED, RESTART = "#dc2626", "#52606d"
+LOSS_TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12, 15, 20, 50, 100)
+STYLE: Any = {
+    "font.size": 10,
+    "text.color": INK,
+    "axes.edgecolor": MUTED,
+    "axes.labelcolor": INK,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "xtick.color": MUTED,
+    "ytick.color": MUTED,
+    "xtick.labelcolor": INK,
+    "ytick.labelcolor": INK,
+    "legend.frameon": False,
+}
+
+
+def draw_history(history: History, title: str, out: Path) -> None:
+    """Draw loss over tokens (raw faint, smoothed bold, validation as points) above learning rate and batch size.
+
+    Skipped updates and restarts are verticals. ``out`` is replaced only once the picture is complete.
+
+    Raises:
+        ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
+        OSError: when ``out`` cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
+        loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
+        _draw_loss(loss, history)
+        _draw_rate(rate, history)
+        skipped = [at for point in history.train for at in point.skipped]
+        _draw_verticals((loss, rate), skipped, "skipped update", color=SKIPPED)
+        _draw_verticals((loss, rate), history.restarts, "restart", color=RESTART, dashed=True)
+        _label(loss, rate, history, title)
+        partial = out.with_name(f".partial-{out.name}")
+        figure.savefig(partial)
+    os.replace(partial, out)
+
+
+def smooth(values: np.ndarray) -> np.ndarray:
+    """A running mean ``[n]`` of ``values`` ``[n]`` whose width grows from 1 at the (steep) start to n/15."""
+    n = len(values)
+    at = np.arange(n)
+    half = np.minimum(at // 4, n // 30)
+    low, high = at - half, np.minimum(at + half, n - 1) + 1
+    for _ in range(2):  # a second pass takes the corners off the first
+        total = np.concatenate([[0.0], np.cumsum(values)])
+        values = (total[high] - total[low]) / (high - low)
+    return values
+
+
+def _draw_loss(axes: Axes, history: History) -> None:
+    points = [(p.tokens, p.loss) for p in history.train if np.isfinite(p.loss)]
+    if points:
+        tokens, losses = np.array(points).T
+        smoothed = smooth(losses)
+        axes.plot(tokens, losses, color=TRAIN, alpha=0.3, linewidth=0.9)
+        axes.plot(tokens, smoothed, color=TRAIN, linewidth=2.2, label=f"training {smoothed[-1]:.3f}")
+    evaluations = [(p.tokens, p.loss) for p in history.validation if np.isfinite(p.loss)]
+    if evaluations:
+        tokens, losses = np.array(evaluations).T
+        axes.plot(tokens, losses, color=VALIDATION, linewidth=0.8, alpha=0.6)
+        label = f"validation {losses[-1]:.3f}"
+        axes.plot(tokens, losses, "o", color=VALIDATION, markersize=5, markeredgecolor="white", label=label)
+    _scale_loss(axes, [loss for _, loss in points + evaluations])
+
+
+def _scale_loss(axes: Axes, losses: list[float]) -> None:
+    """Logarithmic where the first steps would otherwise squeeze all that follows into the lower edge."""
+    if losses and max(losses) > 3 * min(losses) > 0:
+        axes.set_yscale("log")
+        axes.set_yticks(LOSS_TICKS, [f"{tick:g}" for tick in LOSS_TICKS])
+        axes.set_yticks([], minor=True)
+        axes.set_ylim(0.95 * min(losses), 1.05 * max(losses))
+
+
+def _draw_rate(axes: Axes, history: History) -> None:
+    tokens = [p.tokens for p in history.train]
+    axes.plot(tokens, [p.learning_rate for p in history.train], color=RATE, linewidth=1.6)
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.15)
+    axes.yaxis.set_major_formatter(lambda value, _: exponent(value))
+    axes.set_ylabel("learning rate", color=RATE)
+    batch = axes.twinx()
+    batch.step(tokens, [p.batch_size for p in history.train], where="pre", color=BATCH, linewidth=1.2, linestyle="--")
+    batch.set_ylim(0, 1.3 * max(p.batch_size for p in history.train))
+    batch.set_ylabel("batch size", color=BATCH)
+    batch.grid(visible=False)
+
+
+def _draw_verticals(
+    panels: tuple[Axes, Axes], positions: Sequence[float], noun: str, *, color: str, dashed: bool = False
+) -> None:
+    if not positions:
+        return
+    label = f"{len(positions)} {noun}{'' if len(positions) == 1 else 's'}"
+    for axes in panels:
+        height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
+        lines = axes.vlines(positions, 0, 1, colors=color, linewidth=0.9, alpha=0.7, label=label, transform=height)
+        lines.set_linestyle("--" if dashed else "-")
+
+
+def _label(loss: Axes, rate: Axes, history: History, title: str) -> None:
+    last = history.train[-1]
+    loss.set_title(title, loc="left", fontweight="bold")
+    loss.set_title(f"{last.iteration:,} steps, {compact(last.tokens)} tokens", loc="right", color=MUTED, fontsize=10)
+    loss.set_ylabel("loss per token (nats)")
+    loss.legend(loc="upper right")
+    rate.set_xlabel("tokens")
+    rate.xaxis.set_major_formatter(lambda value, _: compact(value, trim=True))

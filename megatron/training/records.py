@@ -1,0 +1,89 @@
+"""What a run reports, and the stable names under which it is kept."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainRecord:
+    """The steps since the log line before.
+
+    Attributes:
+        iteration: number of the last step, from 1.
+        consumed_samples: samples of all steps so far.
+        consumed_tokens: tokens of all steps so far.
+        loss: mean over the steps whose update was not skipped; NaN if all were.
+        grad_norm: of the last step, before clipping.
+        learning_rate: of the last step.
+        weight_decay: of the last step.
+        batch_size: samples of the last step.
+        loss_scale: of the last step.
+        seconds_per_step: mean wall-clock time.
+        tokens_per_second: of all ranks together.
+        skipped: iterations whose update was skipped.
+        memory_bytes: peak allocated on this rank's GPU; on a CPU the peak resident size of this rank's process.
+        memory_total_bytes: what there is of it.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    loss: float
+    grad_norm: float
+    learning_rate: float
+    weight_decay: float
+    batch_size: int
+    loss_scale: float
+    seconds_per_step: float
+    tokens_per_second: float
+    skipped: tuple[int, ...] = ()
+    memory_bytes: int | None = None
+    memory_total_bytes: int | None = None
+
+    def values(self) -> dict[str, object]:
+        """The record under Megatron-LM's metric names, and names like them for what it does not have."""
+        return {
+            "iteration": self.iteration,
+            "consumed-samples": self.consumed_samples,
+            "consumed-tokens": self.consumed_tokens,
+            "lm loss": self.loss,
+            "grad-norm": self.grad_norm,
+            "learning-rate": self.learning_rate,
+            "weight-decay": self.weight_decay,
+            "batch-size": self.batch_size,
+            "loss-scale": self.loss_scale,
+            "iteration-time": self.seconds_per_step,
+            "tokens-per-second": self.tokens_per_second,
+            "skipped-iterations": list(self.skipped),
+            "mem-max-allocated-bytes": self.memory_bytes,
+        }
+
+
+@dataclass(frozen=True)
+class ValidationRecord:
+    """One evaluation: the mean loss per token on validation data."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    loss: float
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), infinite where that is no longer a float."""
+        try:
+            return math.exp(self.loss)
+        except OverflowError:
+            return math.inf
+
+    def values(self) -> dict[str, object]:
+        """The record under Megatron-LM's metric names."""
+        return {
+            "iteration": self.iteration,
+            "consumed-samples": self.consumed_samples,
+            "consumed-tokens": self.consumed_tokens,
+            "lm loss validation": self.loss,
+            "lm loss validation ppl": self.perplexity,
+        }

@@ -1,0 +1,145 @@
+"""The folder a run leaves behind: resolved config, the command to run it again, environment, metrics, pictures."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+CONFIG, COMMAND, ENVIRONMENT, DIFF = "config.yaml", "command.sh", "environment.json", "uncommitted.diff"
+METRICS, LOSS_CURVE = "metrics.jsonl", "loss.png"
+PACKAGES = ("torch", "numpy", "transformers", "megatron-pretrain")
+
+
+def prepare(folder: Path, resolved_config: str, device_name: str, world_size: int) -> None:
+    """Make the folder and write what can be known before the first step.
+
+    A file that an earlier start wrote differently is kept beside the new one as ``name.1.ext``, ``name.2.ext``...
+
+    Raises:
+        OSError: when the folder cannot be made or written.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    commit, diff = git_state(Path(__file__).parent)
+    facts = environment(device_name, world_size) | {"git_commit": commit, "git_uncommitted_changes": bool(diff)}
+    _write(folder / CONFIG, resolved_config)
+    _write(folder / COMMAND, command_line(os.environ, sys.argv))
+    _write(folder / ENVIRONMENT, json.dumps(facts, indent=2) + "\n")
+    if diff:
+        _write(folder / DIFF, diff)
+
+
+def _write(path: Path, text: str) -> None:
+    """Write ``text``; an older file with another text moves out of the way."""
+    if path.exists() and path.read_text() != text:
+        number = 1
+        while (older := path.with_stem(f"{path.stem}.{number}")).exists():
+            number += 1
+        path.rename(older)
+    path.write_text(text)
+
+
+def command_line(variables: Mapping[str, str], argv: list[str]) -> str:
+    """A shell script that starts this run again, for the launcher the environment ``variables`` tell of."""
+    if "TORCHELASTIC_RUN_ID" in variables:
+        nodes, per_node = variables.get("GROUP_WORLD_SIZE", "1"), variables["LOCAL_WORLD_SIZE"]
+        launcher = ["torchrun", "--nnodes", nodes, "--nproc-per-node", per_node]
+        if nodes == "1":
+            launcher.insert(1, "--standalone")
+    else:
+        launcher = [Path(sys.executable).name]
+    return f"#!/bin/sh\ncd {shlex.quote(os.getcwd())} && {shlex.join([*launcher, *argv])}\n"
+
+
+def environment(device_name: str, world_size: int) -> dict[str, object]:
+    """Versions and hardware."""
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "device": device_name,
+        "world_size": world_size,
+        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def git_state(source: Path) -> tuple[str | None, str]:
+    """Commit of the checkout that ``source`` lies in and its uncommitted changes; (None, "") outside of one."""
+    commit, diff = _git(source, "rev-parse", "HEAD"), _git(source, "diff", "HEAD")
+    return (commit.strip(), diff or "") if commit else (None, "")
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    try:
+        done = subprocess.run(
+            ["git", "-C", str(folder), *arguments], capture_output=True, text=True, errors="replace", timeout=20
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+class JsonLines:
+    """Appends one JSON object per line. A disk that fails is reported once and never stops the run."""
+
+    def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
+        """Open ``path`` for appending.
+
+        Raises:
+            OSError: when the file cannot be opened.
+        """
+        self.path, self._warn, self._warned = path, warn, False
+        self._torn = _ends_within_a_line(path)
+        self._file = path.open("ab", buffering=0)  # unbuffered: a line is out, or an error is raised here and now
+
+    def write(self, values: Mapping[str, object]) -> None:
+        """Append a line. Numbers JSON cannot hold (NaN, infinity) become null."""
+        line = json.dumps({name: _json_number(value) for name, value in values.items()}, allow_nan=False)
+        data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
+        try:
+            written = self._file.write(data)
+        except OSError as error:
+            self._lost(error.strerror or str(error))
+            return
+        self._torn = written != len(data)
+        if self._torn:
+            self._lost("no space left")
+
+    def _lost(self, reason: str) -> None:
+        if not self._warned:
+            self._warn(f"{self.path} cannot be written ({reason}): training goes on, metrics are lost until it can")
+        self._warned = True
+
+    def close(self) -> None:
+        """Close the file."""
+        with contextlib.suppress(OSError):  # nothing is buffered, so nothing can be lost here
+            self._file.close()
+
+
+def _ends_within_a_line(path: Path) -> bool:
+    """Whether a crash cut the file's last line off."""
+    if not path.exists() or path.stat().st_size == 0:
+        return False
+    with path.open("rb") as file:
+        file.seek(-1, os.SEEK_END)
+        return file.read(1) != b"\n"
+
+
+def _json_number(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

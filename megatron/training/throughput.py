@@ -1,0 +1,115 @@
+"""How much arithmetic a token costs, what share of the hardware's peak a run reaches, and when it will be done."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from megatron.config.batch import total_samples, total_steps
+from megatron.config.model import ModelConfig
+from megatron.config.run import RunConfig
+from megatron.training.records import TrainRecord
+
+# Dense peak of bf16 and fp16 with fp32 accumulation in FLOP/s, from the makers' data sheets (their figures "with
+# sparsity" halved), by words of the name the driver reports; the first row that matches counts. Products that the
+# name does not tell apart are left out: no MFU is better than a wrong one.
+PEAK_FLOPS: tuple[tuple[str, float], ...] = (
+    ("GB200", 2500e12),
+    ("B200", 2250e12),
+    ("H200 NVL", 835.5e12),
+    ("H200", 989.4e12),
+    ("GH200", 989.4e12),
+    ("H100 80GB HBM3", 989.4e12),
+    ("H100 NVL", 835.5e12),
+    ("H100 PCIe", 756e12),
+    ("H800 PCIe", 756e12),
+    ("H800", 989.4e12),
+    ("A100", 312e12),
+    ("A800", 312e12),
+    ("A40", 149.7e12),
+    ("A30", 165e12),
+    ("A10", 125e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("MI300X", 1307.4e12),
+    ("MI250X", 191.5e12),
+)
+
+
+def peak_flops(device_name: str, params_dtype: str) -> float | None:
+    """Dense peak of one device in FLOP/s; None for devices, device slices and dtypes that are not in the table."""
+    if params_dtype not in ("bf16", "fp16") or re.search(r"\bMIG\b", device_name):
+        return None
+    return next((peak for words, peak in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), None)
+
+
+def matmul_parameters(model: ModelConfig) -> int:
+    """Weights that every token is multiplied with: the linear layers of all blocks and the output layer."""
+    h = model.hidden_size
+    query = model.num_attention_heads * model.head_dim
+    qkv = query + 2 * model.kv_groups * model.head_dim
+    fc1 = model.ffn * (2 if model.gated else 1)
+    return model.num_layers * h * (qkv + query + fc1 + model.ffn) + model.vocab * h
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> float:
+    """Model FLOPs of forward and backward per token, recomputation not counted.
+
+    6 per matmul weight and 12 x layers x query width x keys for the attention products (PaLM, arXiv:2204.02311,
+    appendix B). A causal token sees half the sequence on average, so ``keys`` is s/2, as in Megatron-LM; with a
+    sliding window of w it is w - w^2/(2s). Padding of the vocabulary is not counted.
+    """
+    window = min(model.window_size or seq_length, seq_length)
+    keys = window - window**2 / (2 * seq_length)
+    attention = 12 * model.num_layers * model.num_attention_heads * model.head_dim * keys
+    return 6 * matmul_parameters(model) + attention
+
+
+@dataclass(frozen=True)
+class Yardstick:
+    """What a run's records are measured against: its length, its ranks and its hardware.
+
+    Attributes:
+        total_iterations: steps of the whole run.
+        total_samples: samples of the whole run.
+        seq_length: tokens of a sample.
+        world_size: ranks.
+        flops_per_token: model FLOPs, forward and backward.
+        peak_flops: of one device in FLOP/s; None where it is not known.
+        on_gpu: whether a rank is a GPU.
+    """
+
+    total_iterations: int
+    total_samples: int
+    seq_length: int
+    world_size: int
+    flops_per_token: float
+    peak_flops: float | None
+    on_gpu: bool
+
+    @classmethod
+    def from_config(cls, config: RunConfig, world_size: int, device_name: str) -> Yardstick:
+        """For a run on ``world_size`` devices called ``device_name`` (``cpu`` on CPUs)."""
+        data_parallel_size = world_size // config.parallel.model_ranks
+        return cls(
+            total_iterations=total_steps(config.training, data_parallel_size),
+            total_samples=total_samples(config.training, data_parallel_size),
+            seq_length=config.training.seq_length,
+            world_size=world_size,
+            flops_per_token=flops_per_token(config.model, config.training.seq_length),
+            peak_flops=peak_flops(device_name, config.precision.params_dtype),
+            on_gpu=device_name != "cpu",
+        )
+
+    def flops_per_second(self, record: TrainRecord) -> float:
+        """Model FLOP/s of one rank."""
+        return record.tokens_per_second / self.world_size * self.flops_per_token
+
+    def mfu(self, record: TrainRecord) -> float | None:
+        """Model FLOPs utilisation, 0 to 1; None where the peak is not known."""
+        return None if self.peak_flops is None else self.flops_per_second(record) / self.peak_flops
+
+    def seconds_left(self, record: TrainRecord) -> float:
+        """Time the remaining samples take at this speed."""
+        samples_left = max(0, self.total_samples - record.consumed_samples)
+        return samples_left * self.seq_length / record.tokens_per_second
