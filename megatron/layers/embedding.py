@@ -38,7 +38,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class Table(nn.Module):
-    """Rows ``first, first + 1, ...`` of an embedding: ids of any shape -> ``[*shape, H]``, 0 for rows of other ranks."""
+    """Rows ``first..`` of an embedding: ids of any shape -> ``[*shape, H]``, 0 where another rank has the row."""
 
     def __init__(self, context: BuildContext, spec: ShardSpec, first: int = 0) -> None:
         super().__init__()

@@ -129,20 +129,21 @@ class _LinearCrossEntropy(torch.autograd.Function):
         wide = torch.promote_types(x_TH.dtype, torch.float32)
         objective, cross_entropy = torch.zeros(2, dtype=wide, device=x_TH.device).unbind()
         dx_TH = torch.empty_like(x_TH) if differentiate else None
-        dw_VH = torch.zeros_like(weight_VH, dtype=wide) if differentiate else None
+        dw_VH = torch.empty_like(weight_VH, dtype=wide) if differentiate else None
         for at in range(0, x_TH.shape[0], config.chunk_tokens):
             part = slice(at, at + config.chunk_tokens)
             logits_CV = x_TH[part].matmul(weight_VH.t()).to(wide)
             mask_C = mask_T[part].to(wide)
-            loss_C, log_z_C = _softmax_in_place(logits_CV, labels_T[part], vocabulary)
+            loss_C, top_C, z_C = _exponentiate_in_place(logits_CV, labels_T[part], vocabulary)
+            log_z_C = z_C.log() + top_C
             entropy = (loss_C * mask_C).sum()
             cross_entropy = cross_entropy + entropy
             objective = objective + entropy + config.z_coeff * (log_z_C.square() * mask_C).sum()
             if dx_TH is not None and dw_VH is not None:
-                scale_C = mask_C * (1.0 + 2.0 * config.z_coeff * log_z_C)
+                scale_C = mask_C * (1.0 + 2.0 * config.z_coeff * log_z_C) / z_C
                 d_CV = _logit_gradient(logits_CV, labels_T[part], mask_C, scale_C, vocabulary).to(x_TH.dtype)
-                torch.matmul(d_CV, weight_VH, out=dx_TH[part])
-                _add_product(dw_VH, d_CV, x_TH[part])
+                torch.mm(d_CV, weight_VH, out=dx_TH[part])
+                _multiply_into(dw_VH, d_CV, x_TH[part], add=at > 0)
         ctx.save_for_backward(dx_TH, dw_VH)
         ctx.sink, ctx.name = sink, name
         ctx.mark_non_differentiable(cross_entropy)
@@ -156,8 +157,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (dx_TH * seed).to(dx_TH.dtype), *(None,) * 8
 
 
-def _softmax_in_place(logits_CV: Tensor, labels_C: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
-    """Turn logits into probabilities over the whole vocabulary; returns ``(loss, log Z)``, each ``[C]``."""
+def _exponentiate_in_place(
+    logits_CV: Tensor, labels_C: Tensor, vocabulary: Vocabulary
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turn logits into ``exp(logit - top)``; returns ``(loss, top, z)``, each ``[C]``, over the whole vocabulary.
+
+    ``top`` is the largest logit, subtracted so that nothing overflows, and ``z`` the sum of the exponentials.
+    """
     logits_CV[:, vocabulary.held :] = float("-inf")
     top_C = comm.all_reduce(logits_CV.amax(-1), vocabulary.group, op="max")
     local_C, mine_C = _local_labels(labels_C, vocabulary)
@@ -165,16 +171,16 @@ def _softmax_in_place(logits_CV: Tensor, labels_C: Tensor, vocabulary: Vocabular
     target_C = logits_CV.gather(1, local_C.unsqueeze(1)).squeeze(1).where(mine_C, 0.0)
     sums_2C = comm.all_reduce(torch.stack((logits_CV.exp_().sum(-1), target_C)), vocabulary.group)
     z_C, target_C = sums_2C.unbind()
-    logits_CV.div_(z_C.unsqueeze(-1))
-    log_z_C = z_C.log()
-    return log_z_C - target_C, log_z_C + top_C
+    return z_C.log() - target_C, top_C, z_C
 
 
-def _logit_gradient(p_CV: Tensor, labels_C: Tensor, mask_C: Tensor, scale_C: Tensor, vocabulary: Vocabulary) -> Tensor:
-    """``scale * p - mask * onehot(label)``, in place of the probabilities."""
+def _logit_gradient(
+    exp_CV: Tensor, labels_C: Tensor, mask_C: Tensor, scale_C: Tensor, vocabulary: Vocabulary
+) -> Tensor:
+    """``scale * exp - mask * onehot(label)``, in place of the exponentials."""
     local_C, mine_C = _local_labels(labels_C, vocabulary)
-    p_CV.mul_(scale_C.unsqueeze(-1))
-    return p_CV.scatter_add_(1, local_C.unsqueeze(1), (-mask_C).where(mine_C, 0.0).unsqueeze(1))
+    exp_CV.mul_(scale_C.unsqueeze(-1))
+    return exp_CV.scatter_add_(1, local_C.unsqueeze(1), (-mask_C).where(mine_C, 0.0).unsqueeze(1))
 
 
 def _local_labels(labels_C: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:
@@ -184,8 +190,11 @@ def _local_labels(labels_C: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Ten
     return local_C.where(mine_C, 0), mine_C
 
 
-def _add_product(dw_VH: Tensor, d_CV: Tensor, x_CH: Tensor) -> None:
+def _multiply_into(dw_VH: Tensor, d_CV: Tensor, x_CH: Tensor, add: bool) -> None:
+    """``dw = d^T x``, or ``dw += d^T x``."""
     if dw_VH.dtype == d_CV.dtype:
-        dw_VH.addmm_(d_CV.t(), x_CH)
-    else:
+        torch.addmm(dw_VH, d_CV.t(), x_CH, beta=float(add), out=dw_VH)
+    elif add:
         dw_VH.add_(torch.mm(d_CV.t(), x_CH))
+    else:
+        dw_VH.copy_(torch.mm(d_CV.t(), x_CH))

@@ -13,7 +13,7 @@ MODULES = ("layernorm", "activation", "core_attn", "mlp")
 
 
 def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
-    """``function(*inputs)``, keeping only the inputs for backward; random numbers are counter-based and need no state."""
+    """``function(*inputs)``, keeping only the inputs for backward; counter-based random numbers need no state."""
     out: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out
 
