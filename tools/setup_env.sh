@@ -1,0 +1,88 @@
+# Sourced by scripts that need the Python environment:   source tools/setup_env.sh [dev]
+#
+# Makes .venv at the root of the repository with the pinned packages (dev: the test tools too), installs this package
+# in it and puts it first in PATH. Does nothing more once .venv is what the pins say. Exits the calling script on error.
+#
+#   PYTHON=...           the interpreter to build on; default: the first of python3, python3.13, .12, .11 that is >= 3.11
+#   TORCH_INDEX_URL=...  where pip finds torch, and only torch; default: where it finds everything else
+
+setup_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+setup_venv=$setup_root/.venv
+
+setup_fail() {
+    printf 'setup: %s\n' "$@" >&2
+    exit 1
+}
+
+setup_pip() {
+    PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 "$setup_venv/bin/python" -m pip install --quiet "$@" </dev/null && return
+    setup_fail "pip install $* failed; its reason is above." \
+        "fix: check the network; behind a mirror set PIP_INDEX_URL (and TORCH_INDEX_URL for torch), then run this again"
+}
+
+setup_find_python() {
+    local newest name
+    local check='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, int(sys.argv[1])))'
+    for newest in 13 99; do # the pins are made for 3.11 to 3.13; a newer Python is tried when there is no other
+        for name in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
+            if "$name" -c "$check" "$newest" >/dev/null 2>&1; then
+                echo "$name"
+                return
+            fi
+        done
+    done
+    setup_fail "no Python >= 3.11 found (tried: ${PYTHON:-python3 python3.13 python3.12 python3.11})." \
+        "fix: install one, or name it: PYTHON=python3.12 bash $0"
+}
+
+# What an environment was made from. The path is part of it: the scripts in a virtual environment name their place.
+setup_stamp() {
+    echo "$setup_root"
+    (cd "$setup_root" && cat pyproject.toml tools/setup_env.sh "$@")
+}
+
+setup_is_current() {
+    local stamp=$1
+    shift
+    [ -x "$setup_venv/bin/python" ] && setup_stamp "$@" | cmp -s - "$setup_venv/$stamp"
+}
+
+setup_create() {
+    local python
+    python=$(setup_find_python) || exit 1
+    if [ -e "$setup_venv" ] && [ ! -e "$setup_venv/.made-by-setup" ]; then
+        setup_fail "$setup_venv was not made by this script, which would replace it." "fix: mv .venv .venv-mine"
+    fi
+    echo "setup: creating .venv with $("$python" --version) (once)"
+    if ! "$python" -m venv --clear "$setup_venv"; then
+        rm -rf "$setup_venv"
+        setup_fail "$python could not make a virtual environment; its reason is above." \
+            "fix: install Python's venv module (Debian, Ubuntu: apt install python3-venv)"
+    fi
+    touch "$setup_venv/.made-by-setup"
+}
+
+setup_install_run() {
+    local torch
+    torch=$(grep '^torch==' "$setup_root/requirements.txt")
+    setup_create
+    echo "setup: installing $torch (README: how to avoid the CUDA download)"
+    setup_pip ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
+    echo "setup: installing requirements.txt"
+    setup_pip -r "$setup_root/requirements.txt"
+    setup_pip --no-deps --no-build-isolation --editable "$setup_root"
+    setup_stamp requirements.txt >"$setup_venv/.stamp-run"
+}
+
+setup_install_dev() {
+    echo "setup: installing requirements-dev.txt"
+    setup_pip -r "$setup_root/requirements-dev.txt"
+    setup_stamp requirements.txt requirements-dev.txt >"$setup_venv/.stamp-dev"
+}
+
+setup_is_current .stamp-run requirements.txt || setup_install_run
+if [ "${1:-}" = dev ]; then
+    setup_is_current .stamp-dev requirements.txt requirements-dev.txt || setup_install_dev
+fi
+export VIRTUAL_ENV=$setup_venv PATH=$setup_venv/bin:$PATH
+unset PYTHONHOME
