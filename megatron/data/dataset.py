@@ -31,3 +31,6 @@ class Dataset(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> Sample: ...
+
+    def describe(self, tokens: int) -> str:
+        """Where ``tokens`` tokens of it come from, for people."""

@@ -32,12 +32,14 @@ class SampleOrder(NamedTuple):
             at token ``samples[j, 1]``, and ends where the next one starts.
         shuffle: uint32 ``[n]``, the sample at each place of the stream.
         epochs: passes over the split that were laid end to end.
+        tokens: tokens of one pass.
     """
 
     documents: NDArray[np.int32]
     samples: NDArray[Any]
     shuffle: NDArray[Any]
     epochs: int
+    tokens: int
 
 
 class GPTDataset:
@@ -49,6 +51,11 @@ class GPTDataset:
 
     def __len__(self) -> int:
         return len(self.order.shuffle)
+
+    def describe(self, tokens: int) -> str:
+        """How often ``tokens`` tokens go through the files."""
+        once = self.order.tokens
+        return f"{tokens:,} tokens = {tokens / once:.2f} epochs of {once:,} in {self._indexed.prefix}"
 
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
@@ -105,7 +112,7 @@ def build_order(
     random = np.random.RandomState(seed)  # this generator is part of the order
     documents = _document_index(indices, epochs, apart is not None, random)
     samples = _sample_index(lengths[documents], (epochs * tokens - 1) // seq_length, seq_length)
-    return SampleOrder(documents, samples, _shuffle_index(len(samples) - 1, apart, random), epochs)
+    return SampleOrder(documents, samples, _shuffle_index(len(samples) - 1, apart, random), epochs, tokens)
 
 
 def _epochs(tokens: int, num_samples: int | None, seq_length: int) -> int:

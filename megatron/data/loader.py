@@ -30,14 +30,25 @@ class DataSource:
     """The samples of a run.
 
     Attributes:
-        datasets: by split name, those asked for that have samples to give.
+        datasets: by split name, those asked for that need samples.
+        requested: samples each of them was built for; they fix its order, so a run that resumes must ask for the same.
+        seq_length: tokens of a sample.
         micro_batch_size: samples of a micro-batch.
         vocab_size: entries of the model's vocabulary; no id may be beyond.
     """
 
     datasets: Mapping[str, Dataset]
+    requested: Mapping[str, int]
+    seq_length: int
     micro_batch_size: int
     vocab_size: int
+
+    def summary(self) -> list[str]:
+        """A line per split: its samples, and where they come from."""
+        return [
+            f"{name}: {count:,} samples, {self.datasets[name].describe(count * self.seq_length)}"
+            for name, count in self.requested.items()
+        ]
 
     def step_batches(
         self,
@@ -133,7 +144,7 @@ def build_data(
     requested = requested_samples(training, dp_size)
     needed = {name: requested[name] for name in splits if requested[name] > 0}
     datasets = _mock(needed, training, vocab_size) if data.mock_data else _from_files(needed, data, training)
-    return DataSource(datasets, training.micro_batch_size, vocab_size)
+    return DataSource(datasets, needed, training.seq_length, training.micro_batch_size, vocab_size)
 
 
 def _mock(needed: Mapping[str, int], training: TrainingConfig, vocab_size: int) -> dict[str, Dataset]:

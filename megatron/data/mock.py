@@ -31,6 +31,10 @@ class MockDataset:
     def __len__(self) -> int:
         return self._num_samples
 
+    def describe(self, tokens: int) -> str:
+        """That they are generated."""
+        return f"{tokens:,} generated tokens over {len(self.alphabet)} ids"
+
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < self._num_samples:
             raise IndexError(f"sample {i} of a mock dataset of {self._num_samples}")

@@ -1,0 +1,94 @@
+"""Turn text into token files: ``python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Sequence
+
+from megatron.data.corpus import JSON_LINES, PLAIN_TEXT, find_files, read_documents
+from megatron.data.errors import DataError
+from megatron.data.preprocess import Progress, output_prefix, write_dataset
+from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags, spelled as Megatron-LM's preprocessing spells them."""
+    parser = argparse.ArgumentParser(
+        description="Turn text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
+        epilog="Files ending in .jsonl or .json hold one JSON object per line; any other file is one document.",
+        allow_abbrev=False,
+    )
+    read = parser.add_argument_group("input")
+    read.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
+    read.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="where an object's texts are (text)"
+    )
+    read.add_argument(
+        "--suffix",
+        nargs="+",
+        default=[*JSON_LINES, *PLAIN_TEXT],
+        metavar=".EXT",
+        help="which files to take from a folder, in the order of their paths (.jsonl .json .txt)",
+    )
+    read.add_argument("--exclude", nargs="+", default=[], metavar="NAME", help="folders to pass over inside a folder")
+    tokens = parser.add_argument_group("tokenizer")
+    tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES, help="how text becomes ids")
+    tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer")
+    tokens.add_argument("--append-eod", action="store_true", help="end every document that is not empty with an end id")
+    write = parser.add_argument_group("output")
+    write.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="path and beginning of the files' names"
+    )
+    write.add_argument(
+        "--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines (1000)"
+    )
+    return parser
+
+
+def make_tokenizer(tokenizer_type: str, vocab_size: int | None) -> Tokenizer:
+    """The tokenizer the flags name; a size it would ignore is refused."""
+    tokenizer = build_tokenizer(tokenizer_type, vocab_size)
+    if vocab_size not in (None, tokenizer.vocab_size):
+        raise DataError(f"{tokenizer_type} has {tokenizer.vocab_size} ids, not {vocab_size}", "leave out --vocab-size")
+    return tokenizer
+
+
+def reporter(interval: int) -> Callable[[Progress], None]:
+    """A function that prints a line to stderr after every ``interval`` documents."""
+    start = time.monotonic()
+
+    def report(progress: Progress) -> None:
+        if interval > 0 and progress.documents % interval == 0:
+            megabytes = progress.input_bytes / 1e6
+            rate = megabytes / max(time.monotonic() - start, 1e-9)
+            print(f"{progress.documents:,} documents, {megabytes:,.1f} MB, {rate:.1f} MB/s", file=sys.stderr)
+
+    return report
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the files and print what and where they are; returns the exit status."""
+    args = build_parser().parse_args(argv)
+    try:
+        files = find_files(args.input, args.suffix, args.exclude)
+        done = write_dataset(
+            (document for file in files for document in read_documents(file, args.json_keys)),
+            args.json_keys,
+            args.output_prefix,
+            make_tokenizer(args.tokenizer_type, args.vocab_size),
+            args.append_eod,
+            reporter(args.log_interval),
+        )
+    except (DataError, OSError) as error:
+        print(f"preprocess_data: {error}", file=sys.stderr)
+        return 1
+    print(f"{done.documents:,} documents from {len(files):,} files: {done.input_bytes:,} bytes, {done.tokens:,} tokens")
+    for key in args.json_keys:
+        print(f"--data-path {output_prefix(args.output_prefix, key)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
