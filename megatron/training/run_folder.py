@@ -11,7 +11,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 CONFIG, COMMAND, ENVIRONMENT, DIFF = "config.yaml", "command.sh", "environment.json", "uncommitted.diff"
@@ -31,7 +31,7 @@ def prepare(folder: Path, resolved_config: str, device_name: str, world_size: in
     commit, diff = git_state(Path(__file__).parent)
     facts = environment(device_name, world_size) | {"git_commit": commit, "git_uncommitted_changes": bool(diff)}
     _write(folder / CONFIG, resolved_config)
-    _write(folder / COMMAND, command_line(os.environ, sys.argv))
+    _write(folder / COMMAND, command_line(os.environ, sys.argv, world_size))
     _write(folder / ENVIRONMENT, json.dumps(facts, indent=2) + "\n")
     if diff:
         _write(folder / DIFF, diff)
@@ -47,16 +47,16 @@ def _write(path: Path, text: str) -> None:
     path.write_text(text)
 
 
-def command_line(variables: Mapping[str, str], argv: list[str]) -> str:
-    """A shell script that starts this run again, for the launcher the environment ``variables`` tell of."""
-    if "TORCHELASTIC_RUN_ID" in variables:
-        nodes, per_node = variables.get("GROUP_WORLD_SIZE", "1"), variables["LOCAL_WORLD_SIZE"]
-        launcher = ["torchrun", "--nnodes", nodes, "--nproc-per-node", per_node]
-        if nodes == "1":
-            launcher.insert(1, "--standalone")
-    else:
-        launcher = [Path(sys.executable).name]
-    return f"#!/bin/sh\ncd {shlex.quote(os.getcwd())} && {shlex.join([*launcher, *argv])}\n"
+def command_line(variables: Mapping[str, str], argv: Sequence[str], world_size: int) -> str:
+    """A shell script that starts this run again, as far as the environment ``variables`` tell how it was launched."""
+    start, hint = [Path(sys.executable).name], ""
+    if world_size > 1 and variables.get("LOCAL_WORLD_SIZE") == str(world_size):
+        start = ["torchrun", "--standalone", "--nproc-per-node", str(world_size)]
+    elif world_size > 1:
+        hint = f"# on {world_size} processes, by the launcher of the cluster (srun, or torchrun on every node)\n"
+    if path := variables.get("PYTHONPATH"):
+        start = ["env", f"PYTHONPATH={path}", *start]
+    return f"#!/bin/sh\n{hint}cd {shlex.quote(os.getcwd())} && {shlex.join([*start, *argv])}\n"
 
 
 def environment(device_name: str, world_size: int) -> dict[str, object]:
