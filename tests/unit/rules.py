@@ -1,0 +1,205 @@
+"""The rules of the repository as functions of source text: each returns sentences, one per place that breaks it.
+
+They read the syntax tree and import nothing of the project, so that they also work on a made-up module.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard"),
+    ("megatron.parallel",),
+    ("megatron.layers",),
+    ("megatron.model", "megatron.optim", "megatron.data"),
+    ("megatron.training",),
+    ("pretrain_gpt", "tools"),
+)
+"""Bottom to top. A module belongs to the longest prefix of its name. Imports go to lower layers or stay within a prefix;
+the bottom layer, the pure half, is one: its prefixes may import each other."""
+
+TORCH_FREE = ("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard", "megatron.optim.schedule")
+"""The pure half: importing these must not import torch."""
+
+OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton", "wandb")
+"""Packages that only make things faster or prettier, so nothing may need them at import."""
+
+COMMUNICATORS = ("megatron.parallel.comm", "megatron.parallel.mesh")
+"""The modules that may touch torch.distributed: every communication is found, and mutated, there."""
+
+DISTRIBUTION_OF = {"yaml": "pyyaml"}
+"""Import names that differ from the name of the package to install."""
+
+
+@dataclass(frozen=True)
+class Module:
+    """One source file: dotted name and syntax tree."""
+
+    name: str
+    tree: ast.Module
+
+    @classmethod
+    def parse(cls, name: str, source: str) -> Module:
+        """A module from its text."""
+        return cls(name, ast.parse(source))
+
+
+def load(root: Path, *patterns: str) -> list[Module]:
+    """The modules under ``root`` whose files match one of the glob ``patterns``."""
+    paths = sorted({path for pattern in patterns for path in root.glob(pattern)})
+    names = [".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__") for path in paths]
+    return [Module.parse(name, path.read_text(encoding="utf-8")) for name, path in zip(names, paths)]
+
+
+def imports(module: Module, at_import: bool = False) -> set[str]:
+    """Dotted names the module imports; ``from a import b`` gives ``a.b``.
+
+    Args:
+        module: the source.
+        at_import: only what runs when the module is imported, not what functions or ``if TYPE_CHECKING`` import.
+    """
+    names: set[str] = set()
+    for node in _running(module.tree) if at_import else ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes below ``node`` that are executed on import."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
+            continue
+        yield child
+        yield from _running(child)
+
+
+def prefix_of(name: str, prefixes: Iterable[str]) -> str | None:
+    """The longest of ``prefixes`` that is ``name`` or a package around it."""
+    return max((p for p in prefixes if name == p or name.startswith(p + ".")), key=len, default=None)
+
+
+def misplaced_imports(modules: Sequence[Module]) -> list[str]:
+    """Imports that go upward or sideways in ``LAYERS``, and modules that belong to no layer."""
+    level = {prefix: height for height, prefixes in enumerate(LAYERS) for prefix in prefixes}
+    found = []
+    for module in modules:
+        here = prefix_of(module.name, level)
+        if here is None:
+            found.append(f"{module.name} belongs to no layer")
+            continue
+        for target in sorted(imports(module)):
+            there = prefix_of(target, level)
+            if there is None or there == here or level[there] < level[here] or level[there] == level[here] == 0:
+                continue
+            found.append(f"{module.name} imports {target}, which is not below it")
+    return found
+
+
+def import_cycles(modules: Sequence[Module]) -> list[str]:
+    """Modules that import themselves by way of others."""
+    graph = _graph(modules, at_import=False)
+    return [f"{name} imports itself by way of others" for name in graph if name in _reachable(graph, name)]
+
+
+def torch_users(modules: Sequence[Module], torch_free: Sequence[str] = TORCH_FREE) -> list[str]:
+    """Modules that should not but do import torch when they are imported, themselves or by way of others."""
+    graph = _graph(modules, at_import=True)
+    heavy = {m.name for m in modules if any(prefix_of(name, ("torch",)) for name in imports(m, at_import=True))}
+    pure = [m.name for m in modules if prefix_of(m.name, torch_free)]
+    return [f"{name} imports torch" for name in pure if heavy & (_reachable(graph, name) | {name})]
+
+
+def _graph(modules: Sequence[Module], at_import: bool) -> Mapping[str, set[str]]:
+    names = [module.name for module in modules]
+    targets = {module.name: {prefix_of(name, names) for name in imports(module, at_import)} for module in modules}
+    return {name: {target for target in found if target} for name, found in targets.items()}
+
+
+def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
+    seen: set[str] = set()
+    todo = list(graph[start])
+    while todo:
+        name = todo.pop()
+        if name not in seen:
+            seen.add(name)
+            todo += graph[name]
+    return seen
+
+
+def eager_optional_imports(modules: Sequence[Module]) -> list[str]:
+    """Optional packages imported when a module is imported."""
+    found = [(m.name, name) for m in modules for name in sorted(imports(m, at_import=True))]
+    return [f"{module} imports {name} at its top level" for module, name in found if prefix_of(name, OPTIONAL)]
+
+
+def stray_communication(modules: Sequence[Module]) -> list[str]:
+    """Uses of torch.distributed outside ``COMMUNICATORS``."""
+    found = []
+    for module in modules:
+        if module.name in COMMUNICATORS:
+            continue
+        names = imports(module) | {ast.unparse(n) for n in ast.walk(module.tree) if isinstance(n, ast.Attribute)}
+        if any(prefix_of(name, ("torch.distributed",)) for name in names):
+            found.append(f"{module.name} uses torch.distributed; communication goes through {', '.join(COMMUNICATORS)}")
+    return found
+
+
+def function_lengths(modules: Sequence[Module]) -> dict[str, int]:
+    """Lines of every function, by ``module:name:line``."""
+    functions = [
+        (module.name, node)
+        for module in modules
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
+    return {f"{name}:{f.name}:{f.lineno}": (f.end_lineno or f.lineno) - f.lineno + 1 for name, f in functions}
+
+
+def unannotated(modules: Sequence[Module]) -> list[str]:
+    """Functions with an argument or a result that has no type."""
+    found = []
+    for module in modules:
+        for node in ast.walk(module.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not _is_annotated(node):
+                found.append(f"{module.name}:{node.name}:{node.lineno} lacks an annotation")
+    return found
+
+
+def _is_annotated(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    a = function.args
+    arguments = [*a.posonlyargs, *a.args, *a.kwonlyargs, *filter(None, (a.vararg, a.kwarg))]
+    return bool(function.returns) and all(x.annotation or x.arg in ("self", "cls") for x in arguments)
+
+
+def asserts(modules: Sequence[Module]) -> list[str]:
+    """Assert statements: outside tests an error is raised, with a sentence."""
+    return [f"{m.name}:{n.lineno} asserts" for m in modules for n in ast.walk(m.tree) if isinstance(n, ast.Assert)]
+
+
+def absolute_paths(text: str) -> list[str]:
+    """Paths of somebody's machine in ``text``."""
+    return re.findall(r"(?<![\w.$}/\])>-])/(?:home|root|work|Users|mnt|scratch|opt|data|workspace)/[\w./-]+", text)
+
+
+def third_party(modules: Sequence[Module], own: Sequence[str], standard: Iterable[str]) -> set[str]:
+    """Distributions imported anywhere in ``modules``, optional packages left out."""
+    roots = {name.split(".")[0] for module in modules for name in imports(module)}
+    return {DISTRIBUTION_OF.get(root, root) for root in roots - set(own) - set(standard) - set(OPTIONAL)}
+
+
+def declared_dependencies(pyproject: str) -> set[str]:
+    """Names of all dependencies in the text of a pyproject.toml, extras included."""
+    project = tomllib.loads(pyproject)["project"]
+    extras = project["optional-dependencies"].values()
+    requirements = [*project["dependencies"], *(requirement for extra in extras for requirement in extra)]
+    return {re.split(r"[<>=!~\[; ]", requirement)[0].lower() for requirement in requirements}

@@ -1,0 +1,165 @@
+"""What the architecture promises about the source itself, and proof that each check can fail."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from tests.unit import rules
+from tests.unit.rules import Module
+
+ROOT = Path(__file__).parents[2]
+TEXT = ("*.py", "*.sh", "*.md", "*.toml", "*.txt", "*.yaml", "*.sbatch", "Dockerfile", "run")
+FOLDERS = ("megatron", "tools", "tests", "docs", "examples", "benchmarks", "tasks", "slurm", ".ci")
+
+
+@cache
+def sources() -> list[Module]:
+    return rules.load(ROOT, "megatron/**/*.py", "tools/*.py", "*.py")
+
+
+def text_files() -> list[Path]:
+    nested = [path for folder in FOLDERS for pattern in TEXT for path in (ROOT / folder).rglob(pattern)]
+    return [path for path in [*nested, *(p for pattern in TEXT for p in ROOT.glob(pattern))] if path.is_file()]
+
+
+RULES: dict[Callable[[list[Module]], list[str]], dict[str, str]] = {
+    rules.misplaced_imports: {"megatron.layers.bad": "from megatron.model.gpt import GPT"},
+    rules.import_cycles: {
+        "megatron.layers.a": "from megatron.layers import b",
+        "megatron.layers.b": "def late() -> None:\n    import megatron.layers.a",
+    },
+    rules.torch_users: {
+        "megatron.config.bad": "from megatron.parallel.helper import f",
+        "megatron.parallel.helper": "try:\n    from torch import Tensor\nexcept ImportError:\n    pass",
+    },
+    rules.eager_optional_imports: {"megatron.layers.bad": "if True:\n    import flash_attn.ops"},
+    rules.stray_communication: {"megatron.layers.bad": "import torch\ntorch.distributed.all_reduce(x)"},
+    rules.unannotated: {"megatron.bad": "def f(x: int, *rest) -> None: ..."},
+    rules.asserts: {"megatron.bad": "def f(x: int) -> None:\n    assert x"},
+}
+"""Each rule of the library, with modules that break it."""
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_sources_keep(rule: Callable[[list[Module]], list[str]]) -> None:
+    assert rule(sources()) == []
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
+def test_a_module_that_breaks_it_is_found(rule: Callable[[list[Module]], list[str]]) -> None:
+    assert rule([Module.parse(name, source) for name, source in RULES[rule].items()])
+
+
+@pytest.mark.parametrize(
+    ("name", "source"),
+    [
+        ("megatron.optim.bad", "import megatron.data.loader"),  # a sibling
+        ("megatron.parallel.shard", "from megatron.parallel.mesh import Mesh"),  # the pure half of a package
+        ("megatron.training.bad", "def f() -> None:\n    import tools.plot_run"),  # upward, and late
+        ("megatron.unknown", ""),
+    ],
+)
+def test_layers_are_strict(name: str, source: str) -> None:
+    assert len(rules.misplaced_imports([Module.parse(name, source)])) == 1
+
+
+def test_what_does_not_run_at_import_is_not_an_eager_import() -> None:
+    source = (
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch\ndef f() -> None:\n    import triton"
+    )
+    module = Module.parse("megatron.config.good", source)
+    assert rules.imports(module, at_import=True) == {"typing.TYPE_CHECKING"}
+    assert rules.torch_users([module]) == rules.eager_optional_imports([module]) == []
+
+
+def test_the_pure_half_imports_in_a_second_without_torch() -> None:
+    names = [module.name for module in sources() if rules.prefix_of(module.name, rules.TORCH_FREE)]
+    program = (
+        "import importlib, json, sys, time\n"
+        "for name in sys.argv[1:]: importlib.import_module(name)\n"
+        "print(json.dumps([time.process_time(), 'torch' in sys.modules]))"
+    )
+    command = [sys.executable, "-c", program, *names]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    seconds, torch_is_loaded = json.loads(done.stdout)
+    assert len(names) > 5
+    assert not torch_is_loaded
+    assert seconds < 1
+
+
+def test_functions_are_short() -> None:
+    lengths = rules.function_lengths(sources())
+    assert {name: lines for name, lines in lengths.items() if lines > 60} == {}
+    deciles = statistics.quantiles(lengths.values(), n=10)
+    assert deciles[4] <= 15
+    assert deciles[8] <= 45
+
+
+def test_a_function_is_measured_from_its_first_line_to_its_last() -> None:
+    module = Module.parse("m", "x = 1\ndef f() -> None:\n    a = 1\n\n    return a\n")
+    assert rules.function_lengths([module]) == {"m:f:2": 4}
+
+
+def test_files_are_short() -> None:
+    lines = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("megatron/**/*.py")}
+    lines |= {path: len(path.read_text(encoding="utf-8").splitlines()) for path in ROOT.glob("tools/*.py")}
+    assert {str(path.relative_to(ROOT)): count for path, count in lines.items() if count >= 400} == {}
+
+
+def test_megatron_is_a_namespace_and_packages_are_empty() -> None:
+    assert not (ROOT / "megatron" / "__init__.py").exists()
+    packages = [path for path in ROOT.glob("megatron/*/") if path.name != "__pycache__"]
+    assert [path.name for path in packages if not (path / "__init__.py").exists()] == []
+    inits = [*ROOT.glob("megatron/**/__init__.py"), *ROOT.glob("tests/**/__init__.py")]
+    assert [str(path.relative_to(ROOT)) for path in inits if path.read_text(encoding="utf-8")] == []
+
+
+def test_no_path_of_a_machine() -> None:
+    found = {path: rules.absolute_paths(path.read_text(encoding="utf-8")) for path in text_files()}
+    assert len(found) > 50
+    assert {str(path.relative_to(ROOT)): paths for path, paths in found.items() if paths} == {}
+
+
+@pytest.mark.parametrize("before", ['"', "'", " ", "=", "(", ":"])
+def test_a_path_of_a_machine_is_found(before: str) -> None:
+    path = "/".join(["", "home", "me", "data.bin"])
+    assert rules.absolute_paths(f"x{before}{path} y") == [path]
+    assert rules.absolute_paths(f"docs{path} tests") == []
+
+
+def test_dependencies_are_those_imported() -> None:
+    everything = rules.load(ROOT, *(f"{folder}/**/*.py" for folder in FOLDERS), "*.py")
+    own = ["megatron", "pretrain_gpt", *FOLDERS]
+    declared = rules.declared_dependencies((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    used = rules.third_party(everything, own, sys.stdlib_module_names)
+    tools = {"ruff", "mypy", "types-pyyaml"}
+    assert used - declared == set(), "imported but not in pyproject.toml"
+    assert declared - used - tools == set(), "in pyproject.toml but not imported"
+
+
+def test_every_dependency_is_pinned() -> None:
+    declared = rules.declared_dependencies((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    pins = [
+        *(ROOT / "requirements.txt").open(encoding="utf-8"),
+        *(ROOT / "requirements-dev.txt").open(encoding="utf-8"),
+    ]
+    assert declared <= {line.split("==")[0] for line in pins if "==" in line}
+
+
+def test_imports_and_declarations_are_read() -> None:
+    module = Module.parse(
+        "m", "import json, yaml\ndef f() -> None:\n    from numpy.linalg import norm\n    import wandb"
+    )
+    assert rules.third_party([module], ["m"], ["json"]) == {"pyyaml", "numpy"}
+    text = (
+        '[project]\ndependencies = ["A>=1"]\n[project.optional-dependencies]\nx = ["b-c ; python_version > 3", "d[e]"]'
+    )
+    assert rules.declared_dependencies(text) == {"a", "b-c", "d"}
