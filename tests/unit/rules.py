@@ -20,7 +20,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("megatron.training",),
     ("pretrain_gpt", "tools"),
 )
-"""Bottom to top. A module belongs to the longest prefix of its name. Imports go to lower layers or stay within a prefix;
+"""Bottom to top. A module belongs to the longest prefix of its name. Imports go to lower layers or stay in it;
 the bottom layer, the pure half, is one: its prefixes may import each other."""
 
 TORCH_FREE = ("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard", "megatron.optim.schedule")
