@@ -49,8 +49,8 @@ def progress_line(record: TrainRecord, yardstick: Yardstick, width: int | None =
 def validation_line(record: ValidationRecord) -> str:
     """The line of one evaluation."""
     return (
-        f"validation at {record.iteration}: loss {record.loss:.4f}  ppl {plain(record.perplexity)}"
-        f"  ({compact(record.consumed_tokens)} tok)"
+        f"validation at {record.iteration}: loss {record.loss:.4f} ppl {plain(record.perplexity)}"
+        f" ({compact(record.consumed_tokens)} tok)"
     )
 
 
@@ -119,13 +119,13 @@ def step_time(seconds: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """The two largest units: ``8d7h``, ``3h05m``, ``4m09s``, ``12s``."""
-    whole = round(seconds)
+    """The two largest units, rounded: ``8d7h``, ``3h05m``, ``4m09s``, ``12s``."""
     for name, size, lower_name, lower in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= size:
-            rest = whole % size // lower
-            return f"{whole // size}{name}{rest if name == 'd' else f'{rest:02d}'}{lower_name}"
-    return f"{whole}s"
+        rounded = round(seconds / lower) * lower
+        if rounded >= size:
+            rest = rounded % size // lower
+            return f"{rounded // size}{name}{rest if name == 'd' else f'{rest:02d}'}{lower_name}"
+    return f"{round(seconds)}s"
 
 
 def memory(used_bytes: int, total_bytes: int) -> str:

@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from megatron.training import console
+from megatron.training.console import progress_line, validation_line
+from megatron.training.records import TrainRecord, ValidationRecord
+from megatron.training.throughput import Yardstick
+
+RECORD = TrainRecord(
+    iteration=1240,
+    consumed_samples=1_904_640,
+    consumed_tokens=3_900_702_720,
+    loss=2.41374,
+    grad_norm=0.4129,
+    learning_rate=6e-5,
+    weight_decay=0.1,
+    batch_size=1536,
+    loss_scale=1.0,
+    seconds_per_step=7.6,
+    tokens_per_second=404 * 1024,
+    memory_bytes=27 * 2**30,
+    memory_total_bytes=80 * 2**30,
+)
+YARDSTICK = Yardstick(
+    total_iterations=95368,
+    total_samples=95368 * 1536,
+    seq_length=2048,
+    world_size=1024,
+    flops_per_token=1.0774e12,
+    peak_flops=989.4e12,
+    on_gpu=True,
+)
+FULL = " 1240/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/s/gpu MFU 44.0% | mem 27/80G | ETA 8d7h"
+
+
+def test_a_line_of_a_large_run() -> None:
+    assert progress_line(RECORD, YARDSTICK) == FULL
+
+
+def test_a_line_on_a_cpu_counts_all_ranks_and_has_no_mfu() -> None:
+    yardstick = replace(YARDSTICK, world_size=2, peak_flops=None, on_gpu=False, total_iterations=2000)
+    record = replace(RECORD, tokens_per_second=12_345.0, seconds_per_step=0.0123, memory_bytes=None)
+    line = progress_line(record, yardstick)
+    assert "| 12.3ms 12.3K tok/s |" in line
+    assert "MFU" not in line
+    assert "mem" not in line
+
+
+def test_a_line_says_what_was_skipped_and_the_loss_scale() -> None:
+    line = progress_line(replace(RECORD, skipped=(1239, 1240), loss_scale=65536.0, loss=math.nan), YARDSTICK)
+    assert "loss nan " in line
+    assert " | scale 65.5K | skipped 2 | " in line
+
+
+def test_narrow_terminals_get_fewer_columns() -> None:
+    lines = [progress_line(RECORD, YARDSTICK, width) for width in range(30, 130)]
+    assert all(len(line) <= width for line, width in zip(lines, range(30, 130)))
+    assert all(line.startswith(" 1240/95368") and "loss 2.4137" in line for line in lines)
+    assert lines[-1] == FULL
+    assert lines[0] == " 1240/95368 | loss 2.4137"
+    assert [len(line) for line in lines] == sorted(len(line) for line in lines)
+
+
+def test_a_skipped_step_outlives_almost_every_column() -> None:
+    line = progress_line(replace(RECORD, skipped=(1240,)), YARDSTICK, 40)
+    assert line == " 1240/95368 | loss 2.4137 | skipped 1"
+
+
+def test_validation() -> None:
+    line = validation_line(ValidationRecord(500, 4000, 1_024_000, math.log(12.0)))
+    assert line == "validation at 500: loss 2.4849 ppl 12.0 (1.02M tok)"
+
+
+@pytest.mark.parametrize(
+    ("form", "value", "text"),
+    [
+        (console.compact, 0, "0"),
+        (console.compact, 404, "404"),
+        (console.compact, 999, "999"),
+        (console.compact, 3.14159, "3.14"),
+        (console.compact, 999.7, "1.00K"),
+        (console.compact, 1000, "1.00K"),
+        (console.compact, 98_304, "98.3K"),
+        (console.compact, 999_499, "999K"),
+        (console.compact, 999_500, "1.00M"),
+        (console.compact, 3.9e9, "3.90B"),
+        (console.compact, 15e12, "15.0T"),
+        (console.compact, 4.2e16, "42000T"),
+        (console.plain, 0.0, "0"),
+        (console.plain, 0.41, ".41"),
+        (console.plain, 1.5, "1.50"),
+        (console.plain, 9.996, "10.0"),
+        (console.plain, 123.4, "123"),
+        (console.plain, 0.0034, "3.4e-3"),
+        (console.plain, 4.12e7, "4.1e7"),
+        (console.plain, math.inf, "inf"),
+        (console.plain, math.nan, "nan"),
+        (console.exponent, 6e-5, "6.0e-5"),
+        (console.exponent, 0.0, "0"),
+        (console.exponent, 1.0, "1.0e0"),
+        (console.step_time, 7.6, "7.60s"),
+        (console.step_time, 83.21, "83.2s"),
+        (console.step_time, 0.0996, "0.10s"),
+        (console.step_time, 0.0456, "45.6ms"),
+        (console.duration, 12.4, "12s"),
+        (console.duration, 59.6, "1m00s"),
+        (console.duration, 249, "4m09s"),
+        (console.duration, 11_100, "3h05m"),
+        (console.duration, 86_399, "1d0h"),
+        (console.duration, 8 * 86_400 + 6 * 3600 + 1801, "8d7h"),
+    ],
+)
+def test_numbers(form: Callable[[float], str], value: float, text: str) -> None:
+    assert form(value) == text
+
+
+def test_compact_without_zeros() -> None:
+    trimmed = [console.compact(x, trim=True) for x in (1e9, 2.5e6, 1.01e9, 200_000, 0)]
+    assert trimmed == ["1B", "2.5M", "1.01B", "200K", "0"]
+
+
+def test_memory() -> None:
+    assert console.memory(600 * 2**20, 16 * 2**30) == "0.6/16G"

@@ -1,0 +1,101 @@
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+import torch
+
+from megatron.training.metrics import StepMetrics, StepWindow, device_name, memory_bytes
+from megatron.training.records import ValidationRecord
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """Stands in for time.perf_counter."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(time, "perf_counter", clock)
+    return clock
+
+
+def step(loss: float, grad_norm: float = 1.0, skipped: bool = False, loss_scale: float = 1.0) -> StepMetrics:
+    return StepMetrics(torch.tensor(loss), torch.tensor(grad_norm), torch.tensor(skipped), torch.tensor(loss_scale))
+
+
+def test_a_window_becomes_one_record(clock: Clock) -> None:
+    window = StepWindow(CPU, seq_length=10)
+    window.add(step(4.0, grad_norm=0.5), samples=2)
+    window.add(step(math.nan, grad_norm=math.inf, skipped=True, loss_scale=16.0), samples=4)
+    window.add(step(2.0, grad_norm=0.25, loss_scale=8.0), samples=6)
+    clock.now += 6.0
+    record = window.read(iteration=30, consumed_samples=100, learning_rate=0.1, weight_decay=0.01)
+    assert (record.iteration, record.consumed_samples, record.consumed_tokens) == (30, 100, 1000)
+    assert record.loss == 3.0  # of the two steps that were not skipped
+    assert record.skipped == (29,)
+    assert (record.grad_norm, record.loss_scale, record.batch_size) == (0.25, 8.0, 6)
+    assert (record.learning_rate, record.weight_decay) == (0.1, 0.01)
+    assert record.seconds_per_step == 2.0
+    assert record.tokens_per_second == (2 + 4 + 6) * 10 / 6.0
+
+
+def test_reading_starts_a_new_window(clock: Clock) -> None:
+    window = StepWindow(CPU, seq_length=1)
+    for loss in (1.0, 5.0):
+        window.add(step(loss), samples=1)
+        clock.now += 2.0
+        record = window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0)
+        assert (record.loss, record.seconds_per_step) == (loss, 2.0)
+    with pytest.raises(ValueError, match="no step"):
+        window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0)
+
+
+def test_all_steps_skipped_is_no_loss(clock: Clock) -> None:
+    window = StepWindow(CPU, seq_length=1)
+    window.add(step(3.0, skipped=True), samples=1)
+    clock.now += 1.0
+    assert math.isnan(window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0).loss)
+
+
+def test_pauses_do_not_count(clock: Clock) -> None:
+    window = StepWindow(CPU, seq_length=1)
+    window.add(step(1.0), samples=1)
+    clock.now += 1.0
+    with window.paused():
+        clock.now += 100.0
+    clock.now += 2.0
+    assert window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0).seconds_per_step == 3.0
+
+
+def test_adding_a_step_reads_no_value() -> None:
+    """Meta tensors have none, so any wait for the device would raise."""
+    scalar = torch.empty((), device="meta")
+    window = StepWindow(torch.device("meta"), seq_length=1)
+    window.add(StepMetrics(scalar, scalar, scalar.bool(), scalar), samples=1)
+    with pytest.raises(NotImplementedError):
+        window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0)
+
+
+def test_memory_covers_what_this_process_holds() -> None:
+    block = torch.ones(32 * 2**20, dtype=torch.float64)  # 256 MiB
+    used, total = memory_bytes(CPU)
+    assert block.nbytes < used < total
+
+
+def test_device_name_of_a_cpu() -> None:
+    assert device_name(CPU) == "cpu"
+
+
+def test_perplexity() -> None:
+    assert ValidationRecord(1, 1, 1, math.log(7.0)).perplexity == pytest.approx(7.0)
+    assert ValidationRecord(1, 1, 1, 1e6).perplexity == math.inf

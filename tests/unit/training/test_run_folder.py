@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import errno
+import json
+import math
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.training import run_folder
+from megatron.training.run_folder import JsonLines, command_line, git_state, prepare
+
+
+def read_lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON")) for line in path.open()]
+
+
+class FailingDisk:
+    """Takes ``room`` bytes, then raises; ``room`` can be given back."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self.file, self.room = path.open("ab", buffering=0), room
+
+    def write(self, data: bytes) -> int:
+        if self.room == 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        written = self.file.write(data[: self.room])
+        self.room -= written
+        return written
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def test_lines_are_on_disk_as_soon_as_they_are_written(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    lines = JsonLines(path, warn=pytest.fail)
+    lines.write({"iteration": 1, "lm loss": 2.5, "skipped-iterations": [3]})
+    assert read_lines(path) == [{"iteration": 1, "lm loss": 2.5, "skipped-iterations": [3]}]
+    lines.close()
+    again = JsonLines(path, warn=pytest.fail)
+    again.write({"iteration": 2})
+    assert [line["iteration"] for line in read_lines(path)] == [1, 2]
+    again.close()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_what_json_cannot_hold_is_null(tmp_path: Path, value: float) -> None:
+    path = tmp_path / "m.jsonl"
+    lines = JsonLines(path, warn=pytest.fail)
+    lines.write({"lm loss": value})
+    lines.close()
+    assert read_lines(path) == [{"lm loss": None}]
+
+
+def test_a_line_cut_off_by_a_crash_does_not_swallow_the_next(tmp_path: Path) -> None:
+    path = tmp_path / "m.jsonl"
+    path.write_text('{"iteration": 1}\n{"iterat')
+    lines = JsonLines(path, warn=pytest.fail)
+    lines.write({"iteration": 2})
+    lines.close()
+    assert path.read_text() == '{"iteration": 1}\n{"iterat\n{"iteration": 2}\n'
+
+
+@pytest.mark.parametrize("room", [0, 5])
+def test_a_full_disk_warns_once_and_is_used_again_when_it_can(tmp_path: Path, room: int) -> None:
+    path, warnings = tmp_path / "m.jsonl", list[str]()
+    lines = JsonLines(path, warn=warnings.append)
+    lines.close()
+    disk = FailingDisk(path, room)
+    lines._file = disk  # type: ignore[assignment]
+    for iteration in range(3):
+        lines.write({"iteration": iteration})
+    disk.room = 10**6
+    lines.write({"iteration": 3})
+    lines.close()
+    assert len(warnings) == 1
+    assert "m.jsonl" in warnings[0]
+    assert "no space left" in warnings[0].lower()
+    assert path.read_text().splitlines()[-1] == '{"iteration": 3}'
+    assert len(path.read_text().splitlines()) == (2 if room else 1)
+
+
+def test_the_folder_holds_what_is_needed_to_run_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", "--lr", "1e-3"])
+    folder = tmp_path / "runs" / "a"
+    prepare(folder, "model:\n  num_layers: 2\n", "cpu", world_size=1)
+    assert (folder / "config.yaml").read_text() == "model:\n  num_layers: 2\n"
+    assert "pretrain_gpt.py --lr 1e-3" in (folder / "command.sh").read_text()
+    facts = json.loads((folder / "environment.json").read_text())
+    assert facts["python"] == sys.version.split()[0]
+    assert facts["packages"]["torch"]
+    assert (facts["device"], facts["world_size"]) == ("cpu", 1)
+
+
+def test_a_second_start_keeps_what_the_first_one_wrote(tmp_path: Path) -> None:
+    for config in ("a", "b", "b", "c"):
+        prepare(tmp_path, config, "cpu", world_size=1)
+    assert (tmp_path / "config.yaml").read_text() == "c"
+    assert (tmp_path / "config.1.yaml").read_text() == "a"
+    assert (tmp_path / "config.2.yaml").read_text() == "b"
+    assert not (tmp_path / "config.3.yaml").exists()
+
+
+def test_the_command_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "say.py").write_text("import sys; print(sys.argv[1:])")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{run_folder.os.environ['PATH']}")
+    script = tmp_path / "command.sh"
+    script.write_text(command_line({}, ["say.py", "--split", "969, 30, 1"], 1))
+    done = subprocess.run(["sh", str(script)], cwd="..", capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "['--split', '969, 30, 1']"
+
+
+def test_the_command_starts_as_many_processes() -> None:
+    one_node = command_line({"LOCAL_WORLD_SIZE": "4", "PYTHONPATH": "a b"}, ["train.py"], 4)
+    assert one_node.splitlines()[-1].endswith(
+        "&& env 'PYTHONPATH=a b' torchrun --standalone --nproc-per-node 4 train.py"
+    )
+    many = command_line({"LOCAL_WORLD_SIZE": "4"}, ["train.py"], 8)
+    assert many.splitlines()[1].startswith("# on 8 processes")
+    assert many.splitlines()[-1].endswith(f"&& {shlex.quote(Path(sys.executable).name)} train.py")
+
+
+def test_git_state(tmp_path: Path) -> None:
+    assert git_state(tmp_path) == (None, "")
+
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@example.org"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    git("init", "-q")
+    (tmp_path / "f").write_text("one\n")
+    git("add", "f")
+    git("commit", "-qm", "first")
+    assert git_state(tmp_path) == (git("rev-parse", "HEAD").strip(), "")
+    (tmp_path / "f").write_text("two\n")
+    commit, diff = git_state(tmp_path)
+    assert commit == git("rev-parse", "HEAD").strip()
+    assert "+two" in diff
