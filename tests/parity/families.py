@@ -1,0 +1,85 @@
+"""Tensors of `transformers` models under our names and in our arrangement, written out as one explicit mapping.
+
+The maps only transpose, reorder and join, so they carry weights and gradients alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+
+Tensors = Mapping[str, Tensor]
+
+
+def from_gpt2(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
+    """Of ``GPT2LMHeadModel``, whose Conv1D weights are ``[in, out]``."""
+    out = {
+        "embedding.word_embeddings.weight": t["transformer.wte.weight"],
+        "embedding.position_embeddings.weight": t["transformer.wpe.weight"],
+        "final_layernorm.weight": t["transformer.ln_f.weight"],
+        "final_layernorm.bias": t["transformer.ln_f.bias"],
+    }
+    if config.untie_embeddings_and_output_weights:
+        out["output_layer.weight"] = t["lm_head.weight"]
+    for i in range(config.num_layers):
+        ours, theirs = f"layers.{i}", f"transformer.h.{i}"
+        for kind in ("weight", "bias"):
+            out[f"{ours}.input_layernorm.{kind}"] = t[f"{theirs}.ln_1.{kind}"]
+            out[f"{ours}.pre_mlp_layernorm.{kind}"] = t[f"{theirs}.ln_2.{kind}"]
+            qkv = t[f"{theirs}.attn.c_attn.{kind}"].t().unflatten(0, (3, config.num_attention_heads, -1))
+            out[f"{ours}.self_attention.linear_qkv.{kind}"] = qkv.transpose(0, 1).flatten(0, 2)
+            out[f"{ours}.self_attention.linear_proj.{kind}"] = t[f"{theirs}.attn.c_proj.{kind}"].t()
+            out[f"{ours}.mlp.linear_fc1.{kind}"] = t[f"{theirs}.mlp.c_fc.{kind}"].t()
+            out[f"{ours}.mlp.linear_fc2.{kind}"] = t[f"{theirs}.mlp.c_proj.{kind}"].t()
+    return out
+
+
+def from_llama(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
+    """Of ``LlamaForCausalLM`` and its relatives (Mistral, Qwen2, Qwen3, StableLM), with whatever biases they have."""
+    out = {"embedding.word_embeddings.weight": t["model.embed_tokens.weight"]}
+    if config.untie_embeddings_and_output_weights:
+        out["output_layer.weight"] = t["lm_head.weight"]
+    for kind in ("weight", "bias"):
+        plain = {"final_layernorm": "model.norm"}
+        for i in range(config.num_layers):
+            ours, theirs = f"layers.{i}", f"model.layers.{i}"
+            plain |= {
+                f"{ours}.input_layernorm": f"{theirs}.input_layernorm",
+                f"{ours}.self_attention.q_layernorm": f"{theirs}.self_attn.q_norm",
+                f"{ours}.self_attention.k_layernorm": f"{theirs}.self_attn.k_norm",
+                f"{ours}.self_attention.linear_proj": f"{theirs}.self_attn.o_proj",
+                f"{ours}.pre_mlp_layernorm": f"{theirs}.post_attention_layernorm",
+                f"{ours}.mlp.linear_fc2": f"{theirs}.mlp.down_proj",
+            }
+            if f"{theirs}.self_attn.q_proj.{kind}" in t:
+                q, k, v = (t[f"{theirs}.self_attn.{x}_proj.{kind}"] for x in "qkv")
+                out[f"{ours}.self_attention.linear_qkv.{kind}"] = _join_qkv(q, k, v, config)
+            if f"{theirs}.mlp.up_proj.{kind}" in t:
+                gate_up = [t[f"{theirs}.mlp.{x}_proj.{kind}"] for x in ("gate", "up")]
+                out[f"{ours}.mlp.linear_fc1.{kind}"] = torch.cat(gate_up)
+        out |= {f"{ours}.{kind}": t[f"{theirs}.{kind}"] for ours, theirs in plain.items() if f"{theirs}.{kind}" in t}
+    return out
+
+
+def _join_qkv(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig) -> Tensor:
+    """Per key/value head: its queries, its key, its value."""
+    q, k, v = (x.unflatten(0, (config.kv_groups, -1, config.head_dim)) for x in (q, k, v))
+    if config.rotary_interleaved:  # channels i and i + d/2 turn together there, 2i and 2i + 1 here
+        q, k = (x.unflatten(2, (2, -1)).transpose(2, 3).flatten(2, 3) for x in (q, k))
+    return torch.cat((q, k, v), dim=1).flatten(0, 2)
+
+
+@contextmanager
+def everything_in_double() -> Iterator[None]:
+    """Make `transformers` compute wholly in fp64: the fp32 it names in norms, angles and loss means fp64 here."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "float32", torch.float64)
+        patch.setattr(torch, "float", torch.float64)
+        patch.setattr(Tensor, "float", Tensor.double)
+        yield

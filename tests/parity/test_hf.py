@@ -1,0 +1,247 @@
+"""One-process training equals `transformers` with torch's AdamW: loss, every gradient, twenty steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import OptimizerConfig, TrainingConfig
+from megatron.parallel.microbatch import MicroBatch
+from tests.parity.families import Tensors, everything_in_double, from_gpt2, from_llama
+from tests.solo import Solo, random_batch, tiny
+
+transformers = pytest.importorskip("transformers")
+
+EPSILON = 1e-3  # large enough for a norm that ignores it to be seen
+ADAM_EPSILON = 1e-6  # a key bias has a gradient of rounding noise alone; a smaller epsilon would let Adam follow it
+CLIP = 0.5
+IGNORED = -100  # the label `transformers` leaves out
+
+
+@dataclass(frozen=True)
+class Case:
+    """One architecture, described twice."""
+
+    name: str
+    family: str
+    ours: dict[str, Any] = field(default_factory=dict)
+    theirs: dict[str, Any] = field(default_factory=dict)
+
+    def config(self) -> ModelConfig:
+        if self.family == "GPT2":
+            return tiny(norm_epsilon=EPSILON, **self.ours)
+        llama = {
+            "position_embedding_type": "rope",
+            "normalization": "RMSNorm",
+            "activation": "swiglu",
+            "add_bias_linear": False,
+            "ffn_hidden_size": 48,
+            "untie_embeddings_and_output_weights": True,
+        }
+        return tiny(norm_epsilon=EPSILON, **(llama | self.ours))
+
+    def reference(self) -> nn.Module:
+        if self.family == "GPT2":
+            sizes = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 16, "layer_norm_epsilon": EPSILON}
+            sizes |= {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+        else:
+            sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+            sizes |= {"intermediate_size": 48, "max_position_embeddings": 64, "tie_word_embeddings": False}
+            sizes |= {"layer_norm_eps" if self.family == "StableLm" else "rms_norm_eps": EPSILON}
+        config = getattr(transformers, f"{self.family}Config")(
+            **({"vocab_size": 101, "attn_implementation": "sdpa", "use_cache": False} | sizes | self.theirs)
+        )
+        name = "GPT2LMHeadModel" if self.family == "GPT2" else f"{self.family}ForCausalLM"
+        return getattr(transformers, name)(config).train()
+
+    @property
+    def translate(self) -> Callable[[Tensors, ModelConfig], dict[str, Tensor]]:
+        return from_gpt2 if self.family == "GPT2" else from_llama
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 500.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
+YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
+YARN |= {"beta_fast": 8.0, "beta_slow": 1.0}
+
+CASES = [
+    Case("gpt2", "GPT2"),
+    Case(
+        "gpt2-untied-gelu",
+        "GPT2",
+        {"untie_embeddings_and_output_weights": True, "activation": "gelu"},
+        {"tie_word_embeddings": False, "activation_function": "gelu"},
+    ),
+    Case("gpt2-relu2", "GPT2", {"activation": "relu2"}, {"activation_function": "relu2"}),
+    Case("llama", "Llama"),
+    Case("llama-tied", "Llama", {"untie_embeddings_and_output_weights": False}, {"tie_word_embeddings": True}),
+    Case("llama-gqa", "Llama", {"num_query_groups": 2}, {"num_key_value_heads": 2}),
+    Case(
+        "llama-mqa-wide",
+        "Llama",
+        {"num_query_groups": 1, "kv_channels": 12},
+        {"num_key_value_heads": 1, "head_dim": 12},
+    ),
+    Case("llama-interleaved", "Llama", {"num_query_groups": 2, "rotary_interleaved": True}, {"num_key_value_heads": 2}),
+    Case("llama-biases", "Llama", {"add_bias_linear": True}, {"attention_bias": True, "mlp_bias": True}),
+    Case(
+        "llama3-scaling",
+        "Llama",
+        {"use_rope_scaling": True, "rotary_base": 500.0, "rope_original_max_position": 16},
+        {"rope_parameters": LLAMA3},
+    ),
+    Case(
+        "llama-yarn",
+        "Llama",
+        {
+            "position_embedding_type": "yarn",
+            "rotary_base": 100.0,
+            "rotary_scaling_factor": 4.0,
+            "yarn_original_max_position_embeddings": 64,
+            "yarn_beta_fast": 8.0,
+        },
+        {"rope_parameters": YARN, "max_position_embeddings": 256},
+    ),
+    Case("qwen2-qkv-bias", "Qwen2", {"add_qkv_bias": True}),
+    Case(
+        "qwen3-qk-norm",
+        "Qwen3",
+        {"qk_layernorm": True, "num_query_groups": 2},
+        {"num_key_value_heads": 2, "head_dim": 8},
+    ),
+    Case("mistral-window", "Mistral", {"window_size": 5}, {"sliding_window": 5}),
+    Case(
+        "stablelm-partial-rotary",
+        "StableLm",
+        {"normalization": "LayerNorm", "rotary_percent": 0.5, "add_qkv_bias": True},
+        {
+            "use_qkv_bias": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5},
+        },
+    ),
+]
+BY_NAME = {case.name: case for case in CASES}
+
+
+@dataclass
+class Pair:
+    """The same model twice, with the same weights."""
+
+    case: Case
+    config: ModelConfig
+    ours: Solo
+    theirs: nn.Module
+    dtype: torch.dtype
+
+    @classmethod
+    def build(cls, case: Case, dtype: torch.dtype) -> Pair:
+        torch.manual_seed(1)
+        config = case.config()
+        training = TrainingConfig(cross_entropy_chunk_size=7)
+        optimizer = OptimizerConfig(clip_grad=CLIP, adam_eps=ADAM_EPSILON)
+        ours = Solo.build(config, dtype, training, optimizer)
+        with precision(dtype):
+            theirs = case.reference().to(dtype)
+        for param in theirs.parameters():
+            # Their initial biases are 0, their norms 1 and their attention nearly uniform: all would hide mistakes.
+            nn.init.normal_(param, mean=float(param.dim() == 1), std=0.2)
+        pair = cls(case, config, ours, theirs, dtype)
+        ours.load(pair.their_weights())
+        return pair
+
+    def their_weights(self) -> dict[str, Tensor]:
+        return self.case.translate({n: p.detach() for n, p in self.theirs.named_parameters()}, self.config)
+
+    def their_grads(self) -> dict[str, Tensor]:
+        grads = {n: p.grad for n, p in self.theirs.named_parameters()}
+        missing = [n for n, g in grads.items() if g is None]
+        assert not missing, f"the reference has no gradient for {missing}"
+        return self.case.translate(grads, self.config)  # type: ignore[arg-type]
+
+    def their_backward(self, batches: list[MicroBatch]) -> Tensor:
+        """The whole batch at once; the mean over its unmasked labels."""
+        tokens, labels, mask = (torch.cat([getattr(b, k) for b in batches]) for k in ("tokens", "labels", "loss_mask"))
+        labels = labels.where(mask > 0, IGNORED)
+        self.theirs.zero_grad()
+        with precision(self.dtype):
+            loss = self.theirs(input_ids=tokens, labels=labels, shift_labels=labels).loss
+            loss.backward()
+        return loss.detach()
+
+
+def precision(dtype: torch.dtype) -> AbstractContextManager[None]:
+    """`transformers` computing in ``dtype`` throughout."""
+    return everything_in_double() if dtype == torch.float64 else nullcontext()
+
+
+def relative(a: Tensor, b: Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item()
+
+
+def assert_close(ours: dict[str, Tensor], theirs: dict[str, Tensor], tolerance: float) -> None:
+    """Every tensor within ``tolerance`` of its reference, relative to its norm; padding of ours exactly zero."""
+    assert set(ours) == set(theirs)
+    errors = {n: relative(ours[n][: len(ref)], ref) for n, ref in theirs.items()}
+    worst = max(errors, key=lambda n: errors[n])
+    assert errors[worst] <= tolerance, f"{worst} is off by {errors[worst]:.1e}"
+    assert not any(ours[n][len(ref) :].any() for n, ref in theirs.items()), "vocabulary padding is not zero"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("name", BY_NAME)
+def test_loss_and_every_gradient(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    pair = Pair.build(BY_NAME[name], dtype)
+    batches = [random_batch(pair.config, seed=seed) for seed in (1, 2)]
+    expected = pair.their_backward(batches)
+    loss = pair.ours.backward(batches)
+    assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+    assert_close(pair.ours.buckets.grads, pair.their_grads(), tolerance)
+
+
+def torch_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
+    """Unfused, so that it shares no kernel with ours; weight decay for matrices only."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    betas = (config.adam_beta1, config.adam_beta2)
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, betas=betas, eps=config.adam_eps, foreach=False, fused=False)
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "tolerance"),
+    [
+        *[(name, torch.float64, 1e-9) for name in BY_NAME],
+        ("gpt2", torch.float32, 1e-4),
+        ("llama-gqa", torch.float32, 1e-4),
+    ],
+    ids=str,
+)
+def test_twenty_steps_of_adamw(name: str, dtype: torch.dtype, tolerance: float) -> None:
+    pair = Pair.build(BY_NAME[name], dtype)
+    reference = torch_adamw(pair.theirs, pair.ours.optimizer.config)
+    for step in range(20):
+        batches = [random_batch(pair.config, seed=2 * step + i) for i in range(2)]
+        lr = 1e-3 * (1 + step % 3)
+        expected = pair.their_backward(batches)
+        norm = nn.utils.clip_grad_norm_(pair.theirs.parameters(), CLIP)
+        for group in reference.param_groups:
+            group["lr"] = lr
+        reference.step()
+        loss, outcome = pair.ours.step(batches, lr)
+        assert loss.item() == pytest.approx(expected.item(), rel=tolerance)
+        assert outcome.grad_norm.item() == pytest.approx(norm.item(), rel=tolerance)
+        assert norm > CLIP, "clipping had nothing to do"
+    assert_close({n: p.detach() for n, p in pair.ours.params.items()}, pair.their_weights(), tolerance)

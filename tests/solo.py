@@ -1,0 +1,134 @@
+"""A model with its gradient buckets and optimizer in one process: what unit and parity tests drive."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.model.gpt import GPTChunk, build_gpt
+from megatron.optim.buckets import GradBuckets
+from megatron.optim.optimizer import Optimizer, Outcome
+from megatron.parallel.build import BuildContext
+from megatron.parallel.grads import GradSink
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.microbatch import MicroBatch
+
+TINY = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    vocab_size=101,
+    make_vocab_size_divisible_by=8,
+    max_position_embeddings=16,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.2,  # wide enough for attention and activations to be far from linear
+)
+
+
+def tiny(**changes: Any) -> ModelConfig:
+    """``TINY`` with other switches."""
+    return replace(TINY, **changes)
+
+
+def one_rank_mesh() -> Mesh:
+    """The mesh of a process that is alone."""
+    return Mesh(Layout.from_config(ParallelConfig(), 1), 0)
+
+
+def random_batch(config: ModelConfig, samples: int = 2, length: int = 16, seed: int = 0, **changes: Any) -> MicroBatch:
+    """Random tokens and labels, about a fifth of the labels masked; ``changes`` replaces fields."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, config.vocab, (samples, length + 1), generator=generator)
+    mask = (torch.rand(samples, length, generator=generator) > 0.2).float()
+    return replace(MicroBatch(ids[:, :-1], ids[:, 1:], mask, torch.arange(samples) + 100 * seed, seed), **changes)
+
+
+@dataclass
+class Solo:
+    """Everything a step needs. Gradients are in ``buckets.grads``, by name."""
+
+    chunk: GPTChunk
+    sink: GradSink
+    buckets: GradBuckets
+    optimizer: Optimizer
+
+    @classmethod
+    def build(
+        cls,
+        config: ModelConfig,
+        dtype: torch.dtype = torch.float64,
+        training: TrainingConfig | None = None,
+        optimizer: OptimizerConfig | None = None,
+        bucket_size: int = 20_000,
+    ) -> Solo:
+        """A freshly initialised model in training mode; small buckets, so that there are several."""
+        mesh, sink = one_rank_mesh(), GradSink()
+        chunk = build_gpt(config, training or TrainingConfig(), BuildContext(mesh, sink, dtype))
+        params = dict(chunk.named_parameters())
+        dtypes = {name: p.dtype for name, p in params.items()}
+        buckets = GradBuckets(chunk.specs, dtypes, mesh, sink, torch.device("cpu"), bucket_size, overlap=True)
+        chunk.train()
+        return cls(chunk, sink, buckets, Optimizer(params, chunk.specs, buckets, mesh, optimizer or OptimizerConfig()))
+
+    @property
+    def params(self) -> dict[str, nn.Parameter]:
+        """Parameters by global name."""
+        return dict(self.chunk.named_parameters())
+
+    @torch.no_grad()
+    def load(self, weights: Mapping[str, Tensor]) -> None:
+        """Copy global weights into an fp32 or fp64 model; names must match exactly, padding keeps its zeros."""
+        if set(weights) != set(self.params):
+            raise KeyError(f"names differ: {sorted(set(weights) ^ set(self.params))}")
+        for name, param in self.params.items():
+            param[: len(weights[name])].copy_(weights[name])
+
+    def backward(self, batches: Sequence[MicroBatch]) -> Tensor:
+        """Gradients of the mean loss over all unmasked labels; returns that loss."""
+        self.buckets.start_step(len(batches))
+        tokens = sum(batch.loss_mask.sum() for batch in batches)
+        total = torch.zeros((), dtype=torch.float64)
+        for batch in batches:
+            loss, aux = self.chunk(None, batch)
+            ((loss + aux) / tokens).backward()
+            total += loss.detach()
+        self.buckets.finish()
+        return total / tokens
+
+    def step(
+        self, batches: Sequence[MicroBatch], lr: float = 1e-3, weight_decay: float = 0.1
+    ) -> tuple[Tensor, Outcome]:
+        """One training step: ``(loss, outcome)``."""
+        loss = self.backward(batches)
+        return loss, self.optimizer.step(lr, weight_decay, torch.ones(()))
+
+    def snapshot(self) -> dict[str, Tensor]:
+        """Copies of all gradients."""
+        return {name: grad.clone() for name, grad in self.buckets.grads.items()}
+
+
+@contextmanager
+def counting_saved_bytes() -> Iterator[list[int]]:
+    """Yields a list whose only element is, after the body, the bytes autograd kept: each storage counted once."""
+    storages: dict[int, int] = {}
+    held: list[Tensor] = []  # keeps addresses from being reused while we count
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        held.append(tensor)
+        return tensor
+
+    total = [0]
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield total
+    total[0] = sum(storages.values())
