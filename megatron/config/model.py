@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from megatron.config.option import option
 
+GATED_ACTIVATIONS = ("swiglu",)
+"""Activations that multiply a gate into the MLP's first projection."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -29,7 +32,8 @@ class ModelConfig:
     kv_channels: int | None = option(None, "Width of one head. Default: hidden_size / num_attention_heads.")
     vocab_size: int | None = option(None, "Entries of the vocabulary. Default: what the tokenizer has.")
     make_vocab_size_divisible_by: int = option(
-        128, "Each rank's embedding rows are padded so that the whole is a multiple of this x TP; padding is never seen."
+        128,
+        "Each rank's embedding rows are padded so that the whole is a multiple of this x TP; padding is never seen.",
     )
     untie_embeddings_and_output_weights: bool = option(False, "Give the output layer its own weight.")
 
@@ -46,13 +50,17 @@ class ModelConfig:
     use_rope_scaling: bool = option(False, "Llama-3 frequency scaling of rope.")
     rope_scaling_factor: float = option(8.0, "Factor of the Llama-3 scaling.")
     rope_original_max_position: int = option(8192, "Context length before the Llama-3 scaling.")
-    rope_low_freq_factor: float = option(1.0, "Llama-3 scaling: wavelengths above original/low are divided by the factor.")
+    rope_low_freq_factor: float = option(
+        1.0, "Llama-3 scaling: wavelengths above original/low are divided by the factor."
+    )
     rope_high_freq_factor: float = option(4.0, "Llama-3 scaling: wavelengths below original/high stay as they are.")
     rotary_scaling_factor: float = option(1.0, "Context extension factor of YaRN.")
     yarn_original_max_position_embeddings: int | None = option(None, "Context length before YaRN. Required by yarn.")
     yarn_beta_fast: float = option(32.0, "YaRN: rotations above which a channel is kept.")
     yarn_beta_slow: float = option(1.0, "YaRN: rotations below which a channel is interpolated.")
-    window_size: int | None = option(None, "Sliding window: a token attends to itself and the window_size - 1 before it.")
+    window_size: int | None = option(
+        None, "Sliding window: a token attends to itself and the window_size - 1 before it."
+    )
 
     normalization: str = option("LayerNorm", "Kind of norm.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = option(1e-5, "Added to the variance inside norms.", aliases=None)
@@ -61,13 +69,20 @@ class ModelConfig:
         "gelu_tanh",
         "Nonlinearity of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes.",
         choices=("gelu", "gelu_tanh", "swiglu", "relu2"),
-        aliases={"--swiglu": "swiglu", "--squared-relu": "relu2", "--openai-gelu": "gelu_tanh", "--no-bias-gelu-fusion": "gelu"},
+        aliases={
+            "--swiglu": "swiglu",
+            "--squared-relu": "relu2",
+            "--openai-gelu": "gelu_tanh",
+            "--no-bias-gelu-fusion": "gelu",
+        },
     )
     add_bias_linear: bool = option(True, "Biases in all linear layers.", aliases={"--disable-bias-linear": False})
     add_qkv_bias: bool = option(False, "Bias in the QKV projection even without add_bias_linear.")
     hidden_dropout: float = option(0.1, "Dropout of embeddings and of each block's two outputs.")
     attention_dropout: float = option(0.1, "Dropout of attention weights; above 0 attention is not fused.")
-    init_method_std: float = option(0.02, "Standard deviation of the initial weights; output projections use std/sqrt(2L).")
+    init_method_std: float = option(
+        0.02, "Standard deviation of the initial weights; output projections use std/sqrt(2L)."
+    )
     z_loss_coeff: float = option(0.0, "Weight of the squared log-partition added to the loss (PaLM's z-loss).")
 
     @property
@@ -88,7 +103,7 @@ class ModelConfig:
     @property
     def gated(self) -> bool:
         """Whether the MLP's first projection has a gate beside it."""
-        return self.activation == "swiglu"
+        return self.activation in GATED_ACTIVATIONS
 
     @property
     def ffn(self) -> int:

@@ -66,7 +66,9 @@ class TrainingConfig:
     seed: int = option(1234, "Seed of initialisation, dropout and sample order.")
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     on_nonfinite: str = option(
-        "stop", "What a loss or gradient that is NaN or infinite does: skip the update, or stop.", choices=("skip", "stop")
+        "stop",
+        "What a loss or gradient that is NaN or infinite does: skip the update, or stop.",
+        choices=("skip", "stop"),
     )
     recompute_granularity: str | None = option(
         None,
@@ -75,7 +77,8 @@ class TrainingConfig:
         aliases={"--recompute-activations": "selective"},
     )
     recompute_method: str | None = option(
-        None, "With full: uniform (groups of recompute_num_layers) or block (the first recompute_num_layers).",
+        None,
+        "With full: uniform (groups of recompute_num_layers) or block (the first recompute_num_layers).",
         choices=("uniform", "block"),
     )
     recompute_num_layers: int | None = option(None, "Blocks per group (uniform) or in all (block).")
@@ -127,7 +130,9 @@ class DataConfig:
     split: str = option("969, 30, 1", "Weights of the train, validation and test parts of data_path.")
     mock_data: bool = option(False, "Train on generated tokens.")
     tokenizer_type: str | None = option(
-        None, "Tokenizer of the data. Default: the one recorded beside the data.", choices=("ByteTokenizer", "NullTokenizer")
+        None,
+        "Tokenizer of the data. Default: the one recorded beside the data.",
+        choices=("ByteTokenizer", "NullTokenizer"),
     )
 
 

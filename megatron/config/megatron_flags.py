@@ -1,0 +1,325 @@
+"""Flags of Megatron-LM (core 0.20) that are not flags here: which are harmless, and what to do instead of the others.
+
+Pure data, read only when such a flag is met. A flag is looked up in ``IGNORED``, then ``REFUSED``, then by the longest
+prefix in ``FAMILIES``, then in ``OTHERS``.
+"""
+
+from __future__ import annotations
+
+# What they ask for is always done, or they only choose between implementations of the same numbers.
+_FUSED = "which kernels are fused does not change the numbers"
+_OVERLAP = "how communication overlaps with computing does not change the numbers"
+_ALWAYS_FP32 = "softmax, masters and gradient sums are always at least fp32"
+_ONE_STACK = "there is one implementation, in stock PyTorch"
+_FULL_STATE = "every rank keeps the whole optimizer state; the numbers are the same"
+_MEMORY_ONLY = "memory is managed by PyTorch; the numbers are the same"
+_ALWAYS_LOGGED = "step time and speed are in every progress line"
+_MAPPED = "samples are read from memory-mapped files inside the step"
+
+IGNORED = {
+    "--use-mcore-models": _ONE_STACK,
+    "--transformer-impl": _ONE_STACK,
+    "--use-flash-attn": "attention runs through PyTorch's SDPA, which picks the kernel",
+    "--attention-backend": "attention runs through PyTorch's SDPA, which picks the kernel",
+    "--flash-attention-version": "attention runs through PyTorch's SDPA, which picks the kernel",
+    "--no-masked-softmax-fusion": _FUSED,
+    "--no-bias-swiglu-fusion": _FUSED,
+    "--no-bias-dropout-fusion": _FUSED,
+    "--no-rope-fusion": _FUSED,
+    "--no-persist-layer-norm": _FUSED,
+    "--no-gradient-accumulation-fusion": _FUSED,
+    "--cross-entropy-loss-fusion": _FUSED,
+    "--cross-entropy-fusion-impl": _FUSED,
+    "--use-fused-weighted-squared-relu": _FUSED,
+    "--fused-residual-rmsnorm": _FUSED,
+    "--use-te-activation-func": _FUSED,
+    "--use-transformer-engine-op-fuser": _FUSED,
+    "--disable-jit-fuser": _FUSED,
+    "--no-gradient-reduce-div-fusion": _FUSED,
+    "--attention-softmax-in-fp32": _ALWAYS_FP32,
+    "--accumulate-allreduce-grads-in-fp32": _ALWAYS_FP32,
+    "--apply-query-key-layer-scaling": _ALWAYS_FP32,
+    "--calculate-per-token-loss": "the loss is always the mean over all tokens of the global batch",
+    "--no-create-attention-mask-in-dataloader": "masks are never made by the data loader",
+    "--use-cpu-initialization": "weights depend on the seed and their names only, never on the device",
+    "--te-rng-tracker": "random numbers are functions of the seed and the place; there is no state to track",
+    "--use-distributed-optimizer": _FULL_STATE,
+    "--overlap-param-gather": _FULL_STATE,
+    "--overlap-param-gather-with-optimizer-step": _FULL_STATE,
+    "--no-align-param-gather": _FULL_STATE,
+    "--no-align-grad-reduce": _OVERLAP,
+    "--disable-align-grad-reduce": _OVERLAP,
+    "--ddp-pad-buckets-for-high-nccl-busbw": _OVERLAP,
+    "--ddp-average-in-collective": "gradients are summed and the loss is divided by the global number of tokens",
+    "--no-overlap-p2p-communication": _OVERLAP,
+    "--tp-comm-overlap": _OVERLAP,
+    "--tp-comm-overlap-cfg": _OVERLAP,
+    "--tp-comm-overlap-rs-dgrad": _OVERLAP,
+    "--tp-comm-bootstrap-backend": _OVERLAP,
+    "--nccl-communicator-config-path": _OVERLAP,
+    "--use-sharp": _OVERLAP,
+    "--sharp-enabled-group": _OVERLAP,
+    "--high-priority-stream-groups": _OVERLAP,
+    "--use-nccl-ub": _OVERLAP,
+    "--disable-symmetric-registration": _OVERLAP,
+    "--disable-gloo-process-groups": "groups are made with the one backend of --distributed-backend",
+    "--use-ring-exchange-p2p": _OVERLAP,
+    "--lazy-mpu-init": "groups are made at the start",
+    "--local-rank": "the rank is read from the launcher's environment",
+    "--manual-gc": _MEMORY_ONLY,
+    "--manual-gc-interval": _MEMORY_ONLY,
+    "--no-manual-gc-eval": _MEMORY_ONLY,
+    "--disable-manual-gc-eval": _MEMORY_ONLY,
+    "--empty-unused-memory-level": _MEMORY_ONLY,
+    "--init-model-with-meta-device": _MEMORY_ONLY,
+    "--exit-signal-handler": "a signal always ends the run cleanly",
+    "--exit-signal-handler-for-training": "a signal always ends the run cleanly",
+    "--log-throughput": _ALWAYS_LOGGED,
+    "--timing-log-level": _ALWAYS_LOGGED,
+    "--timing-log-option": _ALWAYS_LOGGED,
+    "--no-barrier-with-level-1-timing": _ALWAYS_LOGGED,
+    "--no-one-logger": "nothing is reported to anybody",
+    "--disable-msc": "files are read by path",
+    "--num-workers": _MAPPED,
+    "--no-mmap-bin-files": _MAPPED,
+    "--dataloader-fast-cache-load": _MAPPED,
+    "--dataloader-defer-npy-index-mmap": _MAPPED,
+    "--num-dataset-builder-threads": _MAPPED,
+    "--group-query-attention": "--num-query-groups alone says it",
+    "--no-position-embedding": "--position-embedding-type alone says it",
+    "--dataloader-type": "samples come once, in the shuffled order of the data",
+    "--fp8-param-gather": "there are no fp8 parameters",
+    "--bert-no-binary-head": "there is no BERT head",
+    "--no-data-sharding": "samples come once, in the shuffled order of the data",
+}
+
+# Ignored only with these values; any other is refused.
+HARMLESS_VALUES = {
+    "--dataloader-type": ("single",),
+    "--transformer-impl": ("local", "transformer_engine"),
+}
+
+_NO_CHECKPOINTS = "this version writes and reads no checkpoints"
+_NO_DASHBOARDS = "metrics go to metrics.jsonl in the run's folder, to no dashboard"
+_ONE_PREFIX = "data is one prefix, cut by --split"
+_DOCUMENTS = "attention and positions run across document boundaries"
+
+# Flag -> (why not, what to paste instead).
+REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
+    "--save": (_NO_CHECKPOINTS, ("drop it",)),
+    "--load": (_NO_CHECKPOINTS, ("drop it",)),
+    "--save-interval": (_NO_CHECKPOINTS, ("drop it",)),
+    "--persistent-save-interval": (_NO_CHECKPOINTS, ("drop it",)),
+    "--finetune": (_NO_CHECKPOINTS, ("drop it",)),
+    "--yaml-cfg": ("its file has another form", ("--config FILE.yaml",)),
+    "--encoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
+    "--decoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
+    "--encoder-seq-length": ("there is one sequence length", ("--seq-length N",)),
+    "--decoder-seq-length": ("there is one sequence length", ("--seq-length N",)),
+    "--batch-size": ("an old name", ("--micro-batch-size N",)),
+    "--warmup": ("an old name", ("--lr-warmup-fraction X",)),
+    "--model-parallel-size": ("an old name", ("--tensor-model-parallel-size N",)),
+    "--checkpoint-activations": ("an old name", ("--recompute-granularity full",)),
+    "--rope-type": ("it belongs to multi-latent attention", ("--position-embedding-type rope|yarn",)),
+    "--rotary-seq-len-interpolation-factor": (
+        "linear interpolation of positions is not built",
+        ("--position-embedding-type yarn --rotary-scaling-factor X", "--use-rope-scaling --rope-scaling-factor X"),
+    ),
+    "--quick-geglu": ("that activation is not built", ("--swiglu",)),
+    "--apply-layernorm-1p": ("norm weights start at 1 and are stored so", ("drop it",)),
+    "--apply-residual-connection-post-layernorm": ("blocks are pre-norm", ("drop it",)),
+    "--fp32-residual-connection": ("the residual stream has the format of --params-dtype", ("--params-dtype fp32",)),
+    "--init-method-xavier-uniform": ("weights start normal", ("--init-method-std X",)),
+    "--embedding-init-method-std": ("one standard deviation serves all", ("--init-method-std X",)),
+    "--no-initialization": ("weights are always initialised", ("drop it",)),
+    "--data-parallel-random-init": ("replicas always start equal", ("drop it",)),
+    "--padded-vocab-size": ("padding follows from the layout", ("--vocab-size N --make-vocab-size-divisible-by M",)),
+    "--no-pad-vocab-size": ("padding is never seen by the model", ("--make-vocab-size-divisible-by 1",)),
+    "--disable-pad-vocab-size": ("padding is never seen by the model", ("--make-vocab-size-divisible-by 1",)),
+    "--no-check-for-nan-in-loss-and-grad": (
+        "a step that is not finite is never applied",
+        ("--on-nonfinite skip", "--on-nonfinite stop"),
+    ),
+    "--grad-reduce-in-bf16": ("gradients are reduced in at least fp32", ("drop it",)),
+    "--step-batch-size-schedule": ("the batch grows linearly", ("--rampup-batch-size START INCREMENT SAMPLES",)),
+    "--decrease-batch-size-if-needed": ("the batch is never changed silently", ("--global-batch-size N",)),
+    "--distribute-saved-activations": ("saved activations are not spread over ranks", ("--sequence-parallel",)),
+    "--exit-duration-in-mins": (
+        "a run is not ended by the clock",
+        ("send it SIGTERM: it ends cleanly after the step", "--exit-interval N"),
+    ),
+    "--exit-signal": ("SIGTERM and SIGINT end the run cleanly, no other", ("drop it",)),
+    "--exit-signal-handler-for-dataloader": ("there are no data loader processes", ("drop it",)),
+    "--distributed-timeout-seconds-after-init": ("one timeout holds", ("--distributed-timeout-minutes N",)),
+    "--ddp-num-buckets": ("buckets are cut by size", ("--ddp-bucket-size N",)),
+    "--train-data-path": (_ONE_PREFIX, ("--data-path PREFIX --split 1,0,0",)),
+    "--valid-data-path": (_ONE_PREFIX, ("--data-path PREFIX --split 99,1,0",)),
+    "--test-data-path": (_ONE_PREFIX, ("--data-path PREFIX --split 98,1,1",)),
+    "--data-args-path": (_ONE_PREFIX, ("--data-path PREFIX",)),
+    "--per-split-data-args-path": (_ONE_PREFIX, ("--data-path PREFIX",)),
+    "--reset-position-ids": (_DOCUMENTS, ("drop it",)),
+    "--reset-attention-mask": (_DOCUMENTS, ("drop it",)),
+    "--dataloader-inter-document-masking": (_DOCUMENTS, ("drop it",)),
+    "--eod-mask-loss": ("every token counts in the loss", ("drop it",)),
+    "--data-cache-path": ("indices are built in memory at the start", ("drop it",)),
+    "--tokenizer-model": ("training reads tokens, not text", ("--vocab-size N",)),
+    "--vocab-file": ("training reads tokens, not text", ("--vocab-size N",)),
+    "--merge-file": ("training reads tokens, not text", ("--vocab-size N",)),
+    "--vocab-extra-ids": ("training reads tokens, not text", ("--vocab-size N",)),
+    "--null-tokenizer-eod-id": ("the last id of the NullTokenizer ends documents", ("drop it",)),
+    "--eval-global-batch-size": ("evaluation uses the training batch", ("--eval-iters N",)),
+    "--eval-micro-batch-size": ("evaluation uses the training batch", ("--eval-iters N",)),
+    "--tensorboard-dir": (_NO_DASHBOARDS, ("--run-dir DIR",)),
+    "--num-experts": ("there are no experts in this version", ("drop it",)),
+    "--deterministic-mode": ("there is no switch: equal runs on CPUs are bitwise equal without it", ("drop it",)),
+    "--profile": ("there is no profiler in this version", ("drop it",)),
+    "--decoupled-lr": ("all weights share one learning rate", ("--lr X",)),
+    "--decoupled-min-lr": ("all weights share one learning rate", ("--min-lr X",)),
+    "--no-weight-decay-cond-type": ("biases and other 1-D parameters have no weight decay", ("drop it",)),
+    "--apply-wd-to-qk-layernorm": ("biases and other 1-D parameters have no weight decay", ("drop it",)),
+    "--use-tp-pp-dp-mapping": ("ranks are placed with TP innermost, then CP, DP, PP", ("drop it",)),
+    "--pipeline-model-parallel-layout": ("there are no pipeline stages in this version", ("drop it",)),
+    "--num-layers-per-virtual-pipeline-stage": ("there are no pipeline stages in this version", ("drop it",)),
+    "--num-virtual-stages-per-pipeline-rank": ("there are no pipeline stages in this version", ("drop it",)),
+}
+
+# Prefix -> what all flags that start so belong to.
+FAMILIES = {
+    "--no-save-": _NO_CHECKPOINTS,
+    "--no-load-": _NO_CHECKPOINTS,
+    "--save-": _NO_CHECKPOINTS,
+    "--load-": _NO_CHECKPOINTS,
+    "--ckpt-": _NO_CHECKPOINTS,
+    "--no-ckpt-": _NO_CHECKPOINTS,
+    "--disable-ckpt-": _NO_CHECKPOINTS,
+    "--dist-ckpt-": _NO_CHECKPOINTS,
+    "--async-": _NO_CHECKPOINTS,
+    "--non-persistent-": _NO_CHECKPOINTS,
+    "--use-checkpoint-": _NO_CHECKPOINTS,
+    "--override-": _NO_CHECKPOINTS,
+    "--replication": _NO_CHECKPOINTS,
+    "--tensorboard-": _NO_DASHBOARDS,
+    "--wandb-": _NO_DASHBOARDS,
+    "--log-": "it logs a quantity that is not logged here",
+    "--no-log-": _NO_DASHBOARDS,
+    "--disable-log-": _NO_DASHBOARDS,
+    "--one-logger-": "nothing is reported to anybody",
+    "--app-tag-": "nothing is reported to anybody",
+    "--otel-": _NO_DASHBOARDS,
+    "--moe-": "there are no experts in this version",
+    "--expert-tensor-parallel-num-": "there are no experts in this version",
+    "--use-grouped-gemm-": "there are no experts in this version",
+    "--num-layers-at-": "fp8 is not built",
+    "--fp8-": "fp8 is not built",
+    "--no-fp8-": "fp8 is not built",
+    "--disable-fp8-": "fp8 is not built",
+    "--fp4-": "fp4 is not built",
+    "--cuda-graph-": "CUDA graphs are not built",
+    "--enable-cuda-graph": "CUDA graphs are not built",
+    "--external-cuda-graph": "CUDA graphs are not built",
+    "--no-tp-comm-": "overlap of TP communication cannot be tuned",
+    "--disable-tp-comm-": "overlap of TP communication cannot be tuned",
+    "--cpu-offloading-": "offloading is not built",
+    "--optimizer-c": "the optimizer stays on the device and runs eagerly",
+    "--optimizer-offload-": "the optimizer stays on the device and runs eagerly",
+    "--muon-": "the optimizers are adam and sgd",
+    "--lion-": "the optimizers are adam and sgd",
+    "--mtp-": "multi-token prediction is not built",
+    "--dsa-": "that attention variant is not built",
+    "--no-dsa-": "that attention variant is not built",
+    "--disable-dsa-": "that attention variant is not built",
+    "--linear-": "that attention variant is not built",
+    "--qk-clip": "query-key clipping is not built",
+    "--mup-": "maximal-update parametrisation is not built",
+    "--relative-attention-": "relative position biases are not built",
+    "--mamba-": "hybrid models are not built",
+    "--hybrid-": "hybrid models are not built",
+    "--gdp-": "hybrid models are not built",
+    "--heterogeneous-": "all layers have one shape",
+    "--fim-": "fill-in-the-middle is not built",
+    "--tokenizer-": "training reads tokens, not text",
+    "--no-tokenizer-": "training reads tokens, not text",
+    "--disable-tokenizer-": "training reads tokens, not text",
+    "--no-use-tokenizer-": "training reads tokens, not text",
+    "--disable-use-tokenizer-": "training reads tokens, not text",
+    "--disable-save-tokenizer-": "training reads tokens, not text",
+    "--tiktoken-": "training reads tokens, not text",
+    "--inference-": "it belongs to inference",
+    "--no-inference-": "it belongs to inference",
+    "--rl-": "it belongs to reinforcement learning",
+    "--no-rl-": "it belongs to reinforcement learning",
+    "--grpo-": "it belongs to reinforcement learning",
+    "--logits-": "it belongs to distillation",
+    "--dino-": "it belongs to vision models",
+    "--vision-": "it belongs to vision models",
+    "--biencoder-": "it belongs to retrieval models",
+    "--retriever-": "it belongs to retrieval models",
+    "--inprocess-": "a failed run is started again by the launcher",
+    "--ft-": "a failed run is started again by the launcher",
+    "--fault-injector-": "it belongs to Megatron-LM's own tests",
+    "--error-injection-": "it belongs to Megatron-LM's own tests",
+    "--fsdp-": "fully sharded data parallel is not built in this version",
+    "--megatron-fsdp-": "fully sharded data parallel is not built in this version",
+    "--torch-fsdp2-": "fully sharded data parallel is not built in this version",
+    "--use-megatron-fsdp": "fully sharded data parallel is not built in this version",
+    "--use-torch-fsdp2": "fully sharded data parallel is not built in this version",
+    "--mhc-": "hyper-connections are not built",
+    "--flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
+    "--no-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
+    "--disable-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
+    "--pytorch-profiler-": "there is no profiler in this version",
+    "--profile-": "there is no profiler in this version",
+    "--straggler-": "there is no straggler detector in this version",
+    "--gtp-": "weights are sharded by TP alone",
+}
+
+# The rest, a list of words: known to Megatron-LM, not here.
+OTHERS = """
+--account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --activation-func-clamp-value
+--activation-offload-fraction --adlr-autoresume --adlr-autoresume-interval --allow-ambiguous-pad-tokens
+--attention-output-gate --auto-detect-ckpt-format --batch-invariant-backend --batch-invariant-mode
+--bert-embedder-type --bert-load --block-data-path --cache-mla-latents --calc-ft-timeouts --chat-template
+--check-for-large-grads --check-for-spiky-loss --check-weight-hash-across-dp-replicas-interval
+--classes-fraction --config-logger-dir --cp-comm-type --create-all-gather-group
+--data-parallel-sharding-strategy --data-per-class-fraction
+--ddp-param-name-patterns-for-fp32-local-accumulation --ddp-reduce-scatter-with-fp32-accumulation
+--decode-only-cuda-graphs --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
+--defer-embedding-wgrad-compute --delay-offload-until-cuda-graph --delay-wgrad-compute
+--delta-offload-bytes-across-pp-ranks --disable-bf16-reduced-precision-matmul
+--disable-clone-scatter-output-in-embedding --disable-mamba-mem-eff-path --disable-straggler-on-startup
+--disable-strict-fsdp-dtensor-load --distrib-optim-fully-reshardable-mem-efficient
+--dump-param-to-param-group-map --embedding-path --enable-chunked-prefill --enable-experimental
+--enable-ft-package --enable-full-sharding-in-hsdp --enable-mhc-connections --enable-msc
+--ep-overlap-early-attn-memory-release --evidence-data-path --exit-on-missing-checkpoint --exp-avg-dtype
+--exp-avg-sq-dtype --experimental-attention-variant --fake-process-group
+--fine-grained-activation-offloading --fine-grained-offloading-max-inflight-offloads
+--first-last-layers-bf16 --flash-decode --fp16-lm-cross-entropy --freeze-all-layers --full-validation
+--glu-linear-offset --gpu-sniff-test-interval --head-lr-mult --hierarchical-context-parallel-sizes
+--high-priority-a2a-comm-stream --ict-head-size --ict-load --img-h --img-w --indexer-batch-size
+--indexer-log-interval --is-hybrid-model --iter-per-epoch --iterations-to-skip --keep-fp8-transpose-cache
+--kitchen-attention-backend --kv-lora-rank --langrl-env-config --logging-level --main-grads-dtype
+--main-params-dtype --mask-factor --mask-prob --mask-type --max-seqlen-per-dp-cp-rank --max-tokens-to-oom
+--memory-snapshot-path --microbatch-group-size-per-virtual-pipeline-stage --mid-level-dataset-surplus
+--min-offloaded-tensor-size --mla-down-proj-fusion --mlp-chunks-for-prefill --mlp-chunks-for-training
+--mrope-section --mscale --mscale-all-dim --multi-latent-attention --multiple-validation-sets
+--nccl-all-reduce-for-prefill --no-clone-scatter-output-in-embedding --no-pin-cpu-grads --no-pin-cpu-params
+--no-rope-freq --no-strict-fsdp-dtensor-load --no-use-layer-wise-param-layout
+--no-yarn-correction-range-round-to-int --null-tokenizer-pad-id --num-channels --num-classes
+--num-distributed-optimizer-instances --num-speculative-tokens --nvtx-ranges --object-storage-cache-path
+--offload-modules --onnx-safe --outer-dp-sharding-strategy --output-bert-embeddings --output-logit-dtype
+--overlap-cpu-optimizer-d2h-h2d --overlap-dispatch-backward-with-experts-wgrad
+--overlap-moe-expert-parallel-comm --overlap-p2p-communication-warmup-flush --patch-dim
+--per-dataset-sequences-path --perform-rl-step --phase-transition-iterations
+--pipeline-model-parallel-comm-backend --pretrained-checkpoint --q-lora-rank --qk-head-dim --qk-l2-norm
+--qk-pos-emb-head-dim --query-in-block-prob --record-memory-history --record-shapes --refit-method
+--rerun-mode --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
+--run-workload-inspector-server --sample-rate --sft --sft-tokenizer-prompt-format --short-seq-prob
+--skip-train --softmax-type --spec --start-eval-at-iter --suggested-communication-unit-size
+--swin-backbone-type --symmetric-ar-type --te-precision-config-file --tensor-parallel-num-weight-shards
+--test-mode --titles-data-path --train-sync-interval --trust-remote-code --use-dist-ckpt --use-gigatoken
+--use-kitchen-attention --use-legacy-static-engine --use-mp-args-from-checkpoint-args --use-mup
+--use-one-sent-docs --use-persistent-ckpt-worker --use-precision-aware-optimizer --use-pytorch-profiler
+--use-same-sampling-seed-across-dp-ranks --use-torch-optimizer-for-cpu-offload --v-head-dim
+--validation-set-names --verify-integrity --wgrad-deferral-limit --window-attn-skip-freq
+--yarn-correction-range-round-to-int
+"""

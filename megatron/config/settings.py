@@ -1,0 +1,158 @@
+"""The fields of all configuration classes as one flat table, and how text becomes their values."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from types import UnionType
+from typing import Any, get_args, get_origin, get_type_hints
+
+from megatron.config.option import Option
+from megatron.config.run import RunConfig
+
+NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "text (put it in quotes)"}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """The type of a field, taken apart.
+
+    Attributes:
+        scalar: of the value, or of each item.
+        optional: whether None is a value.
+        many: whether the value is a tuple.
+        length: items the tuple must have; None for any number.
+    """
+
+    scalar: type
+    optional: bool = False
+    many: bool = False
+    length: int | None = None
+
+    @classmethod
+    def of(cls, hint: Any) -> Kind:
+        """Of an annotation: a scalar, ``tuple[int, int]``, ``tuple[str, ...]``, each perhaps ``| None``."""
+        optional = isinstance(hint, UnionType)
+        if optional:
+            hint = next(a for a in get_args(hint) if a is not type(None))
+        if get_origin(hint) is tuple:
+            items = get_args(hint)
+            return cls(items[0], optional, many=True, length=None if Ellipsis in items else len(items))
+        return cls(hint, optional)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field of one group.
+
+    Attributes:
+        group: field of RunConfig it lies in.
+        name: its own, unique over all groups.
+        kind: its type.
+        default: value when nobody says anything.
+        option: help, choices, aliases, limits.
+    """
+
+    group: str
+    name: str
+    kind: Kind
+    default: Any
+    option: Option
+
+    @property
+    def key(self) -> str:
+        """``group.name``, as ``--set`` spells it."""
+        return f"{self.group}.{self.name}"
+
+    @property
+    def flag(self) -> str:
+        """The flag's main spelling."""
+        return flag(self.name)
+
+    def from_words(self, words: Sequence[str]) -> Any:
+        """The value that the words after a flag mean; ``null`` is None where None is a value.
+
+        Raises:
+            ValueError: saying what is wrong with them.
+        """
+        if self.kind.optional and list(words) == ["null"]:
+            return None
+        if self.kind.many:
+            return self._tuple([self._from_text(w) for w in words])
+        if len(words) != 1:
+            raise ValueError("needs a value" if not words else f"takes one value, not {len(words)}: {' '.join(words)}")
+        return self._chosen(self._from_text(words[0]))
+
+    def from_native(self, value: Any) -> Any:
+        """The value that a YAML or JSON value means. Numbers may be text: YAML reads ``1e-5`` as such.
+
+        Raises:
+            ValueError: saying what is wrong with it.
+        """
+        if value is None:
+            if self.kind.optional:
+                return None
+            raise ValueError("needs a value")
+        if self.kind.many:
+            return self._tuple([self._scalar(v) for v in (value if isinstance(value, (list, tuple)) else [value])])
+        return self._chosen(self._scalar(value))
+
+    def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
+        if self.kind.length not in (None, len(items)):
+            raise ValueError(f"takes {self.kind.length} values, not {len(items)}")
+        return tuple(self._chosen(item) for item in items)
+
+    def _chosen(self, value: Any) -> Any:
+        choices = self.option.choices
+        if choices and value is not None and value not in choices:
+            raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
+        return value
+
+    def _scalar(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._from_text(value)
+        if self.kind.scalar is float and type(value) is int:
+            return float(value)
+        if type(value) is not self.kind.scalar:
+            raise ValueError(f"{value!r} is not {NOUNS[self.kind.scalar]}")
+        return _finite(value)
+
+    def _from_text(self, text: str) -> Any:
+        if self.option.parse:
+            return self.option.parse(text)
+        scalar = self.kind.scalar
+        if scalar is str:
+            return text
+        if scalar is bool:
+            if text.lower() not in ("true", "false"):
+                raise ValueError(f"{text!r} is not {NOUNS[bool]}")
+            return text.lower() == "true"
+        try:
+            return _finite(scalar(text))
+        except ValueError:
+            raise ValueError(f"{text!r} is not {NOUNS[scalar]}") from None
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{value} is not {NOUNS[float]}")
+    return value
+
+
+def flag(name: str) -> str:
+    """The flag of a field: ``hidden_size`` -> ``--hidden-size``."""
+    return "--" + name.replace("_", "-")
+
+
+def _all_settings() -> dict[str, Setting]:
+    table = {}
+    for group, cls in get_type_hints(RunConfig).items():
+        hints = get_type_hints(cls)
+        for f in fields(cls):
+            table[f.name] = Setting(group, f.name, Kind.of(hints[f.name]), f.default, f.metadata["option"])
+    return table
+
+
+SETTINGS = _all_settings()
+GROUPS: dict[str, type] = get_type_hints(RunConfig)

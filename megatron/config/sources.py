@@ -1,0 +1,191 @@
+"""Where values come from (presets, files, flags, ``--set``), how they are laid over one another, and back to text.
+
+A layer is a flat mapping of field name to value. Reading one never stops at the first mistake: it returns what could
+be read and the problems with the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.config.problems import Problem, UserError, did_you_mean
+from megatron.config.run import RunConfig
+from megatron.config.settings import GROUPS, SETTINGS, Setting
+
+Values = dict[str, Any]
+
+# Ways to say one thing: a layer that uses one of them takes the place of whatever an earlier layer said with another.
+ALTERNATIVES = (
+    ("train_iters", "train_samples"),
+    ("lr_decay_iters", "lr_decay_samples"),
+    ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
+    ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
+    ("data_path", "mock_data"),
+)
+
+
+@dataclass
+class Layer:
+    """What one source said.
+
+    Attributes:
+        values: by field name.
+        problems: with what could not be read.
+        doubtful: fields that something unreadable was said about.
+    """
+
+    values: Values = field(default_factory=dict)
+    problems: list[Problem] = field(default_factory=list)
+    doubtful: set[str] = field(default_factory=set)
+
+    def refuse(self, setting: Setting, said: str, error: ValueError) -> None:
+        """Note that ``said`` is no value for the setting."""
+        self.doubtful.add(setting.name)
+        self.problems.append(Problem("E002", f"{said}: {error}", example(setting)))
+
+
+def example(setting: Setting) -> tuple[str, ...]:
+    """What a person might paste instead."""
+    if setting.option.choices:
+        return (f"{setting.flag} {'|'.join(setting.option.choices)}",)
+    if setting.kind.length:
+        return (f"{setting.flag} {' '.join(['N'] * setting.kind.length)}",)
+    return ()
+
+
+def from_tree(tree: Mapping[str, Any], source: str) -> Layer:
+    """A layer from nested groups (``model: {hidden_size: 64}``) or flat names, or both.
+
+    Args:
+        tree: as read from YAML or JSON.
+        source: what to call it in problems.
+
+    """
+    layer = Layer()
+    for key, value in tree.items():
+        name = str(key).replace("-", "_")
+        if name in GROUPS and isinstance(value, Mapping):
+            for inner, v in value.items():
+                _take(layer, source, f"{name}.{inner}", v)
+        elif name not in GROUPS:
+            _take(layer, source, name, value)
+        elif value is not None:
+            layer.problems.append(Problem("E005", f"{source}: {name} is a group of options, not {value!r}"))
+    return layer
+
+
+def _take(layer: Layer, source: str, key: str, value: Any) -> None:
+    setting = find(layer, key, source)
+    if setting is None:
+        return
+    try:
+        layer.values[setting.name] = setting.from_native(value)
+    except ValueError as error:
+        layer.refuse(setting, f"{source}: {setting.key}", error)
+
+
+def from_assignments(assignments: Iterable[str]) -> Layer:
+    """A layer from ``model.hidden_size=64`` texts; items of a tuple are separated by blanks or commas."""
+    layer = Layer()
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        if not equals:
+            layer.problems.append(Problem("E005", f"--set {text}: has no '='", ("--set model.hidden_size=64",)))
+            continue
+        setting = find(layer, key.strip(), "--set")
+        if setting is None:
+            continue
+        try:
+            layer.values[setting.name] = setting.from_words(
+                value.replace(",", " ").split() if setting.kind.many else [value]
+            )
+        except ValueError as error:
+            layer.refuse(setting, f"--set {text}", error)
+    return layer
+
+
+def find(layer: Layer, key: str, source: str) -> Setting | None:
+    """The setting called ``key`` (``model.hidden_size`` or ``hidden_size``); None, and a problem, when there is none."""
+    group, _, name = key.replace("-", "_").rpartition(".")
+    setting = SETTINGS.get(name)
+    if setting is not None and group in ("", setting.group):
+        return setting
+    guess = setting.name if setting is not None else did_you_mean(name, SETTINGS)
+    meant = (f"did you mean {SETTINGS[guess].key}?",) if guess else ()
+    layer.doubtful |= {guess} if guess else set()
+    layer.problems.append(Problem("E005", f"{source}: there is no option {key}", meant))
+    return None
+
+
+def from_file(path: str) -> Layer:
+    """The layer of a YAML file."""
+    import yaml  # only those who have a file pay for it
+
+    try:
+        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        return Layer(problems=[Problem("E006", f"--config {path} cannot be read: {reason}")])
+    except yaml.YAMLError as error:
+        return Layer(problems=[Problem("E006", f"--config {path} is not YAML: {' '.join(str(error).split())}")])
+    if not isinstance(tree, Mapping):
+        return Layer(problems=[Problem("E006", f"--config {path} must hold 'name: value' lines, not {tree!r:.40}")])
+    return from_tree(tree, path)
+
+
+def lay_over(layers: Iterable[Values]) -> Values:
+    """All layers in one, later ones winning."""
+    merged: Values = {}
+    for values in layers:
+        for ways in ALTERNATIVES:
+            if any(way in values for way in ways):
+                for way in ways:
+                    merged.pop(way, None)
+        merged |= values
+    return merged
+
+
+def build(values: Values) -> RunConfig:
+    """The configuration with ``values`` in place of the defaults."""
+    groups: dict[str, dict[str, Any]] = {group: {} for group in GROUPS}
+    for name, value in values.items():
+        groups[SETTINGS[name].group][name] = value
+    return RunConfig(**{group: cls(**groups[group]) for group, cls in GROUPS.items()})
+
+
+def flat(config: RunConfig) -> Values:
+    """Every value of a configuration by field name."""
+    return {name: getattr(getattr(config, s.group), name) for name, s in SETTINGS.items()}
+
+
+def from_dict(tree: Mapping[str, Any]) -> RunConfig:
+    """The configuration that ``to_dict``, or any nested or flat mapping, describes.
+
+    Raises:
+        UserError: for unknown names and unreadable values, all at once.
+
+    """
+    layer = from_tree(tree, "config")
+    if layer.problems:
+        raise UserError(layer.problems)
+    return build(layer.values)
+
+
+def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:
+    """Group -> field -> value, in plain YAML and JSON types."""
+
+    def plain(value: Any) -> Any:
+        return list(value) if isinstance(value, tuple) else value
+
+    groups = ((f.name, getattr(config, f.name)) for f in fields(config))
+    return {name: {f.name: plain(getattr(group, f.name)) for f in fields(group)} for name, group in groups}
+
+
+def to_yaml(config: RunConfig) -> str:
+    """The whole configuration as a file for ``--config``; reading it back gives an equal one."""
+    import yaml
+
+    return yaml.safe_dump(to_dict(config), sort_keys=False, default_flow_style=None)
