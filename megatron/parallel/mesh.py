@@ -103,3 +103,19 @@ def start_distributed(backend: str | None, timeout: timedelta, device: torch.dev
         os.environ.setdefault("MASTER_PORT", "29500")
         chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
         dist.init_process_group(chosen, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def leave_distributed() -> None:
+    """Undo :func:`start_distributed`."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def first_to_fail() -> bool:
+    """Whether no other rank has asked this before; True too when there is nobody left to ask."""
+    if not dist.is_initialized():
+        return True
+    try:
+        return int(dist.distributed_c10d._get_default_store().add("failed_ranks", 1)) == 1
+    except Exception:  # the process that hosts the store is gone
+        return True
