@@ -80,7 +80,8 @@ def read_history(path: Path) -> History:
             except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError):
                 history.unreadable.append(number)
     if not history.train:
-        unreadable = f" ({len(history.unreadable)} lines could not be read)" if history.unreadable else ""
+        bad = len(history.unreadable)
+        unreadable = f" ({bad} line{'' if bad == 1 else 's'} could not be read)" if bad else ""
         raise ValueError(f"{path} holds no log line of a training step{unreadable}")
     return history
 

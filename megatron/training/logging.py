@@ -11,8 +11,8 @@ from types import TracebackType
 
 import torch
 
-from megatron.config.arguments import to_yaml
 from megatron.config.run import RunConfig
+from megatron.config.sources import to_yaml
 from megatron.training import run_folder
 from megatron.training.console import progress_line, validation_line
 from megatron.training.history import read_history
@@ -62,7 +62,7 @@ class RunLog:
             self._file = run_folder.JsonLines(self.folder / run_folder.METRICS, warn=_warn)
         except OSError as error:
             raise ValueError(
-                f"the run folder {self.folder} cannot be written ({error.strerror}): choose another with --run-dir"
+                f"the run folder {self.folder} cannot be written: {error.strerror}\n  fix: --run-dir ANOTHER_FOLDER"
             ) from error
         tokens = consumed_samples * config.training.seq_length
         start = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}

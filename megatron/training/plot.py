@@ -61,8 +61,11 @@ def draw_history(history: History, title: str, out: Path) -> None:
         _draw_verticals((loss, rate), history.restarts, "restart", color=RESTART, dashed=True)
         _label(loss, rate, history, title)
         partial = out.with_name(f".partial-{out.name}")
-        figure.savefig(partial)
-    os.replace(partial, out)
+        try:
+            figure.savefig(partial)
+            os.replace(partial, out)
+        finally:
+            partial.unlink(missing_ok=True)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

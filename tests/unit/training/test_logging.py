@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import LoggingConfig, RunConfig, TrainingConfig
+from megatron.config.sources import from_dict
+from megatron.training import logging as run_logging
+from megatron.training.logging import RunLog
+from megatron.training.records import TrainRecord, ValidationRecord
+
+RECORD = TrainRecord(
+    iteration=10,
+    consumed_samples=40,
+    consumed_tokens=4000,
+    loss=2.5,
+    grad_norm=1.0,
+    learning_rate=1e-3,
+    weight_decay=0.1,
+    batch_size=4,
+    loss_scale=1.0,
+    seconds_per_step=0.5,
+    tokens_per_second=800.0,
+    skipped=(7,),
+    memory_bytes=2**30,
+    memory_total_bytes=2**34,
+)
+
+
+def run_log(folder: Path | None, **options: Any) -> RunLog:
+    config = RunConfig(
+        model=ModelConfig(vocab_size=64),
+        training=TrainingConfig(seq_length=100, global_batch_size=4, train_iters=100),
+        logging=LoggingConfig(run_dir=str(folder) if folder else None),
+    )
+    return RunLog(config, world_size=2, device=torch.device("cpu"), **options)
+
+
+def lines(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").open()]
+
+
+def test_a_run_leaves_console_lines_metrics_and_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    with run_log(folder) as log:
+        log.train(RECORD)
+        log.validation(ValidationRecord(10, 40, 4000, 2.75))
+        log.note("stopped")
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith(" 10/100 4.00K tok | loss 2.5000 ")
+    assert out[1].startswith("validation at 10: loss 2.7500")
+    assert out[2] == "stopped"
+    assert out[3] == f"loss curve: {folder / 'loss.png'}"
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    start, train, validation, note = lines(folder)
+    assert (start["event"], start["iteration"], start["world-size"]) == ("start", 0, 2)
+    assert train["lm loss"] == 2.5
+    assert (train["mfu"], train["throughput"] > 0) == (None, True)
+    assert validation["lm loss validation"] == 2.75
+    assert note["text"] == "stopped"
+    assert all(line["time"] > 1.7e9 for line in (start, train, validation, note))
+
+
+def test_metric_names_are_those_of_megatron_lm(tmp_path: Path) -> None:
+    """Dashboards depend on these; a change here breaks them."""
+    with run_log(tmp_path) as log:
+        log.train(RECORD)
+        log.validation(ValidationRecord(10, 40, 4000, 2.75))
+    _, train, validation = lines(tmp_path)
+    megatron = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "iteration-time", "throughput"}
+    ours = {"iteration", "consumed-samples", "consumed-tokens", "tokens-per-second", "mfu", "weight-decay"}
+    assert set(train) == megatron | ours | {"mem-max-allocated-bytes", "skipped-iterations", "time"}
+    places = {"iteration", "consumed-samples", "consumed-tokens", "time"}
+    assert set(validation) == places | {"lm loss validation", "lm loss validation ppl"}
+
+
+def test_the_resolved_config_can_be_read_back(tmp_path: Path) -> None:
+    import yaml
+
+    run_log(tmp_path).close()
+    tree = yaml.safe_load((tmp_path / "config.yaml").read_text())
+    assert from_dict(tree).logging.run_dir == str(tmp_path)
+    assert from_dict(tree).training.train_iters == 100
+
+
+def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "run"
+    with run_log(folder, enabled=False) as log:
+        log.train(RECORD)
+        log.validation(ValidationRecord(10, 40, 4000, 2.75))
+        log.note("stopped")
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
+    assert not folder.exists()
+
+
+def test_without_a_folder_there_are_console_lines_only(capsys: pytest.CaptureFixture[str]) -> None:
+    with run_log(None) as log:
+        log.train(RECORD)
+    assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+def test_a_second_start_continues_the_file(tmp_path: Path) -> None:
+    with run_log(tmp_path) as log:
+        log.train(RECORD)
+    with run_log(tmp_path, iteration=10, consumed_samples=40) as log:
+        log.note("again")
+    events = [line.get("event") for line in lines(tmp_path)]
+    assert events == ["start", None, "start", "note"]
+    assert lines(tmp_path)[2]["consumed-tokens"] == 4000
+
+
+def test_a_folder_that_cannot_be_made_is_an_error_before_the_run(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ValueError, match=r"run folder .*file.* cannot be written: .+\n  fix: --run-dir"):
+        run_log(tmp_path / "file" / "run")
+
+
+def test_a_run_without_log_lines_ends_without_a_picture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_log(tmp_path).close()
+    assert "no loss curve was drawn" in capsys.readouterr().err
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_closing_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
+    with pytest.raises(KeyError, match="cause"), run_log(tmp_path):
+        raise KeyError("cause")
+
+
+def test_lines_fit_a_terminal_and_are_whole_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("COLUMNS", "40")
+    for stream, longest in ((Terminal(), 40), (io.StringIO(), None)):
+        monkeypatch.setattr(run_logging.sys, "stdout", stream)
+        run_log(None).train(RECORD)
+        length = len(stream.getvalue().rstrip("\n"))
+        assert length <= longest if longest else length > 80
