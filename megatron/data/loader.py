@@ -11,17 +11,16 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from megatron.config.batch import global_batch, total_samples, total_steps
 from megatron.config.run import DataConfig, TrainingConfig
-from megatron.data.dataset import Dataset
+from megatron.data.dataset import Dataset, Sample
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import SPLITS, GPTDataset, build_order, split_ranges
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockDataset
 from megatron.data.sampler import micro_batches
-from megatron.data.tokenizer import build_tokenizer, recorded_tokenizer
+from megatron.data.vocabulary import dataset_prefix, vocabulary
 from megatron.parallel.microbatch import MicroBatch
 
 
@@ -77,49 +76,23 @@ class DataSource:
         return [self._micro_batch(split, places, step, device) for places in groups]
 
     def _micro_batch(self, split: str, places: range, step: int, device: torch.device | str) -> MicroBatch:
-        samples = [self.datasets[split][i] for i in places]
+        samples = [self._sample(split, i) for i in places]
         columns = [np.stack(column) for column in zip(*samples)]
-        for ids in columns:
-            self._check_ids(split, places, ids)
         columns.append(np.array(places, dtype=np.int64))
         tokens, labels, sample_ids = (torch.from_numpy(c).to(device, non_blocking=True) for c in columns)
         return MicroBatch(tokens, labels, torch.ones(tokens.shape, device=device), sample_ids, step)
 
-    def _check_ids(self, split: str, places: range, ids: NDArray[np.int64]) -> None:
-        """``ids`` is ``[b, s]``; an id beyond the embedding would crash, or silently read padding."""
-        low, high = int(ids.min()), int(ids.max())
-        if low >= 0 and high < self.vocab_size:
-            return
-        bad = low if low < 0 else high
-        place = places[int((ids == bad).any(axis=1).argmax())]
-        raise DataError(
-            f"{split} sample {place} holds id {bad}, but the vocabulary has ids 0..{self.vocab_size - 1}",
-            f"--vocab-size {high + 1} or more, or the data of this model's tokenizer",
-        )
-
-
-def vocabulary(data: DataConfig, vocab_size: int | None) -> int:
-    """Entries of the vocabulary: ``vocab_size`` if given, else what the tokenizer of the data has.
-
-    Raises:
-        DataError: when nothing says it, when ``vocab_size`` is too small for the tokenizer, or when the data
-            were written with another tokenizer than ``data`` says.
-    """
-    tokenizer = None if data.mock_data else recorded_tokenizer(_prefix(data), data.tokenizer_type)
-    if tokenizer is None and data.tokenizer_type is not None:
-        tokenizer = build_tokenizer(data.tokenizer_type, vocab_size)
-    needed = None if tokenizer is None else tokenizer.vocab_size
-    size = needed if vocab_size is None else vocab_size
-    if size is None:
-        raise DataError(
-            "nothing says how large the vocabulary is", "--vocab-size 50257", "--tokenizer-type ByteTokenizer"
-        )
-    if needed is not None and size < needed:
-        raise DataError(
-            f"a vocabulary of {size} is too small for {type(tokenizer).__name__}, which has {needed} ids",
-            f"--vocab-size {needed}",
-        )
-    return size
+    def _sample(self, split: str, i: int) -> Sample:
+        """Sample ``i``, all of whose ids the model knows: others would crash an embedding, or silently read padding."""
+        sample = self.datasets[split][i]
+        low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
+        if low < 0 or high >= self.vocab_size:
+            raise DataError(
+                f"{split} sample {i} holds id {low if low < 0 else high}, "
+                f"but the vocabulary has ids 0..{self.vocab_size - 1}",
+                f"--vocab-size {high + 1} or more, or the data of this model's tokenizer",
+            )
+        return sample
 
 
 def requested_samples(training: TrainingConfig, dp_size: int) -> dict[str, int]:
@@ -139,8 +112,10 @@ def build_data(
     """The ``splits`` of a run that need samples (none for evaluation when ``eval_iters`` is 0).
 
     Raises:
-        DataError: when the files are damaged, or a split that is needed has no data.
+        DataError: when the files are damaged, their tokenizer is another or has more than ``vocab_size`` ids, or a
+            split that is needed has no data.
     """
+    vocabulary(data, vocab_size)
     requested = requested_samples(training, dp_size)
     needed = {name: requested[name] for name in splits if requested[name] > 0}
     datasets = _mock(needed, training, vocab_size) if data.mock_data else _from_files(needed, data, training)
@@ -155,7 +130,7 @@ def _mock(needed: Mapping[str, int], training: TrainingConfig, vocab_size: int) 
 
 
 def _from_files(needed: Mapping[str, int], data: DataConfig, training: TrainingConfig) -> dict[str, Dataset]:
-    indexed = IndexedDataset(_prefix(data))
+    indexed = IndexedDataset(dataset_prefix(data))
     ranges = dict(zip(SPLITS, split_ranges(data.split, len(indexed))))
     datasets: dict[str, Dataset] = {}
     for name, count in needed.items():
@@ -164,13 +139,6 @@ def _from_files(needed: Mapping[str, int], data: DataConfig, training: TrainingC
         order = build_order(indexed.lengths, ranges[name], count, training.seq_length, training.seed)
         datasets[name] = GPTDataset(indexed, order)
     return datasets
-
-
-def _prefix(data: DataConfig) -> str:
-    if len(data.data_path) != 1:
-        seen = f"--data-path names {len(data.data_path)} datasets, and a run reads one"
-        raise DataError(seen, "--data-path PREFIX", "--mock-data")
-    return data.data_path[0]
 
 
 def _empty_split(name: str, count: int, split: str, indexed: IndexedDataset, needed: Mapping[str, int]) -> DataError:

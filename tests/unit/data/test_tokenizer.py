@@ -106,9 +106,7 @@ def test_no_record_is_no_error(tmp_path: Path) -> None:
 
 
 def test_another_type_is_refused(prefix: Path) -> None:
-    with pytest.raises(
-        DataError, match="was written with NullTokenizer, not with ByteTokenizer\n  fix: --tokenizer-type N"
-    ):
+    with pytest.raises(DataError, match="with NullTokenizer, not with ByteTokenizer\n  fix: --tokenizer-type N"):
         recorded_tokenizer(prefix, "ByteTokenizer")
 
 

@@ -1,0 +1,178 @@
+"""From configuration to micro-batches: the right samples, the same on any number of ranks, errors that help."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config.run import DataConfig, TrainingConfig
+from megatron.data.errors import DataError
+from megatron.data.gpt_dataset import GPTDataset, build_order
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.loader import build_data, requested_samples
+from megatron.data.tokenizer import RECORD, ByteTokenizer, TokenizerRecord
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "megatron" / "case0"
+TRAINING = TrainingConfig(
+    seq_length=32, micro_batch_size=2, global_batch_size=8, train_iters=50, eval_interval=20, eval_iters=3, seed=1234
+)
+FILES = DataConfig(data_path=(str(GOLDEN),), split="90,8,2")
+MOCK = DataConfig(mock_data=True)
+
+
+def write(prefix: Path, documents: list[list[int]]) -> DataConfig:
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for document in documents:
+            writer.add_document(document)
+    return DataConfig(data_path=(str(prefix),), split="1")
+
+
+def test_requested_samples_are_those_of_megatron() -> None:
+    assert requested_samples(TRAINING, 2) == {"train": 50 * 8, "valid": (50 // 20 + 1) * 3 * 8, "test": 3 * 8}
+    by_samples = replace(TRAINING, train_iters=None, train_samples=403)
+    assert requested_samples(by_samples, 2) == {"train": 403, "valid": (50 // 20 + 1) * 3 * 8, "test": 3 * 8}
+    at_the_end = replace(TRAINING, eval_interval=None)
+    assert requested_samples(at_the_end, 2)["valid"] == 3 * 8
+    assert requested_samples(replace(TRAINING, global_batch_size=None), 3)["train"] == 50 * 2 * 3
+
+
+def test_the_stream_is_the_dataset_in_order() -> None:
+    """Two steps on two ranks against the dataset of Megatron-LM's order, read directly."""
+    source = build_data(FILES, TRAINING, 1000, 2)
+    indexed = IndexedDataset(GOLDEN)
+    dataset = GPTDataset(indexed, build_order(indexed.lengths, range(180), 400, 32, 1234))
+    for consumed in (0, 8):
+        for rank in (0, 1):
+            batches = source.step_batches("train", consumed, 8, rank, 2, step=consumed // 8)
+            assert len(batches) == 2
+            for n, batch in enumerate(batches):
+                places = [consumed + 4 * n + 2 * rank + i for i in range(2)]
+                assert batch.sample_ids.tolist() == places
+                assert batch.step == consumed // 8
+                assert batch.tokens.tolist() == [dataset[i].tokens.tolist() for i in places]
+                assert batch.labels.tolist() == [dataset[i].labels.tolist() for i in places]
+
+
+def test_form_of_a_micro_batch() -> None:
+    (batch, *_) = build_data(MOCK, TRAINING, 300, 1).step_batches("train", 0, 8, 0, 1, step=3)
+    for tensor in (batch.tokens, batch.labels):
+        assert (tensor.dtype, tensor.shape) == (torch.int64, (2, 32))
+    assert batch.sample_ids.dtype == torch.int64
+    assert batch.loss_mask.dtype == torch.float32
+    assert torch.equal(batch.loss_mask, torch.ones(2, 32))
+    assert batch.positions is None
+    assert batch.documents is None
+
+
+@pytest.mark.parametrize("data", [FILES, MOCK], ids=["files", "mock"])
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 1), (2, 2), (4, 1), (1, 8)])
+def test_any_layout_reads_the_same_global_batch(data: DataConfig, micro: int, ranks: int) -> None:
+    def read(micro: int, ranks: int) -> dict[int, list[int]]:
+        source = build_data(data, replace(TRAINING, micro_batch_size=micro), 1000, ranks)
+        batches = [b for r in range(ranks) for b in source.step_batches("train", 16, 8, r, ranks, step=2)]
+        return {i: t for b in batches for i, t in zip(b.sample_ids.tolist(), b.tokens.tolist())}
+
+    assert read(micro, ranks) == read(2, 1)
+    assert sorted(read(micro, ranks)) == list(range(16, 24))
+
+
+def test_splits_are_different_text() -> None:
+    for data in (FILES, MOCK):
+        source = build_data(data, TRAINING, 1000, 1, ("train", "valid", "test"))
+        assert list(source.datasets) == ["train", "valid", "test"]
+        texts = {tuple(source.datasets[name][0].tokens.tolist()) for name in source.datasets}
+        assert len(texts) == 3
+
+
+def test_without_evaluation_no_validation_data_is_needed() -> None:
+    source = build_data(replace(FILES, split="1,0,0"), replace(TRAINING, eval_iters=0), 1000, 1)
+    assert list(source.datasets) == ["train"]
+    with pytest.raises(DataError, match="no valid samples in this run: it has train"):
+        source.step_batches("valid", 0, 8, 0, 1, step=0)
+
+
+def test_reading_past_the_end_is_refused() -> None:
+    source = build_data(MOCK, TRAINING, 300, 1)
+    assert len(source.step_batches("train", 392, 8, 0, 1, step=49)) == 4
+    with pytest.raises(DataError, match="train sample 400 was asked for; this run has 400"):
+        source.step_batches("train", 393, 8, 0, 1, step=50)
+
+
+@pytest.mark.parametrize(
+    ("split", "sequences", "missing", "fix"),
+    [
+        ("969, 30, 1", 10, "valid", "--split 9,1,0"),
+        ("1,0,0", 10, "valid", "--split 9,1,0"),
+        ("0,1,0", 10, "train", "--split 9,1,0"),
+        ("1,1,0", 1, "train", "a dataset of more documents than 1"),
+    ],
+)
+def test_an_empty_split_is_named_and_the_fix_works(
+    tmp_path: Path, split: str, sequences: int, missing: str, fix: str
+) -> None:
+    data = replace(write(tmp_path / "x", [[1] * 50] * sequences), split=split)
+    with pytest.raises(DataError) as caught:
+        build_data(data, TRAINING, 1000, 1)
+    text = str(caught.value)
+    assert f"--split '{split}' leaves no {missing} data of the {sequences} sequences in {tmp_path / 'x'}" in text
+    assert f"fix: {fix}" in text
+    if fix.startswith("--split"):
+        build_data(replace(data, split=fix.removeprefix("--split ")), TRAINING, 1000, 1)
+
+
+def test_the_fix_for_three_splits_works(tmp_path: Path) -> None:
+    data = replace(write(tmp_path / "x", [[1] * 50] * 10), split="969, 30, 1")
+    with pytest.raises(DataError, match="fix: --split 8,1,1"):
+        build_data(data, TRAINING, 1000, 1, ("train", "valid", "test"))
+    source = build_data(replace(data, split="8,1,1"), TRAINING, 1000, 1, ("train", "valid", "test"))
+    assert list(source.datasets) == ["train", "valid", "test"]
+
+
+# --- ids beyond the vocabulary ---
+
+
+ONE_SAMPLE = replace(TRAINING, micro_batch_size=1, global_batch_size=1, train_iters=1, eval_iters=0)
+
+
+@pytest.mark.parametrize("at", [0, 32], ids=["only in the tokens", "only in the labels"])
+@pytest.mark.parametrize(("bad", "vocab_size"), [(99, 99), (99, 50), (-4, 200)])
+def test_an_id_beyond_the_vocabulary_is_named(tmp_path: Path, at: int, bad: int, vocab_size: int) -> None:
+    text = [1] * 33
+    text[at] = bad
+    data = write(tmp_path / "x", [text])
+    with pytest.raises(
+        DataError, match=f"train sample 0 holds id {bad}, but the vocabulary has ids 0..{vocab_size - 1}"
+    ):
+        build_data(data, ONE_SAMPLE, vocab_size, 1).step_batches("train", 0, 1, 0, 1, step=0)
+
+
+def test_the_last_id_of_the_vocabulary_passes_and_the_fix_works(tmp_path: Path) -> None:
+    data = write(tmp_path / "x", [[99] * 33])
+    (batch,) = build_data(data, ONE_SAMPLE, 100, 1).step_batches("train", 0, 1, 0, 1, step=0)
+    assert int(batch.labels.max()) == 99
+    with pytest.raises(DataError, match="fix: --vocab-size 100 or more"):
+        build_data(data, ONE_SAMPLE, 99, 1).step_batches("train", 0, 1, 0, 1, step=0)
+
+
+def test_a_dataset_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
+    data = write(tmp_path / "x", [[1] * 50])
+    (tmp_path / f"x.{RECORD}").write_bytes(TokenizerRecord.of(ByteTokenizer()).to_bytes())
+    training = replace(TRAINING, eval_iters=0)
+    assert build_data(data, training, 257, 1).vocab_size == 257
+    with pytest.raises(DataError, match="256 is too small for ByteTokenizer, which has 257 ids"):
+        build_data(data, training, 256, 1)
+    with pytest.raises(DataError, match="not with NullTokenizer"):
+        build_data(replace(data, tokenizer_type="NullTokenizer"), training, 257, 1)
+
+
+def test_summary_counts_epochs() -> None:
+    indexed = IndexedDataset(GOLDEN)
+    once = int(indexed.lengths[:180].sum())
+    (train, valid) = build_data(FILES, TRAINING, 1000, 1).summary()
+    assert train == f"train: 400 samples, 12,800 tokens = {12800 / once:.2f} epochs of {once:,} in {GOLDEN}"
+    assert valid.startswith("valid: 72 samples, 2,304 tokens = ")
+    assert build_data(MOCK, TRAINING, 300, 1).summary()[0] == "train: 400 samples, 12,800 generated tokens over 256 ids"

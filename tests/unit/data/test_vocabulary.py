@@ -1,0 +1,43 @@
+"""How large the vocabulary is, and who says so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.config.run import DataConfig
+from megatron.data.errors import DataError
+from megatron.data.tokenizer import RECORD, NullTokenizer, TokenizerRecord
+from megatron.data.vocabulary import dataset_prefix, vocabulary
+
+
+@pytest.fixture
+def recorded(tmp_path: Path) -> DataConfig:
+    (tmp_path / f"x.{RECORD}").write_bytes(TokenizerRecord.of(NullTokenizer(500)).to_bytes())
+    return DataConfig(data_path=(str(tmp_path / "x"),))
+
+
+def test_the_record_says_it_and_a_larger_size_may_be_asked_for(recorded: DataConfig) -> None:
+    assert [vocabulary(recorded, size) for size in (None, 500, 512)] == [500, 500, 512]
+    with pytest.raises(DataError, match="499 is too small for NullTokenizer.*\n  fix: --vocab-size 500"):
+        vocabulary(recorded, 499)
+
+
+@pytest.mark.parametrize("mock", [True, False])
+def test_without_a_record_the_flags_say_it(tmp_path: Path, mock: bool) -> None:
+    path = () if mock else (str(tmp_path / "x"),)
+    bare = DataConfig(mock_data=mock, data_path=path)
+    assert vocabulary(bare, 77) == 77
+    assert vocabulary(DataConfig(mock_data=mock, data_path=path, tokenizer_type="ByteTokenizer"), None) == 257
+    assert vocabulary(DataConfig(mock_data=mock, data_path=path, tokenizer_type="NullTokenizer"), 99) == 99
+    with pytest.raises(DataError, match="nothing says how large"):
+        vocabulary(bare, None)
+    with pytest.raises(DataError, match="must be told"):
+        vocabulary(DataConfig(mock_data=mock, data_path=path, tokenizer_type="NullTokenizer"), None)
+
+
+@pytest.mark.parametrize("paths", [(), ("a", "b")])
+def test_a_run_reads_one_dataset(paths: tuple[str, ...]) -> None:
+    with pytest.raises(DataError, match=f"names {len(paths)} datasets"):
+        dataset_prefix(DataConfig(data_path=paths))
