@@ -1,0 +1,127 @@
+"""Text files as documents, in a fixed order."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from megatron.data.corpus import find_files, read_documents
+from megatron.data.errors import DataError
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    for name in ("b.py", "a/z.py", "a/y.txt", "skip/x.py", "a/skip/w.py", "a.py", "c.pyc", "a-b/d.py"):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    (tmp_path / "dangling.py").symlink_to(tmp_path / "nowhere")
+    (tmp_path / "folder.py").mkdir()
+    return tmp_path
+
+
+def names(
+    root: Path, inputs: Sequence[str], suffixes: Sequence[str] = (".py",), exclude: Sequence[str] = ()
+) -> list[str]:
+    return [f.relative_to(root).as_posix() for f in find_files(inputs, suffixes, exclude)]
+
+
+def test_a_folder_gives_its_files_sorted_by_path(tree: Path) -> None:
+    expected = ["a-b/d.py", "a.py", "a/skip/w.py", "a/z.py", "b.py", "skip/x.py"]
+    assert names(tree, [str(tree)]) == expected == sorted(expected)
+    assert names(tree, [str(tree)], (".py", ".txt"), ("skip", "a-b")) == ["a.py", "a/y.txt", "a/z.py", "b.py"]
+
+
+def test_the_order_of_the_file_system_does_not_matter(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forwards = names(tree, [str(tree)])
+    scandir = os.scandir
+
+    class Backwards:
+        def __init__(self, path: str) -> None:
+            self.entries = sorted(scandir(path), key=lambda e: e.name, reverse=True)
+
+        def __enter__(self) -> Backwards:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def close(self) -> None: ...
+
+        def __iter__(self) -> Backwards:
+            return self
+
+        def __next__(self) -> os.DirEntry[str]:
+            if not self.entries:
+                raise StopIteration
+            return self.entries.pop(0)
+
+    monkeypatch.setattr(os, "scandir", Backwards)
+    assert names(tree, [str(tree)]) == forwards
+
+
+def test_files_and_patterns_keep_their_order(tree: Path) -> None:
+    given = [str(tree / "b.py"), str(tree / "a*.py"), str(tree / "**" / "y.txt")]
+    assert names(tree, given) == ["b.py", "a.py", "a/y.txt"]
+
+
+def test_a_name_with_pattern_characters_is_still_a_file(tmp_path: Path) -> None:
+    (tmp_path / "data[1].txt").write_text("x")
+    assert names(tmp_path, [str(tmp_path / "data[1].txt")]) == ["data[1].txt"]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("none.txt", "there is no such file"), ("a-b", "no file below it ends in .md")]
+)
+def test_an_input_without_files_is_refused(tree: Path, name: str, message: str) -> None:
+    with pytest.raises(DataError, match=f"--input .*{name}: {message}"):
+        find_files([str(tree / "b.py"), str(tree / name)], (".md",), ())
+
+
+def test_a_plain_file_is_one_document_of_its_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "latin.py"
+    path.write_bytes(b"# caf\xe9\r\n")
+    (document,) = read_documents(path, ["text"])
+    assert document == ((b"# caf\xe9\r\n",), str(path), 8)
+    with pytest.raises(DataError, match="one plain text, not 2 texts: text, url"):
+        list(read_documents(path, ["text", "url"]))
+
+
+def test_json_lines(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    records = [{"text": "één", "url": "u1"}, {"url": "", "text": ""}]
+    path.write_text("".join(json.dumps(r) + "\n" for r in records))
+    documents = list(read_documents(path, ["url", "text"]))
+    assert [d.texts for d in documents] == [("u1", "één"), ("", "")]
+    assert [d.source for d in documents] == [f"{path}:1", f"{path}:2"]
+    assert sum(d.num_bytes for d in documents) == path.stat().st_size
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b'{"text": "cut', "is not JSON"),
+        (b"", "is not JSON"),
+        (b'{"text": "\xff"}', "is not JSON"),
+        (b'["text"]', "holds a JSON list, not an object"),
+        (b'{"txt": "a", "id": 1}', "has no key 'text'; its keys: txt, id"),
+        (b'{"text": null}', "'text' holds a NoneType, not text"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'{"text": "good"}\n' + line + b"\n")
+    with pytest.raises(DataError) as caught:
+        list(read_documents(path, ["text"]))
+    assert str(caught.value).startswith(f"{path}:2")
+    assert message in str(caught.value)
+
+
+def test_a_compressed_file_is_not_taken_for_text(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(b"\x1f\x8b")
+    with pytest.raises(DataError, match="is compressed"):
+        list(read_documents(path, ["text"]))
