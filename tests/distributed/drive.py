@@ -1,0 +1,141 @@
+"""Driving training steps on generated micro-batches with masks, documents and positions: what the layout tests run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megatron.parallel.microbatch import MicroBatch
+from megatron.training.setup import Trainer, build
+from megatron.training.step import train_step
+from megatron.training.verify import Difference, RankTrace, StepTrace, compare, join, trace_step
+from tests.distributed.pool import Pool
+
+SEQ_LENGTH = 12
+GLOBAL_BATCH = 4
+LR = 1e-2
+WEIGHT_DECAY = 0.1
+
+MODEL = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    vocab_size=101,
+    make_vocab_size_divisible_by=8,
+    max_position_embeddings=16,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    init_method_std=0.2,
+)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A run on ``tp * dp`` ranks.
+
+    Attributes:
+        masked: some labels do not count, and not equally many in every sample.
+        documents: samples are several documents, and positions start anew in each.
+    """
+
+    model: ModelConfig = MODEL
+    parallel: ParallelConfig = ParallelConfig(ddp_bucket_size=4000)
+    precision: PrecisionConfig = PrecisionConfig(params_dtype="fp64")
+    training: TrainingConfig = TrainingConfig()
+    optimizer: OptimizerConfig = OptimizerConfig(adam_eps=1e-6)
+    dp: int = 1
+    masked: bool = True
+    documents: bool = False
+    steps: int = 3
+
+    @property
+    def world_size(self) -> int:
+        """Ranks."""
+        return self.parallel.tensor_model_parallel_size * self.dp
+
+    def config(self) -> RunConfig:
+        """The whole configuration."""
+        training = replace(
+            self.training,
+            seq_length=SEQ_LENGTH,
+            global_batch_size=GLOBAL_BATCH,
+            train_iters=self.steps,
+            device="cpu",
+        )
+        data = DataConfig(mock_data=True)
+        return RunConfig(self.model, self.parallel, self.precision, training, self.optimizer, data)
+
+    def twin(self) -> Case:
+        """The same numbers on one process in one micro-batch, keeping all activations."""
+        training = TrainingConfig(micro_batch_size=GLOBAL_BATCH, seed=self.training.seed)
+        return replace(self, parallel=ParallelConfig(), training=training, dp=1)
+
+
+def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
+    """Train ``case.steps`` steps on this rank and note each."""
+    trainer = build(case.config(), rank, world_size)
+    traces = []
+    for step in range(case.steps):
+        metrics = train_step(trainer, batches_of(trainer, case, step), LR, WEIGHT_DECAY)
+        traces.append(trace_step(trainer, metrics))
+    return traces
+
+
+def run_on(pool: Pool, case: Case) -> list[StepTrace]:
+    """The steps of a case, each put together from all its ranks."""
+    ranks = pool.run(case.world_size, run_case, case, check_collectives=False)
+    return [join(step) for step in zip(*ranks)]
+
+
+@cache
+def reference(twin: Case) -> list[StepTrace]:
+    """The steps of a case on one process, this one."""
+    return [join([step]) for step in run_case(0, 1, twin)]
+
+
+def compare_with_twin(steps: Sequence[StepTrace], case: Case, gradient_floor: float = 1e-6) -> list[Difference]:
+    """All quantities of all steps against the case's twin."""
+    pairs = zip(steps, reference(case.twin()), strict=True)
+    return [d for i, (got, ref) in enumerate(pairs) for d in compare(i, got, ref, gradient_floor, LR)]
+
+
+def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
+    """This rank's micro-batches of a step: micro-batch ``m`` of the global batch goes to replica ``m % dp``."""
+    replicas, size = trainer.mesh.replicas, trainer.config.training.micro_batch_size
+    whole = global_batch(case, step)
+    starts = range(replicas.rank * size, GLOBAL_BATCH, replicas.size * size)
+    return [_rows(whole, slice(at, at + size)) for at in starts]
+
+
+def global_batch(case: Case, step: int) -> MicroBatch:
+    """All samples of a step."""
+    generator = torch.Generator().manual_seed(step)
+    shape = (GLOBAL_BATCH, SEQ_LENGTH)
+    ids = torch.randint(0, case.model.vocab, (GLOBAL_BATCH, SEQ_LENGTH + 1), generator=generator)
+    mask = torch.ones(shape)
+    if case.masked:  # the later the sample, the fewer of its labels count
+        chances = torch.linspace(0.9, 0.3, GLOBAL_BATCH).unsqueeze(1)
+        mask = (torch.rand(shape, generator=generator) < chances).float()
+    positions = documents = None
+    if case.documents:
+        starts = torch.rand(shape, generator=generator) < 0.25
+        documents = starts.long().cumsum(1)
+        places = torch.arange(SEQ_LENGTH).expand(shape)
+        positions = places - places.where(starts, 0).cummax(1).values
+    samples = torch.arange(GLOBAL_BATCH) + step * GLOBAL_BATCH
+    return MicroBatch(ids[:, :-1], ids[:, 1:], mask, samples, step, positions, documents)
+
+
+def _rows(batch: MicroBatch, rows: slice) -> MicroBatch:
+    parts = {
+        name: None if value is None else value[rows]
+        for name, value in vars(batch).items()
+        if name != "step"
+    }
+    return MicroBatch(step=batch.step, **parts)

@@ -1,0 +1,132 @@
+"""The factors of the layout matrix, what may be combined, and how a choice becomes a case."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from megatron.config.run import OptimizerConfig, ParallelConfig, TrainingConfig
+from tests.distributed.drive import GLOBAL_BATCH, MODEL, Case
+from tests.distributed.pairwise import Choice
+
+POSITIONS: dict[str, dict[str, Any]] = {
+    "learned": {"position_embedding_type": "learned_absolute"},
+    "rope": {"position_embedding_type": "rope"},
+    "llama3": {
+        "position_embedding_type": "rope",
+        "use_rope_scaling": True,
+        "rope_original_max_position": 64,
+    },
+    "yarn": {
+        "position_embedding_type": "yarn",
+        "rotary_scaling_factor": 4.0,
+        "yarn_original_max_position_embeddings": 32,
+    },
+    "none": {"position_embedding_type": "none"},
+}
+
+ROTARY: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "partial interleaved": {"rotary_percent": 0.5, "rotary_interleaved": True},
+}
+
+RECOMPUTE: dict[str, dict[str, Any]] = {
+    "nothing": {},
+    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
+    "activation": {"recompute_granularity": "selective", "recompute_modules": ("activation",)},
+    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
+    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    "uniform 2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    "block 1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+}
+
+BIASES: dict[str, dict[str, Any]] = {
+    "all": {},
+    "qkv": {"add_bias_linear": False, "add_qkv_bias": True},
+    "no": {"add_bias_linear": False},
+}
+
+DROPOUT: dict[str, dict[str, Any]] = {
+    "no": {},
+    "hidden": {"hidden_dropout": 0.2},
+    "attention": {"attention_dropout": 0.2},
+}
+
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "tp": ("1", "2", "2sp", "4", "4sp"),
+    "dp": (1, 2),
+    "micro_batch": (1, 2, 4),
+    "recompute": tuple(RECOMPUTE),
+    "positions": tuple(POSITIONS),
+    "rotary": tuple(ROTARY),
+    "layers": (2, 3),
+    "untied": (False, True),
+    "kv_heads": (4, 2, 1),  # MHA, GQA and MQA; fewer than TP 4 in both of the latter
+    "kv_channels": (None, 12),
+    "vocab": (128, 101, 13),  # even, odd, and so small that a rank of TP 4 holds nothing
+    "norm": ("LayerNorm", "RMSNorm"),
+    "qk_norm": (False, True),
+    "biases": tuple(BIASES),
+    "activation": ("gelu", "gelu_tanh", "swiglu", "relu2"),
+    "window": (None, 5),
+    "documents": (False, True),
+    "masked": (True, False),
+    "dropout": tuple(DROPOUT),
+    "z_loss": (0.0, 1e-2),
+    "loss_chunk": (1024, 7),
+    "overlap": (True, False),
+    "bucket": (4000, 40_000_000),
+    "optimizer": ("adam", "sgd"),
+    "clip": (1.0, 0.0),
+}
+
+
+def valid(choice: Choice) -> bool:
+    """Whether a choice, complete or not, breaks no rule."""
+    if choice.get("micro_batch", 1) * choice.get("dp", 1) > GLOBAL_BATCH:
+        return False
+    rotates = choice.get("positions") not in ("learned", "none")
+    return rotates or choice.get("rotary", "plain") == "plain"
+
+
+def case_of(choice: Choice) -> Case:
+    """The run that a complete choice stands for."""
+    c = choice
+    model = replace(
+        MODEL,
+        num_layers=c["layers"],
+        num_query_groups=c["kv_heads"],
+        kv_channels=c["kv_channels"],
+        vocab_size=c["vocab"],
+        untie_embeddings_and_output_weights=c["untied"],
+        normalization=c["norm"],
+        qk_layernorm=c["qk_norm"],
+        activation=c["activation"],
+        window_size=c["window"],
+        z_loss_coeff=c["z_loss"],
+        **POSITIONS[c["positions"]],
+        **ROTARY[c["rotary"]],
+        **BIASES[c["biases"]],
+        **DROPOUT[c["dropout"]],
+    )
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=int(c["tp"][0]),
+        sequence_parallel=c["tp"].endswith("sp"),
+        ddp_bucket_size=c["bucket"],
+        overlap_grad_reduce=c["overlap"],
+    )
+    training = TrainingConfig(
+        micro_batch_size=c["micro_batch"],
+        cross_entropy_chunk_size=c["loss_chunk"],
+        **RECOMPUTE[c["recompute"]],
+    )
+    optimizer = OptimizerConfig(optimizer=c["optimizer"], clip_grad=c["clip"], adam_eps=1e-6)
+    batches = {name: c[name] for name in ("dp", "masked", "documents")}
+    return Case(model, parallel, training=training, optimizer=optimizer, **batches)
+
+
+def label(choice: Choice) -> str:
+    """A name for people: the layout, then what is not the first value of its factor."""
+    layout = f"tp{choice['tp']} dp{choice['dp']} mb{choice['micro_batch']}"
+    rest = [f"{n}={v}" for n, v in choice.items() if n not in ("tp", "dp", "micro_batch") and v != FACTORS[n][0]]
+    return ",".join([layout, *rest]).replace(" ", "-")

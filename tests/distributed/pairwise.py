@@ -1,0 +1,53 @@
+"""A small set of cases in which every valid pair of two factors' values occurs together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from itertools import combinations, product
+from typing import Any
+
+Choice = dict[str, Any]
+Pair = frozenset[tuple[str, Any]]
+
+
+def covering(factors: Mapping[str, Sequence[Any]], valid: Callable[[Choice], bool]) -> list[Choice]:
+    """Greedy and deterministic: each case takes up a pair that is left and adds what covers most others.
+
+    Among equals the value used least so far is taken, so that values are spread evenly.
+
+    Args:
+        factors: values by name; values are hashable.
+        valid: whether a choice, complete or not, breaks no rule. A partial choice that is valid must be completable.
+
+    """
+    left = valid_pairs(factors, valid)
+    cases: list[Choice] = []
+    used: Counter[tuple[str, Any]] = Counter()
+    while left:
+        choice, waiting = dict(sorted(left[0])), set(left)
+        for name in sorted(set(factors) - set(choice), key=lambda n: (-len(factors[n]), n)):
+            choice[name] = max(
+                (v for v in factors[name] if valid(choice | {name: v})),
+                key=lambda v: (sum(frozenset(((name, v), known)) in waiting for known in choice.items()), -used[name, v]),
+            )
+        done = pairs_of(choice)
+        left = [pair for pair in left if pair not in done]
+        used.update(choice.items())
+        cases.append({name: choice[name] for name in factors})
+    return cases
+
+
+def valid_pairs(factors: Mapping[str, Sequence[Any]], valid: Callable[[Choice], bool]) -> list[Pair]:
+    """All pairs of values of two factors that may occur together, in a fixed order."""
+    return [
+        frozenset(((a, x), (b, y)))
+        for a, b in combinations(factors, 2)
+        for x, y in product(factors[a], factors[b])
+        if valid({a: x, b: y})
+    ]
+
+
+def pairs_of(choice: Choice) -> set[Pair]:
+    """The pairs that occur in a complete choice."""
+    return {frozenset(pair) for pair in combinations(choice.items(), 2)}

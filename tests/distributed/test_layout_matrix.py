@@ -1,0 +1,131 @@
+"""Layout invariance: every layout trains exactly like one process.
+
+Loss, gradient norm, every gradient and every weight after each of three steps, against a run of the same model on one
+process in one micro-batch. The cases cover every valid pair of two factors' values of ``grid.FACTORS``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from megatron.config.run import ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.training.verify import Difference, StepTrace
+from tests.distributed.drive import MODEL, Case, compare_with_twin, reference, run_on
+from tests.distributed.grid import FACTORS, case_of, label, valid
+from tests.distributed.pairwise import Choice, covering, pairs_of, valid_pairs
+from tests.distributed.pool import Pool
+
+TOLERANCE_FP64 = 1e-10
+TOLERANCE_FP32 = 1e-5
+FLOOR_FP32 = 1e-2
+"""Of the norm of all gradients: in fp32 the smallest gradients are mostly rounding of larger terms that cancel."""
+
+MATRIX = covering(FACTORS, valid)
+
+TP2_SP = ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True)
+TP4 = ParallelConfig(tensor_model_parallel_size=4, ddp_bucket_size=4000)
+TP4_SP = replace(TP4, sequence_parallel=True)
+GQA = replace(
+    MODEL,
+    num_query_groups=2,
+    qk_layernorm=True,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    normalization="RMSNorm",
+    position_embedding_type="rope",
+    activation="swiglu",
+)
+MQA = replace(MODEL, num_query_groups=1, untie_embeddings_and_output_weights=True, window_size=5, z_loss_coeff=1e-3)
+RECOMPUTING = TrainingConfig(micro_batch_size=1, recompute_granularity="selective")
+
+
+def check(steps: Sequence[StepTrace], differences: Sequence[Difference], tolerance: float) -> None:
+    worst = max(differences, key=lambda d: d.error)
+    bad = [d for d in differences if d.error > tolerance]
+    assert not bad, f"{len(bad)} of {len(differences)} differ, first {bad[0]}, worst {worst}"
+    assert [step.drifted for step in steps] == [[]] * len(steps)
+
+
+@pytest.mark.parametrize("choice", MATRIX, ids=label)
+def test_every_layout_trains_like_one_process(pool: Pool, choice: Choice) -> None:
+    case = case_of(choice)
+    steps = run_on(pool, case)
+    check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
+
+
+@pytest.mark.parametrize("choice", MATRIX[1::5], ids=label)
+def test_in_fp32_up_to_rounding(pool: Pool, choice: Choice) -> None:
+    case = replace(case_of(choice), precision=PrecisionConfig(params_dtype="fp32"))
+    steps = run_on(pool, case)
+    check(steps, compare_with_twin(steps, case, FLOOR_FP32), TOLERANCE_FP32)
+
+
+def test_the_matrix_is_small_and_covers_every_pair_that_can_occur() -> None:
+    assert len(MATRIX) <= 60
+    assert all(valid(choice) and set(choice) == set(FACTORS) for choice in MATRIX)
+    covered = set().union(*map(pairs_of, MATRIX))
+    for (a, x), (b, y) in map(sorted, all_pairs()):
+        possible = any(valid(rest | {a: x, b: y}) for rest in RULED)
+        assert possible == (frozenset(((a, x), (b, y))) in covered), (a, x, b, y)
+
+
+RULED = [
+    dict(zip(("dp", "micro_batch", "positions", "rotary"), values))
+    for values in itertools.product(*(FACTORS[n] for n in ("dp", "micro_batch", "positions", "rotary")))
+]
+"""Every combination of the factors that some rule speaks of."""
+
+
+def all_pairs() -> list[frozenset[tuple[str, object]]]:
+    return valid_pairs(FACTORS, lambda choice: True)
+
+
+MATTERS = sorted(set(FACTORS) - {"tp", "dp", "micro_batch", "recompute", "loss_chunk", "overlap", "bucket", "rotary"})
+
+
+@pytest.mark.parametrize("factor", MATTERS)
+def test_every_value_of_a_factor_of_the_model_changes_the_numbers(factor: str) -> None:
+    """Otherwise the matrix would compare the same model with itself under several names."""
+    plain = {name: values[0] for name, values in FACTORS.items()}
+    seen = [numbers(case_of(plain | {factor: value})) for value in FACTORS[factor]]
+    assert len(set(seen)) == len(seen)
+
+
+def test_partial_interleaved_rotation_changes_the_numbers() -> None:
+    plain = {name: values[0] for name, values in FACTORS.items()} | {"positions": "rope"}
+    assert len({numbers(case_of(plain | {"rotary": value})) for value in FACTORS["rotary"]}) == 2
+
+
+def numbers(case: Case) -> tuple[float, float, float]:
+    steps = reference(case.twin())
+    return steps[0].loss, steps[0].grad_norm, steps[-1].loss
+
+
+LONG = [
+    pytest.param(Case(GQA, TP4_SP, dp=2, steps=20, training=RECOMPUTING), id="tp4-sp-dp2-gqa-dropout-recompute"),
+    pytest.param(Case(MQA, TP4, steps=20, training=TrainingConfig(micro_batch_size=2)), id="tp4-mqa-untied"),
+    pytest.param(Case(MODEL, TP2_SP, dp=2, steps=20, documents=True), id="tp2-sp-dp2-documents"),
+]
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_twenty_steps(pool: Pool, case: Case) -> None:
+    steps, expected = run_on(pool, case), reference(case.twin())
+    assert [s.loss for s in steps] == pytest.approx([s.loss for s in expected], rel=1e-8, abs=0.0)
+    assert steps[-1].drifted == []
+
+
+@pytest.mark.parametrize("case", LONG[:1])
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+def test_two_equal_runs_are_equal_to_the_bit(pool: Pool, case: Case, dtype: str) -> None:
+    case = replace(case, steps=5, precision=PrecisionConfig(params_dtype=dtype))
+    first, second = run_on(pool, case), run_on(pool, case)
+    for a, b in zip(first, second, strict=True):
+        assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
+        for got, again in ((a.grads, b.grads), (a.weights, b.weights)):
+            assert all(torch.equal(got[name], again[name]) for name in got)
