@@ -4,24 +4,40 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
-from megatron.config.arguments import parse
+from megatron.config.arguments import Parsed, parse
 from megatron.config.problems import UserError
+from megatron.config.run import RunConfig
+from megatron.data.errors import DataError
+from megatron.data.vocabulary import vocabulary
 
 
 def main(argv: Sequence[str]) -> int:
-    """Check the flags, then train; returns the exit status."""
-    parsed = parse(argv)
-    if parsed.check_only:
-        print(parsed.summary())
-        return 0
-    from megatron.training.main import run  # torch takes seconds to import: only now that the flags are known to be good
+    """Check the flags, then train.
 
-    return run(parsed)
+    Returns:
+        The exit status: 0 at the end, 1 after an error, 2 for flags that cannot work, 128 + n after signal n.
+
+    """
+    try:
+        parsed = parse(argv)
+        config = with_vocabulary(parsed.config)
+    except (UserError, DataError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    if parsed.check_only:
+        print(Parsed(config, parsed.world_size, notes=parsed.notes).summary())
+        return 0
+    from megatron.training.main import run  # torch takes seconds to import: only for flags known to be good
+
+    return run(config, parsed.notes)
+
+
+def with_vocabulary(config: RunConfig) -> RunConfig:
+    """The configuration with the vocabulary's size filled in from the data's tokenizer, where no flag gives it."""
+    return replace(config, model=replace(config.model, vocab_size=vocabulary(config.data, config.model.vocab_size)))
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        sys.exit(f"{error}")
+    sys.exit(main(sys.argv[1:]))

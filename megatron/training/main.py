@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import sys
 import traceback
+from collections.abc import Sequence
 
 from megatron.config.run import RunConfig
+from megatron.config.summary import summary
 from megatron.parallel.mesh import first_to_fail, leave_distributed, world_from_environment
 from megatron.training.health import NonFiniteError
 from megatron.training.logging import RunLog
@@ -17,12 +19,12 @@ EXPECTED = (ValueError, OSError, NonFiniteError)
 """Errors whose text says all there is to say; others come with their traceback."""
 
 
-def run(config: RunConfig, headline: str) -> int:
+def run(config: RunConfig, notes: Sequence[str] = ()) -> int:
     """Train as configured.
 
     Args:
         config: validated and resolved.
-        headline: printed by rank 0 before the first step.
+        notes: on the flags; rank 0 prints them, and a summary, before the first step.
 
     Returns:
         The exit status: that of :func:`megatron.training.loop.train`, or 1 after an error.
@@ -34,7 +36,8 @@ def run(config: RunConfig, headline: str) -> int:
         stop = StopRequest(trainer.mesh.world, trainer.device)
         try:
             with RunLog(config, world_size=world_size, device=trainer.device, enabled=rank == 0) as log:
-                log.note(headline)
+                for note in (*notes, summary(config, world_size)):
+                    log.note(note)
                 return train(trainer, log, stop)
         finally:
             stop.restore()
