@@ -84,7 +84,10 @@ def main(argv: Sequence[str]) -> int:
     except (DataError, OSError) as error:
         print(f"preprocess_data: {error}", file=sys.stderr)
         return 1
-    print(f"{done.documents:,} documents from {len(files):,} files: {done.input_bytes:,} bytes, {done.tokens:,} tokens")
+    print(
+        f"files: {len(files):,}, documents: {done.documents:,}, "
+        f"input bytes: {done.input_bytes:,}, tokens: {done.tokens:,}"
+    )
     for key in args.json_keys:
         print(f"--data-path {output_prefix(args.output_prefix, key)}")
     return 0

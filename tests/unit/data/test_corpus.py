@@ -32,7 +32,7 @@ def names(
 
 def test_a_folder_gives_its_files_sorted_by_path(tree: Path) -> None:
     expected = ["a-b/d.py", "a.py", "a/skip/w.py", "a/z.py", "b.py", "skip/x.py"]
-    assert names(tree, [str(tree)]) == expected == sorted(expected)
+    assert names(tree, [str(tree)]) == expected
     assert names(tree, [str(tree)], (".py", ".txt"), ("skip", "a-b")) == ["a.py", "a/y.txt", "a/z.py", "b.py"]
 
 

@@ -55,8 +55,8 @@ def test_a_table_of_successors_predicts_it_as_well_as_documented() -> None:
     totals: Counter[int] = Counter()
     for (a, _), n in pairs.items():
         totals[a] += n
-    text = [t for i in range(len(valid)) for t in zip(ids(valid, i), ids(valid, i)[1:])]
-    loss = -sum(log((pairs[a, b] + 0.1) / (totals[a] + 0.1 * ALPHABET)) for a, b in text) / len(text)
+    steps = [pair for i in range(len(valid)) for pair in zip(ids(valid, i), ids(valid, i)[1:])]
+    loss = -sum(log((pairs[a, b] + 0.1) / (totals[a] + 0.1 * ALPHABET)) for a, b in steps) / len(steps)
     p = JUMP_PROBABILITY
     entropy = -(1 - p) * log(1 - p) - p * log(p / ALPHABET)
     assert entropy == pytest.approx(1.07, abs=0.01)

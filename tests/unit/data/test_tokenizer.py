@@ -15,6 +15,7 @@ from megatron.data.tokenizer import (
     TOKENIZER_TYPES,
     ByteTokenizer,
     NullTokenizer,
+    Tokenizer,
     TokenizerRecord,
     build_tokenizer,
     read_record,
@@ -79,7 +80,7 @@ def test_what_cannot_be_built_is_refused(name: str, size: int | None, message: s
 
 
 def test_fingerprints_tell_tokenizers_apart() -> None:
-    tokenizers = [ByteTokenizer(), NullTokenizer(257), NullTokenizer(258)]
+    tokenizers: list[Tokenizer] = [ByteTokenizer(), NullTokenizer(257), NullTokenizer(258)]
     assert len({t.fingerprint for t in tokenizers}) == len(tokenizers)
     assert NullTokenizer(257).fingerprint == NullTokenizer(257).fingerprint
 

@@ -20,7 +20,7 @@ def recorded(tmp_path: Path) -> DataConfig:
 
 def test_the_record_says_it_and_a_larger_size_may_be_asked_for(recorded: DataConfig) -> None:
     assert [vocabulary(recorded, size) for size in (None, 500, 512)] == [500, 500, 512]
-    with pytest.raises(DataError, match="499 is too small for NullTokenizer.*\n  fix: --vocab-size 500"):
+    with pytest.raises(DataError, match=r"499 is too small for NullTokenizer.*\n  fix: --vocab-size 500"):
         vocabulary(recorded, 499)
 
 

@@ -40,9 +40,8 @@ def test_json_lines_to_documents(corpus: Path, tmp_path: Path, capsys: pytest.Ca
     assert documents(prefix) == [[*t.encode(), 256] if t else [] for t in TEXTS]
     assert read_record(prefix) == TokenizerRecord.of(ByteTokenizer())
     out, err = capsys.readouterr()
-    assert out == (
-        f"4 documents from 1 files: {corpus.stat().st_size} bytes, 314 tokens\n--data-path {tmp_path}/out_text_document\n"
-    )
+    counts = f"files: 1, documents: 4, input bytes: {corpus.stat().st_size}, tokens: 314"
+    assert out == f"{counts}\n--data-path {tmp_path}/out_text_document\n"
     assert [line.split(" documents")[0] for line in err.splitlines()] == ["2", "4"]
 
 
