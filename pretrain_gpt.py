@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -29,6 +30,7 @@ def main(argv: Sequence[str]) -> int:
     if parsed.check_only:
         print(Parsed(config, parsed.world_size, notes=parsed.notes).summary())
         return 0
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
     from megatron.training.main import run  # torch takes seconds to import: only for flags known to be good
 
     return run(config, parsed.notes)
