@@ -86,7 +86,8 @@ def _draw_loss(axes: Axes, history: History) -> None:
         tokens, losses = np.array(points).T
         smoothed = smooth(losses)
         axes.plot(tokens, losses, color=TRAIN, alpha=0.3, linewidth=0.9)
-        axes.plot(tokens, smoothed, color=TRAIN, linewidth=2.2, label=f"training {smoothed[-1]:.3f}")
+        (bold,) = axes.plot(tokens, smoothed, color=TRAIN, linewidth=2.2, label=f"training {smoothed[-1]:.3f}")
+        bold.set_marker("o" if len(points) == 1 else "")  # a line of one point would not be seen
     evaluations = [(p.tokens, p.loss) for p in history.validation if np.isfinite(p.loss)]
     if evaluations:
         tokens, losses = np.array(evaluations).T
@@ -136,6 +137,7 @@ def _label(loss: Axes, rate: Axes, history: History, title: str) -> None:
     loss.set_title(title, loc="left", fontweight="bold")
     loss.set_title(f"{last.iteration:,} steps, {compact(last.tokens)} tokens", loc="right", color=MUTED, fontsize=10)
     loss.set_ylabel("loss per token (nats)")
-    loss.legend(loc="upper right")
+    if loss.get_legend_handles_labels()[0]:
+        loss.legend(loc="upper right")
     rate.set_xlabel("tokens")
     rate.xaxis.set_major_formatter(lambda value, _: compact(value, trim=True))

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# From a fresh checkout to a loss curve: makes .venv, turns the Python standard library's sources into token files and
+# pretrains a small Llama-style model on them with tensor and sequence parallelism, on two processes of the CPU.
+# One or two minutes after the set-up; nothing but the set-up uses the network. Run it as often as you like.
+set -euo pipefail
+
+usage() {
+    cat <<END
+usage: bash examples/quickstart.sh [--input-dir DIR] [--steps N] [--out DIR] [-- FLAG...]
+
+  --input-dir DIR  text to train on: sources, .txt, .md and .jsonl files below DIR (the Python standard library)
+  --steps N        training steps (300)
+  --out DIR        folder for the token files, metrics and the loss curve (runs/quickstart)
+  -- FLAG...       more flags for pretrain_gpt.py, such as: -- --lr 3e-4 --num-layers 6
+END
+}
+
+fail() {
+    echo "quickstart: $*" >&2
+    exit 2
+}
+
+root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+input='' steps=300 out=$root/runs/quickstart
+while [ $# -gt 0 ]; do
+    case $1 in
+        --input-dir | --steps | --out) [ -n "${2:-}" ] || fail "$1 needs a value (see --help)" ;;
+    esac
+    case $1 in
+        --input-dir) input=$2 && shift 2 ;;
+        --steps) steps=$2 && shift 2 ;;
+        --out) out=$2 && shift 2 ;;
+        --) shift && break ;;
+        -h | --help) usage && exit ;;
+        *) usage >&2 && fail "unknown argument: $1" ;;
+    esac
+done
+[[ $steps =~ ^[1-9][0-9]*$ ]] || fail "--steps must be a whole number above 0, not '$steps'"
+[ -z "$input" ] || [ -d "$input" ] || fail "--input-dir: there is no folder '$input'"
+
+source "$root/tools/setup_env.sh" run
+export OMP_NUM_THREADS=1 # two processes share the machine; threads waiting for one another would only slow it down
+
+if [ -n "$input" ]; then
+    suffixes=(.txt .md .rst .jsonl .py .c .h .cc .cpp .java .js .ts .go .rs .sh .html .tex)
+    excluded=(.git .venv node_modules)
+else
+    input=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
+    suffixes=(.py)
+    excluded=(test tests site-packages dist-packages)
+fi
+echo "corpus: $input"
+python "$root/tools/preprocess_data.py" --input "$input" --suffix "${suffixes[@]}" \
+    --exclude "${excluded[@]}" --tokenizer-type ByteTokenizer --append-eod \
+    --output-prefix "$out/data/corpus"
+
+echo "training: $steps steps; metrics go to $out"
+torchrun --standalone --nproc-per-node 2 "$root/pretrain_gpt.py" \
+    --preset tiny-llama --device cpu \
+    --tensor-model-parallel-size 2 --sequence-parallel \
+    --data-path "$out/data/corpus_text_document" \
+    --train-iters "$steps" --micro-batch-size 8 --global-batch-size 8 \
+    --eval-interval 100 --eval-iters 4 --log-interval 10 \
+    --run-dir "$out" "$@"
