@@ -8,7 +8,6 @@ and the samples are shuffled. Three tables say all this (`SampleOrder`); buildin
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -93,24 +92,20 @@ def _split_weights(split: str) -> list[float]:
 
 
 def build_order(
-    lengths: NDArray[np.int32],
-    indices: Sequence[int] | NDArray[Any],
-    num_samples: int | None,
-    seq_length: int,
-    seed: int,
+    lengths: NDArray[np.int32], part: range, num_samples: int | None, seq_length: int, seed: int
 ) -> SampleOrder:
     """The tables of a dataset of at least ``num_samples`` samples, or of one epoch when it is None.
 
-    ``lengths`` are the tokens of every sequence of the files, ``indices`` the sequences of this split.
+    ``lengths`` are the tokens of every sequence of the files, ``part`` the sequences of this split.
 
     Raises:
         DataError: when the split has no tokens, or one epoch was asked for and is shorter than a sample.
     """
-    tokens = int(lengths[np.asarray(indices, dtype=np.int64)].sum(dtype=np.int64))
+    tokens = int(lengths[part.start : part.stop].sum(dtype=np.int64))
     epochs = _epochs(tokens, num_samples, seq_length)
     apart = _samples_before_last_epoch(tokens, epochs, num_samples, seq_length)
     random = np.random.RandomState(seed)  # this generator is part of the order
-    documents = _document_index(indices, epochs, apart is not None, random)
+    documents = _document_index(part, epochs, apart is not None, random)
     samples = _sample_index(lengths[documents], (epochs * tokens - 1) // seq_length, seq_length)
     return SampleOrder(documents, samples, _shuffle_index(len(samples) - 1, apart, random), epochs, tokens)
 
@@ -134,10 +129,8 @@ def _samples_before_last_epoch(tokens: int, epochs: int, num_samples: int | None
     return before if num_samples - before < int(SEPARATE_BELOW * per_epoch) else None
 
 
-def _document_index(
-    indices: Sequence[int] | NDArray[Any], epochs: int, apart: bool, random: np.random.RandomState
-) -> NDArray[np.int32]:
-    once = np.asarray(indices, dtype=np.int32)
+def _document_index(part: range, epochs: int, apart: bool, random: np.random.RandomState) -> NDArray[np.int32]:
+    once = np.arange(part.start, part.stop, dtype=np.int32)
     runs = [np.tile(once, n) for n in ((epochs - 1, 1) if apart else (epochs,))]
     for run in runs:
         random.shuffle(run)

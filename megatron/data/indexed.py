@@ -116,9 +116,9 @@ class IndexedDatasetWriter:
                 _sync(self._bin)
                 self._publish()
         finally:
-            self._bin.close()
             for suffix in ("bin", "idx", *self._beside):
                 Path(self._part(suffix)).unlink(missing_ok=True)
+            self._bin.close()  # last: on a full disk it fails once more
 
     def _publish(self) -> None:
         """Give the files their names, the index last; an older index must not outlive its ids."""

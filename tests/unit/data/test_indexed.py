@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import struct
 import subprocess
@@ -171,6 +173,22 @@ def test_the_index_gets_its_name_last_and_loses_it_first(small: Path, monkeypatc
         with pytest.raises(OSError, match="no space left"), writer:
             pass
         assert set(content(small.parent)) == present
+
+
+def test_a_full_disk_leaves_the_old_pair_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = content(small.parent)
+    writer = IndexedDatasetWriter(small, np.uint16)
+    writer.add_document([7] * 50)
+
+    class Full(io.BufferedWriter):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, "no space left")
+
+    writer._bin.close()
+    monkeypatch.setattr(writer, "_bin", Full(io.FileIO(os.devnull, "wb")))
+    with pytest.raises(OSError, match="no space left"), writer:
+        pass
+    assert content(small.parent) == before
 
 
 # --- damage ---

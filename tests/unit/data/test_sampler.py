@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.sampler import micro_batches
@@ -23,6 +23,7 @@ def sequential(total: int, consumed: int, micro: int, rank: int, size: int) -> l
 SHAPE = st.tuples(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 4), st.integers(1, 5))
 
 
+@settings(deadline=None)
 @given(SHAPE)
 def test_order_of_megatron_and_every_sample_once(shape: tuple[int, int, int, int]) -> None:
     consumed, micro, size, groups = shape
@@ -33,6 +34,7 @@ def test_order_of_megatron_and_every_sample_once(shape: tuple[int, int, int, int
     assert sorted(i for mine in by_rank for m in mine for i in m) == list(range(consumed, consumed + batch))
 
 
+@settings(deadline=None)
 @given(SHAPE)
 def test_steps_follow_each_other_as_one_stream(shape: tuple[int, int, int, int]) -> None:
     """Two steps are the two halves of one twice as large: a batch ramp moves no sample."""

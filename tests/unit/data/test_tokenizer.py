@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
@@ -23,6 +23,7 @@ from megatron.data.tokenizer import (
 )
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_bytes_of_any_text_and_back(text: str) -> None:
     tokenizer = ByteTokenizer()
@@ -31,6 +32,7 @@ def test_bytes_of_any_text_and_back(text: str) -> None:
     assert tokenizer.decode(ids) == text
 
 
+@settings(deadline=None)
 @given(st.binary())
 def test_bytes_that_are_no_text_are_encoded_too(data: bytes) -> None:
     assert bytes(ByteTokenizer().encode(data).tolist()) == data
@@ -42,6 +44,7 @@ def test_byte_tokenizer_shows_ends_and_bad_bytes() -> None:
     assert tokenizer.decode([104, 105, 256, 255]) == "hi<|endoftext|>\ufffd"
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 999)))
 def test_ids_written_out_and_back(ids: list[int]) -> None:
     tokenizer = NullTokenizer(1000)
