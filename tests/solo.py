@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import gc
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import OptimizerConfig, ParallelConfig, TrainingConfig
@@ -116,19 +119,33 @@ class Solo:
         return {name: grad.clone() for name, grad in self.buckets.grads.items()}
 
 
-@contextmanager
-def counting_saved_bytes() -> Iterator[list[int]]:
-    """Yields a list whose only element is, after the body, the bytes autograd kept: each storage counted once."""
-    storages: dict[int, int] = {}
-    held: list[Tensor] = []  # keeps addresses from being reused while we count
+class Allocations(TorchDispatchMode):
+    """Sees every tensor that operations make while it is active.
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        held.append(tensor)
-        return tensor
+    Attributes:
+        largest: bytes of the largest one.
+    """
 
-    total = [0]
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        yield total
-    total[0] = sum(storages.values())
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+        self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = {t.untyped_storage().data_ptr() for t in tree_leaves((args, kwargs)) if torch.is_tensor(t)}
+        for tensor in filter(torch.is_tensor, tree_leaves(out)):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() in given:  # a view, or in place
+                continue
+            self.largest = max(self.largest, storage.nbytes())
+            self._made[storage.data_ptr()] = StorageWeakRef(storage), storage.nbytes()
+        return out
+
+    @property
+    def alive(self) -> int:
+        """Bytes of those that something still holds."""
+        gc.collect()  # frames of checkpointed regions hold one another
+        return sum(size for storage, size in self._made.values() if not storage.expired())

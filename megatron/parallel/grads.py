@@ -74,7 +74,7 @@ class GradSink:
 
     def recall(self, x: Tensor, group: Group | None) -> Rows:
         """The input of a linear as its weight gradient needs it; its gather starts unless W is deferred."""
-        rows = Rows(x, group)
+        rows = Rows(x.detach(), group)  # a saved input still hangs on its graph
         return rows if self._deferred_to else rows.start()
 
     def add(self, name: str, x: Rows, dy: Tensor) -> None:

@@ -1,0 +1,122 @@
+"""Counter-based dropout: right rate, independent, and the same whoever computes which part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.layers.dropout import dropout_attention, dropout_rows
+from megatron.parallel.microbatch import MicroBatch
+from tests.solo import Solo, random_batch, tiny
+
+S, B, H = 64, 6, 96
+P = 0.3
+SIGMAS = 5.0
+
+
+def batch_of(ids: Tensor, step: int = 3) -> MicroBatch:
+    empty = torch.zeros(len(ids), S, dtype=torch.int64)
+    return MicroBatch(empty, empty, empty, ids, step)
+
+
+IDS = torch.tensor([0, 1, 2, 1000, 1001, 2**32 - 1])
+ONES = torch.ones(S, B, H, dtype=torch.float64)
+
+
+def kept(probability: float = P, batch: MicroBatch | None = None, seed: int = 1, site: str = "a") -> Tensor:
+    out = dropout_rows(ONES, probability, batch or batch_of(IDS), seed, site, 0)
+    assert set(out.unique().tolist()) == {0.0, 1.0 / (1.0 - probability)}
+    return out != 0
+
+
+@pytest.mark.parametrize("probability", [0.05, 0.3, 0.5, 0.9])
+def test_rate(probability: float) -> None:
+    """Within five standard deviations: overall, and for every sample, position and channel."""
+    keep = kept(probability).double()
+    for dims in ((0, 1, 2), (0, 2), (1, 2), (0, 1)):
+        mean = keep.mean(dims)
+        deviation = (probability * (1 - probability) * mean.numel() / keep.numel()) ** 0.5
+        assert (mean - (1 - probability)).abs().max() < SIGMAS * deviation
+
+
+def correlation(a: Tensor, b: Tensor) -> float:
+    """Of two masks, in standard deviations of what independent ones have."""
+    a, b = (x.double().flatten() - (1 - P) for x in (a, b))
+    return ((a * b).mean() / (P * (1 - P)) * a.numel() ** 0.5).abs().item()
+
+
+def test_independent_of_step_site_and_seed() -> None:
+    here = kept()
+    others = [kept(batch=batch_of(IDS, step=4)), kept(site="b"), kept(seed=2), kept(batch=batch_of(IDS + 3000))]
+    assert all(correlation(here, other) < SIGMAS for other in others)
+    assert correlation(here, kept()) > 100
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["positions", "samples", "channels"])
+@pytest.mark.parametrize("distance", [1, 2, 5])
+def test_neighbours_are_independent(dim: int, distance: int) -> None:
+    here = kept()
+    n = here.shape[dim] - distance
+    assert correlation(here.narrow(dim, 0, n), here.narrow(dim, distance, n)) < SIGMAS
+
+
+def test_slices_of_a_micro_batch_drop_the_same() -> None:
+    whole = dropout_rows(ONES, P, batch_of(IDS), 1, "a", 0)
+    half = S // 2
+    rows = [dropout_rows(ONES[:half], P, batch_of(IDS), 1, "a", first) for first in (0, half)]
+    assert torch.equal(torch.cat(rows), whole)
+    samples = [dropout_rows(ONES[:, :2], P, batch_of(IDS[i : i + 2]), 1, "a", 0) for i in (0, 2, 4)]
+    assert torch.equal(torch.cat(samples, 1), whole)
+    assert torch.equal(dropout_rows(ONES[..., :10], P, batch_of(IDS), 1, "a", 0), whole[..., :10])
+
+
+def test_slices_of_attention_drop_the_same() -> None:
+    weights = torch.rand(B, 8, 16, 16, dtype=torch.float64) + 0.1
+    whole = dropout_attention(weights, P, batch_of(IDS), 1, "a", 0)
+    assert abs((whole != 0).double().mean().item() - (1 - P)) < SIGMAS * (P * (1 - P) / weights.numel()) ** 0.5
+    torch.testing.assert_close(whole, weights / (1 - P) * (whole != 0), rtol=1e-15, atol=0)
+    heads = [dropout_attention(weights[:, i : i + 2], P, batch_of(IDS), 1, "a", i) for i in (0, 2, 4, 6)]
+    assert torch.equal(torch.cat(heads, 1), whole)
+    samples = [dropout_attention(weights[i : i + 3], P, batch_of(IDS[i : i + 3]), 1, "a", 0) for i in (0, 3)]
+    assert torch.equal(torch.cat(samples), whole)
+    assert len({mask.numpy().tobytes() for mask in (whole[0] != 0)}) == 8, "two heads share a mask"
+
+
+def test_no_dropout_is_the_identity() -> None:
+    assert dropout_rows(ONES, 0.0, batch_of(IDS), 1, "a", 0) is ONES
+    assert dropout_attention(ONES, 0.0, batch_of(IDS), 1, "a", 0) is ONES
+
+
+DROPPING = tiny(hidden_dropout=0.2, attention_dropout=0.2)
+
+
+def test_training_does_not_depend_on_the_micro_batch_size() -> None:
+    """One micro-batch of four samples, or four of one: the same loss and gradients, with dropout on."""
+    whole = random_batch(DROPPING, samples=4)
+    fields = ("tokens", "labels", "loss_mask", "sample_ids")
+    single = [replace(whole, **{f: getattr(whole, f)[i : i + 1] for f in fields}) for i in range(4)]
+    a, b = Solo.build(DROPPING), Solo.build(DROPPING)
+    assert a.backward([whole]).item() == pytest.approx(b.backward(single).item(), rel=1e-13)
+    for name, grad in a.buckets.grads.items():
+        torch.testing.assert_close(grad, b.buckets.grads[name], rtol=1e-10, atol=1e-14)
+
+
+def test_every_site_drops_and_evaluation_does_not() -> None:
+    batch = random_batch(DROPPING)
+    losses = {}
+    for name, changes in {
+        "none": (0.0, 0.0),
+        "hidden": (0.2, 0.0),
+        "attention": (0.0, 0.2),
+        "both": (0.2, 0.2),
+    }.items():
+        solo = Solo.build(replace(DROPPING, hidden_dropout=changes[0], attention_dropout=changes[1]))
+        losses[name] = solo.chunk(None, batch)[0].item()
+        solo.chunk.eval()
+        losses[f"{name}, evaluated"] = solo.chunk(None, batch)[0].item()
+    assert len({losses[name] for name in ("none", "hidden", "attention", "both")}) == 4
+    for name in ("hidden", "attention", "both"):
+        assert losses[f"{name}, evaluated"] == pytest.approx(losses["none"], rel=1e-12)

@@ -1,0 +1,127 @@
+"""The chunked cross-entropy against the plain one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
+from megatron.parallel.comm import Group
+from megatron.parallel.grads import GradSink
+from tests.solo import Allocations, Solo, random_batch, tiny
+
+TOKENS, HELD, PADDING, HIDDEN = 21, 37, 3, 8
+SEED = 1.7  # what backward multiplies by
+
+
+@dataclass
+class Result:
+    objective: Tensor
+    cross_entropy: Tensor
+    dx: Tensor
+    dw: Tensor
+
+
+def inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """``x``, weight with padding rows that hold anything, labels, mask with zeros and fractions."""
+    torch.manual_seed(0)
+    x = (scale * torch.randn(TOKENS, HIDDEN, dtype=torch.float64)).to(dtype)
+    weight = torch.randn(HELD + PADDING, HIDDEN, dtype=torch.float64).to(dtype)
+    mask = torch.randint(0, 3, (TOKENS,)) / 2.0
+    return x, weight, torch.randint(0, HELD, (TOKENS,)), mask
+
+
+def chunked(x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, chunk: int, z_coeff: float) -> Result:
+    sink, x = GradSink(), x.detach().requires_grad_()
+    dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+    sink.bind({"w": dw}, lambda name: None)
+    config, vocabulary = LossConfig(chunk, z_coeff), Vocabulary(0, HELD, Group())
+    objective, entropy = linear_cross_entropy(
+        x, weight.detach().requires_grad_(), labels, mask, vocabulary, config, sink, "w"
+    )
+    objective.backward(torch.tensor(SEED, dtype=objective.dtype))
+    assert x.grad is not None
+    return Result(objective.detach(), entropy, x.grad, dw)
+
+
+def plain(x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, z_coeff: float) -> Result:
+    x, weight = (t.detach().double().requires_grad_() for t in (x, weight))
+    logits = x @ weight[:HELD].t()
+    entropy = (F.cross_entropy(logits, labels, reduction="none") * mask).sum()
+    objective = entropy + z_coeff * (logits.logsumexp(-1).square() * mask).sum()
+    objective.backward(torch.tensor(SEED, dtype=torch.float64))
+    assert x.grad is not None
+    assert weight.grad is not None
+    return Result(objective.detach(), entropy.detach(), x.grad, weight.grad)
+
+
+def assert_same(ours: Result, reference: Result, tolerance: float) -> None:
+    for name, expected in vars(reference).items():
+        error = (getattr(ours, name).double() - expected).norm() / expected.norm()
+        assert error <= tolerance, f"{name} is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("z_coeff", [0.0, 1e-2])
+@pytest.mark.parametrize("chunk", [1, 5, 7, 20, 21, 1000])
+def test_values_and_gradients(chunk: int, z_coeff: float) -> None:
+    arguments = inputs()
+    ours = chunked(*arguments, chunk, z_coeff)
+    assert_same(ours, plain(*arguments, z_coeff), 1e-13)
+    assert not ours.dw[HELD:].any(), "padding rows have a gradient"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)], ids=str)
+def test_other_precisions(dtype: torch.dtype, tolerance: float) -> None:
+    arguments = inputs(dtype)
+    ours = chunked(*arguments, chunk=5, z_coeff=1e-2)
+    assert_same(ours, plain(*arguments, 1e-2), tolerance)
+    assert (ours.objective.dtype, ours.dw.dtype, ours.dx.dtype) == (torch.float32, torch.float32, dtype)
+
+
+def test_large_logits_do_not_overflow() -> None:
+    arguments = inputs(torch.float32, scale=1000.0)
+    assert (arguments[0] @ arguments[1].t()).exp().isinf().any()
+    assert_same(chunked(*arguments, chunk=5, z_coeff=1e-4), plain(*arguments, 1e-4), 1e-5)
+
+
+def test_gradient_by_finite_differences() -> None:
+    """Independent of autograd: the central difference of the objective along random directions."""
+    x, weight, labels, mask = inputs()
+    ours = chunked(x, weight, labels, mask, chunk=4, z_coeff=1e-2)
+    step, dx, dw = 1e-5, torch.randn_like(x), torch.randn_like(weight)
+    up, down = (chunked(x + s * dx, weight + s * dw, labels, mask, 4, 1e-2).objective for s in (step, -step))
+    expected = ((ours.dx * dx).sum() + (ours.dw * dw).sum()) / SEED
+    assert ((up - down) / (2 * step)).item() == pytest.approx(expected.item(), rel=1e-7)
+
+
+def test_evaluation_computes_no_gradient() -> None:
+    x, weight, labels, mask = inputs()
+    config, vocabulary = LossConfig(5, 1e-2), Vocabulary(0, HELD, Group())
+    with torch.no_grad(), Allocations() as made:
+        value, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary, config, GradSink(), "w")
+    assert value.item() == pytest.approx(plain(x, weight, labels, mask, 1e-2).objective.item(), rel=1e-13)
+    assert made.largest <= 5 * (HELD + PADDING) * x.element_size(), "something of the weight's size was made"
+
+
+def test_full_logits_never_exist() -> None:
+    """Neither do their gradients; the plain loss, measured the same way, does make them."""
+    config = tiny(vocab_size=1000, hidden_size=16)
+    batch = random_batch(config, samples=4, length=16)
+    full_logits = batch.labels.numel() * 1000 * 4
+    solo = Solo.build(config, torch.float32)
+    output = solo.chunk.output_layer
+    assert output is not None
+    output.loss = LossConfig(chunk_tokens=6)
+    x = torch.randn(16, 4, 16, requires_grad=True)
+    solo.buckets.start_step(1)
+    with Allocations() as made:
+        output(x, batch)[0].backward()
+    # dW is as large as the weight, whatever the number of tokens.
+    assert made.largest <= max(6, 16) * 1000 * 4 < full_logits / 3
+    with Allocations() as made:
+        F.cross_entropy(x.flatten(0, 1) @ output.weight.t(), batch.labels.flatten()).backward()
+    assert made.largest >= full_logits

@@ -1,0 +1,152 @@
+"""Recomputation changes no bit of the result and keeps fewer bytes, by as much as it should."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import TrainingConfig
+from megatron.layers.recompute import MODULES, feed
+from tests.solo import Allocations, Solo, random_batch, tiny
+
+LAYERS, SAMPLES, LENGTH, HIDDEN, FFN, HEADS = 2, 2, 32, 32, 96, 4
+ROW = SAMPLES * LENGTH * 8  # bytes of one fp64 channel of the residual stream
+
+LLAMA = tiny(
+    num_layers=LAYERS,
+    normalization="RMSNorm",
+    activation="swiglu",
+    ffn_hidden_size=FFN,
+    position_embedding_type="rope",
+    num_query_groups=2,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+    max_position_embeddings=LENGTH,
+)
+MODELS = {"llama": LLAMA, "gpt": replace(LLAMA, normalization="LayerNorm", activation="gelu", num_query_groups=None)}
+
+# At least what each choice drops per layer, in bytes.
+SAVED = {
+    "layernorm": 2 * HIDDEN * ROW,  # the outputs of both norms
+    "activation": FFN * ROW,  # the output of the activation
+    # attention weights before and after dropout; what they are made from is kept instead
+    "core_attn": 2 * HEADS * LENGTH * ROW - 3 * HIDDEN * ROW,
+    "mlp": (HIDDEN + 2 * FFN) * ROW,  # norm output, what goes into the activation (at least once), what comes out
+}
+
+
+def selective(*modules: str) -> TrainingConfig:
+    return TrainingConfig(recompute_granularity="selective", recompute_modules=modules)
+
+
+def full(method: str | None, layers: int | None) -> TrainingConfig:
+    return TrainingConfig(recompute_granularity="full", recompute_method=method, recompute_num_layers=layers)
+
+
+PLANS = {module: selective(module) for module in MODULES}
+PLANS |= {"all modules": selective(*MODULES), "full": full(None, None)}
+PLANS |= {"uniform 2": full("uniform", 2), "block 1": full("block", 1), "block 9": full("block", 9)}
+
+
+def run(config: ModelConfig, training: TrainingConfig, **batch: Any) -> tuple[Tensor, dict[str, Tensor], int]:
+    """Loss, gradients, and the bytes alive between forward and backward."""
+    solo = Solo.build(config, training=training)
+    solo.buckets.start_step(1)
+    micro_batch = random_batch(config, SAMPLES, LENGTH, **batch)
+    with Allocations() as made:
+        loss, _ = solo.chunk(None, micro_batch)
+        alive = made.alive
+    loss.backward()
+    solo.buckets.finish()
+    return loss.detach(), solo.buckets.grads, alive
+
+
+@cache
+def without_recomputation(model: str) -> tuple[Tensor, dict[str, Tensor], int]:
+    return run(MODELS[model], TrainingConfig())
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("model", MODELS)
+def test_changes_no_bit_and_keeps_less(model: str, plan: str) -> None:
+    loss, grads, alive = without_recomputation(model)
+    again, grads_again, alive_again = run(MODELS[model], PLANS[plan])
+    assert torch.equal(loss, again)
+    assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
+    assert alive - alive_again >= LAYERS * SAVED.get(plan, 0)
+    assert alive_again < alive
+
+
+def test_more_recomputation_keeps_less() -> None:
+    names = ["layernorm", "all modules", "block 1", "uniform 2", "full"]
+    alive = {name: run(LLAMA, PLANS[name])[2] for name in names}
+    assert alive["all modules"] < alive["layernorm"]
+    assert alive["full"] < alive["block 1"]
+    assert alive["full"] < alive["all modules"]
+    assert alive["uniform 2"] < alive["full"], "a group of blocks keeps one input instead of one per block"
+
+
+def test_full_recomputation_keeps_one_input_per_block() -> None:
+    deep = replace(LLAMA, num_layers=2 * LAYERS)
+    more = run(deep, PLANS["full"])[2] - run(LLAMA, PLANS["full"])[2]
+    assert more == pytest.approx(LAYERS * HIDDEN * ROW, rel=0.05)
+
+
+@pytest.mark.parametrize("plan", ["all modules", "full"])
+def test_with_documents_and_window(plan: str) -> None:
+    config = replace(LLAMA, window_size=5)
+    documents = torch.tensor([[0] * 7 + [1] * 25, [0] * 3 + [2] * 29])
+    loss, grads, _ = run(config, TrainingConfig(), documents=documents)
+    again, grads_again, _ = run(config, PLANS[plan], documents=documents)
+    assert torch.equal(loss, again)
+    assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
+
+
+def test_evaluation_is_the_same() -> None:
+    batch = random_batch(LLAMA)
+    plain, recomputing = Solo.build(LLAMA), Solo.build(LLAMA, training=PLANS["full"])
+    for solo in (plain, recomputing):
+        solo.chunk.eval()
+    with torch.no_grad():
+        assert torch.equal(plain.chunk(None, batch)[0], recomputing.chunk(None, batch)[0])
+
+
+class Between:
+    """A producer whose output nothing but a consumer may keep."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x.sin() * 2.0
+
+
+@pytest.mark.parametrize("drop", [False, True])
+def test_feed_drops_what_lies_between(drop: bool) -> None:
+    producer = Between()
+    x = torch.randn(50, 8, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    with Allocations() as made:
+        y = feed(producer, x, lambda between: (between @ weight).sum(), drop)
+        alive = made.alive
+    y.backward()
+    expected = x.sin() * 2.0
+    torch.testing.assert_close(weight.grad, expected.t().sum(1, keepdim=True).expand(8, 8).detach())
+    torch.testing.assert_close(x.grad, (2.0 * x.cos() * weight.sum(1)).detach())
+    # Kept without dropping: the output (by the product with the weight); with it only scalars.
+    assert (alive < x.nbytes) is drop
+    assert (producer.calls > 1) is drop
+
+
+def test_feed_recomputes_nothing_without_gradients() -> None:
+    producer = Between()
+    with torch.no_grad():
+        feed(producer, torch.randn(3, 8), torch.sum, drop=True)
+    assert producer.calls == 1
