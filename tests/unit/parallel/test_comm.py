@@ -1,0 +1,99 @@
+"""What a process alone does, and waiting."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.parallel import collectives, comm
+from megatron.parallel.comm import Group, Pending
+from megatron.parallel.grads import Rows
+from megatron.parallel.mesh import world_from_environment
+from tests.solo import one_rank_mesh
+
+ALONE = Group()
+
+
+class Work:
+    """Fills the result only when it is waited for."""
+
+    def __init__(self, result: torch.Tensor) -> None:
+        self.result, self.waits = result, 0
+
+    def wait(self) -> None:
+        self.waits += 1
+        self.result.fill_(7.0)
+
+
+def test_pending_waits_once() -> None:
+    result = torch.zeros(2)
+    work: Any = Work(result)
+    pending = Pending(result, work)
+    assert pending.wait() is result
+    assert pending.wait().tolist() == [7.0, 7.0]
+    assert work.waits == 1
+
+
+def test_pending_without_work_is_there() -> None:
+    result = torch.ones(1)
+    assert Pending(result).wait() is result
+
+
+@pytest.mark.parametrize("operation", [comm.all_reduce, comm.all_gather, comm.reduce_scatter])
+def test_raw_operations_alone_return_their_input(operation: Callable[..., torch.Tensor]) -> None:
+    x = torch.randn(4, 2)
+    assert operation(x, ALONE) is x
+
+
+@pytest.mark.parametrize(
+    "operation", [collectives.copy, collectives.reduce, collectives.gather_rows, collectives.scatter_rows]
+)
+def test_collectives_alone_return_their_input(operation: Callable[..., torch.Tensor]) -> None:
+    x = torch.randn(4, 2, requires_grad=True)
+    assert operation(x, ALONE) is x
+
+
+def test_rows_alone_are_whole() -> None:
+    x = torch.randn(4, 2)
+    assert Rows(x).wait() is x
+    assert Rows(x, ALONE).start().wait() is x
+
+
+def test_mesh_alone_needs_no_torch_distributed() -> None:
+    mesh = one_rank_mesh()
+    assert not dist.is_initialized()
+    assert all(g == Group((0,)) for g in (mesh.tp, mesh.replicas, mesh.world, mesh.sharers((0,))))
+    assert comm.all_gather_objects("x", mesh.world) == ["x"]
+
+
+def test_mesh_knows_only_the_groups_it_created() -> None:
+    with pytest.raises(KeyError):
+        one_rank_mesh().group("cp", "tp")
+    with pytest.raises(ValueError, match="no group was created"):
+        one_rank_mesh().sharers((0, 1))
+
+
+LAUNCHERS: dict[str, tuple[dict[str, str], tuple[int, int, int]]] = {
+    "plain": ({}, (0, 1, 0)),
+    "torchrun": ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (5, 8, 1)),
+    "srun": ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2"}, (3, 4, 2)),
+    "torchrun in srun": (
+        {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
+        (5, 8, 1),
+    ),
+    "half of torchrun's": ({"RANK": "5"}, (0, 1, 0)),
+}
+
+
+@pytest.mark.parametrize("name", LAUNCHERS)
+def test_place_of_this_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    environment, expected = LAUNCHERS[name]
+    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"):
+        monkeypatch.delenv(variable, raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert world_from_environment() == expected

@@ -1,0 +1,99 @@
+"""Initial values that know no layout, and the hash behind dropout."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.parallel.random import hash_of, initialize, keep_mask
+from megatron.parallel.shard import Init, Shard, ShardSpec
+from tests.unit.parallel.test_shard import CASES, CONSTRUCTORS, specs_of
+
+
+def filled(spec: ShardSpec, dtype: torch.dtype = torch.float32, name: str = "w", seed: int = 1) -> Tensor:
+    local = torch.full(spec.local_shape, float("nan"), dtype=dtype)
+    initialize(local, spec, name, seed)
+    return local
+
+
+@pytest.mark.parametrize(("name", "tp"), [case for case in CASES if case[1] in (2, 3, 8)])
+def test_union_over_ranks_is_the_whole(name: str, tp: int) -> None:
+    """Every piece, owned or a copy, has the bits that one rank alone would give it; padding is zero."""
+    whole_spec = CONSTRUCTORS[name](Shard(0, 1))
+    whole = filled(whole_spec)[: whole_spec.shape[0]].view(whole_spec.view)
+    for spec in specs_of(name, tp):
+        local = filled(spec).view(spec.local_view)
+        for piece in spec.pieces:
+            assert torch.equal(local[piece.local.slices], whole[piece.place.slices])
+            local[piece.local.slices] = 0
+        assert not local.any(), "padding is not zero"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_every_dtype_rounds_the_same_numbers(dtype: torch.dtype) -> None:
+    spec = Shard(0, 1).split((100, 7), 0, Init(std=0.3))
+    assert torch.equal(filled(spec, dtype), filled(spec).to(dtype))
+
+
+def test_distribution() -> None:
+    values = filled(Shard(0, 1).split((1000, 200), 0, Init(std=0.3)))
+    n = values.numel()
+    assert abs(values.mean().item()) < 5 * 0.3 / n**0.5
+    assert values.std().item() == pytest.approx(0.3, abs=5 * 0.3 / (2 * n) ** 0.5)
+    assert (values / 0.3).pow(4).mean().item() == pytest.approx(3, abs=5 * (96 / n) ** 0.5)  # a normal's fourth moment
+    blocks = values[:960].view(15, 64, 200).flatten(1)
+    assert (blocks.corrcoef() - torch.eye(15)).abs().max() < 5 / blocks.shape[1] ** 0.5, "blocks of rows are related"
+
+
+def test_names_and_seeds_differ() -> None:
+    spec = Shard(0, 1).split((64, 64), 0, Init(std=1.0))
+    drawn = [filled(spec), filled(spec, name="v"), filled(spec, seed=2)]
+    correlations = torch.stack([d.flatten() for d in drawn]).corrcoef() - torch.eye(3)
+    assert correlations.abs().max() < 5 / 64
+    assert torch.equal(drawn[0], filled(spec))
+
+
+def test_does_not_touch_the_global_generator() -> None:
+    before = torch.get_rng_state()
+    filled(Shard(0, 1).split((64, 64), 0, Init(std=1.0)))
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+def test_constants(value: float) -> None:
+    assert (filled(Shard(1, 2).split((8,), 0, Init(value=value))) == value).all()
+
+
+def test_hash_depends_on_every_part() -> None:
+    hashes = {
+        hash_of(*parts) for parts in [(1, 2, "a"), (2, 1, "a"), (1, 2, "b"), (12, "a"), (1, "2a"), (1, 2, "a", 0)]
+    }
+    assert len(hashes) == 6
+    assert all(0 <= h < 2**63 for h in hashes)
+
+
+def mask(key: int, probability: float = 0.5, n: int = 128) -> Tensor:
+    index = torch.arange(n)
+    return keep_mask(probability, key, index.view(-1, 1, 1)[:4], index.view(-1, 1), index)
+
+
+def test_keep_mask_is_elementwise_in_its_coordinates() -> None:
+    whole = mask(hash_of("x"))
+    index = torch.arange(128)
+    picked = torch.tensor([77, 3, 12])
+    part = keep_mask(0.5, hash_of("x"), torch.tensor([2]).view(1, 1, 1), picked.view(-1, 1), index[40:50])
+    assert torch.equal(part, whole[2:3, picked, 40:50])
+
+
+def test_keep_mask_has_no_structure() -> None:
+    """The spectrum of every sample's mask is flat: no stripe, no period, along positions or channels."""
+    signs = mask(hash_of("y")).double() * 2 - 1
+    power = torch.fft.fft2(signs).abs().square() / signs[0].numel()
+    assert power.mean().item() == pytest.approx(1.0, abs=1e-9)
+    assert power.max() < 25, "white noise of this size exceeds 25 once in a million"
+
+
+@pytest.mark.parametrize("probability", [0.0, 1e-12])
+def test_keep_mask_of_nothing_keeps_all(probability: float) -> None:
+    assert mask(1, probability).all()
