@@ -13,8 +13,9 @@ def global_batch(config: TrainingConfig, data_parallel_size: int) -> int:
 def batch_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[int, int]]:
     """The ramp as ``[(first sample, batch), ...]``, ending with the full batch; one entry without a ramp.
 
-    Each of the (full - start)/increment rises gets an equal share of the ramp's samples, rounded up
-    to whole steps so that no step straddles two stages.
+    The rises from start to full are spread evenly over the ramp's samples: with ``n`` of them, the batch of rise
+    ``i`` holds for every step that starts from sample ``i/n`` of the ramp on. A step never straddles two stages, and
+    a stage that would begin within the last step of the one before is left out.
     """
     full = global_batch(config, data_parallel_size)
     if config.rampup_batch_size is None:
@@ -24,10 +25,11 @@ def batch_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[
     stages, at = [], 0
     for i in range(rises):
         size = start + i * increment
-        stages.append((at, size))
-        end = samples * (i + 1) // rises
-        at += max(0, -(-(end - at) // size)) * size
-    return [*[s for i, s in enumerate(stages) if i + 1 == len(stages) or stages[i + 1][0] > s[0]], (at, full)]
+        end = -(-samples * (i + 1) // rises)
+        if at < end:
+            stages.append((at, size))
+            at += -(-(end - at) // size) * size
+    return [*stages, (at, full)]
 
 
 def batch_at(config: TrainingConfig, data_parallel_size: int, consumed_samples: int) -> int:
@@ -52,7 +54,7 @@ def total_steps(config: TrainingConfig, data_parallel_size: int) -> int:
     if config.train_samples is None:
         return config.train_iters or 0
     steps, stages = 0, batch_stages(config, data_parallel_size)
-    for i, (at, size) in enumerate(stages):
-        end = stages[i + 1][0] if i + 1 < len(stages) else config.train_samples
+    ends = [at for at, _ in stages[1:]] + [config.train_samples]
+    for (at, size), end in zip(stages, ends):
         steps += max(0, min(end, config.train_samples) - at) // size
     return steps

@@ -10,6 +10,24 @@ GATED_ACTIVATIONS = ("swiglu",)
 """Activations that multiply a gate into the MLP's first projection."""
 
 
+def _window(text: str) -> int | None:
+    """Keys a token sees. Megatron-LM counts those to the left and right of it: ``L,0``, ``(L, 0)``; -1 is all.
+
+    Raises:
+        ValueError: when the text is neither, or a token would see what comes after it.
+    """
+    numbers = text.strip("() ").split(",")
+    try:
+        left, *right = (int(n) for n in numbers)
+    except ValueError:
+        raise ValueError(f"{text!r} is neither a number of keys nor Megatron-LM's left,right") from None
+    if not right:
+        return left
+    if right != [0] or left < -1:
+        raise ValueError(f"{text!r}: a causal window is left,0 with left from 0, or -1 for all")
+    return None if left == -1 else left + 1
+
+
 @dataclass(frozen=True)
 class ModelConfig:
     """A decoder-only transformer.
@@ -22,18 +40,23 @@ class ModelConfig:
         k k k k          k     k               k
     """
 
-    num_layers: int = option(2, "Transformer blocks.")
-    hidden_size: int = option(128, "Width of the residual stream.")
+    num_layers: int = option(2, "Transformer blocks.", at_least=1)
+    hidden_size: int = option(128, "Width of the residual stream.", at_least=1)
     ffn_hidden_size: int | None = option(
-        None, "Width inside the MLP. Default: 4 x hidden; with swiglu 2/3 of that, rounded down to a multiple of 64."
+        None,
+        "Width inside the MLP. Default: 4 x hidden; with swiglu 2/3 of that, rounded down to a multiple of 64.",
+        at_least=1,
     )
-    num_attention_heads: int = option(4, "Query heads.")
-    num_query_groups: int | None = option(None, "Key/value heads. Default: one per query head (MHA); 1 is MQA.")
-    kv_channels: int | None = option(None, "Width of one head. Default: hidden_size / num_attention_heads.")
-    vocab_size: int | None = option(None, "Entries of the vocabulary. Default: what the tokenizer has.")
+    num_attention_heads: int = option(4, "Query heads.", at_least=1)
+    num_query_groups: int | None = option(
+        None, "Key/value heads. Default: one per query head (MHA); 1 is MQA.", at_least=1
+    )
+    kv_channels: int | None = option(None, "Width of one head. Default: hidden_size / num_attention_heads.", at_least=1)
+    vocab_size: int | None = option(None, "Entries of the vocabulary. Default: what the tokenizer has.", at_least=1)
     make_vocab_size_divisible_by: int = option(
         128,
         "Each rank's embedding rows are padded so that the whole is a multiple of this x TP; padding is never seen.",
+        at_least=1,
     )
     untie_embeddings_and_output_weights: bool = option(False, "Give the output layer its own weight.")
 
@@ -43,27 +66,36 @@ class ModelConfig:
         choices=("learned_absolute", "rope", "yarn", "none"),
         aliases={"--use-rotary-position-embeddings": "rope"},
     )
-    max_position_embeddings: int | None = option(None, "Longest sequence the model knows. Default: seq_length.")
-    rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).")
-    rotary_percent: float = option(1.0, "Share of a head's channels that rotate.")
+    max_position_embeddings: int | None = option(
+        None, "Longest sequence the model knows. Default: seq_length.", at_least=1
+    )
+    rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).", above=1)
+    rotary_percent: float = option(1.0, "Share of a head's channels that rotate.", above=0, at_most=1)
     rotary_interleaved: bool = option(False, "Rotate channel pairs (0,1),(2,3).. instead of (i, i+d/2).")
     use_rope_scaling: bool = option(False, "Llama-3 frequency scaling of rope.")
-    rope_scaling_factor: float = option(8.0, "Factor of the Llama-3 scaling.")
-    rope_original_max_position: int = option(8192, "Context length before the Llama-3 scaling.")
+    rope_scaling_factor: float = option(8.0, "Factor of the Llama-3 scaling.", at_least=1)
+    rope_original_max_position: int = option(8192, "Context length before the Llama-3 scaling.", at_least=1)
     rope_low_freq_factor: float = option(
-        1.0, "Llama-3 scaling: wavelengths above original/low are divided by the factor."
+        1.0, "Llama-3 scaling: wavelengths above original/low are divided by the factor.", above=0
     )
-    rope_high_freq_factor: float = option(4.0, "Llama-3 scaling: wavelengths below original/high stay as they are.")
-    rotary_scaling_factor: float = option(1.0, "Context extension factor of YaRN.")
-    yarn_original_max_position_embeddings: int | None = option(None, "Context length before YaRN. Required by yarn.")
-    yarn_beta_fast: float = option(32.0, "YaRN: rotations above which a channel is kept.")
-    yarn_beta_slow: float = option(1.0, "YaRN: rotations below which a channel is interpolated.")
+    rope_high_freq_factor: float = option(
+        4.0, "Llama-3 scaling: wavelengths below original/high stay as they are.", above=0
+    )
+    rotary_scaling_factor: float = option(1.0, "Context extension factor of YaRN.", at_least=1)
+    yarn_original_max_position_embeddings: int | None = option(
+        None, "Context length before YaRN. Required by yarn.", at_least=1
+    )
+    yarn_beta_fast: float = option(32.0, "YaRN: rotations above which a channel is kept.", above=0)
+    yarn_beta_slow: float = option(1.0, "YaRN: rotations below which a channel is interpolated.", above=0)
     window_size: int | None = option(
-        None, "Sliding window: a token attends to itself and the window_size - 1 before it."
+        None,
+        "Sliding window: a token attends to itself and the window_size - 1 before it. L,0 is L+1, as in Megatron-LM.",
+        at_least=1,
+        parse=_window,
     )
 
     normalization: str = option("LayerNorm", "Kind of norm.", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = option(1e-5, "Added to the variance inside norms.", aliases=None)
+    norm_epsilon: float = option(1e-5, "Added to the variance inside norms.", above=0)
     qk_layernorm: bool = option(False, "Normalise queries and keys per head, before rotation.")
     activation: str = option(
         "gelu_tanh",
@@ -73,17 +105,20 @@ class ModelConfig:
             "--swiglu": "swiglu",
             "--squared-relu": "relu2",
             "--openai-gelu": "gelu_tanh",
-            "--no-bias-gelu-fusion": "gelu",
         },
     )
     add_bias_linear: bool = option(True, "Biases in all linear layers.", aliases={"--disable-bias-linear": False})
     add_qkv_bias: bool = option(False, "Bias in the QKV projection even without add_bias_linear.")
-    hidden_dropout: float = option(0.1, "Dropout of embeddings and of each block's two outputs.")
-    attention_dropout: float = option(0.1, "Dropout of attention weights; above 0 attention is not fused.")
-    init_method_std: float = option(
-        0.02, "Standard deviation of the initial weights; output projections use std/sqrt(2L)."
+    hidden_dropout: float = option(0.1, "Dropout of embeddings and of each block's two outputs.", at_least=0, below=1)
+    attention_dropout: float = option(
+        0.1, "Dropout of attention weights; above 0 attention is not fused.", at_least=0, below=1
     )
-    z_loss_coeff: float = option(0.0, "Weight of the squared log-partition added to the loss (PaLM's z-loss).")
+    init_method_std: float = option(
+        0.02, "Standard deviation of the initial weights; output projections use std/sqrt(2L).", at_least=0
+    )
+    z_loss_coeff: float = option(
+        0.0, "Weight of the squared log-partition added to the loss (PaLM's z-loss).", at_least=0
+    )
 
     @property
     def head_dim(self) -> int:

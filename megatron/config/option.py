@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from megatron.config.numbers import text
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -32,7 +34,7 @@ class Limits:
             ("at most", self.at_most),
             ("below", self.below),
         )
-        return " and ".join(f"{words} {bound:g}" for words, bound in bounds if bound is not None)
+        return " and ".join(f"{words} {text(bound)}" for words, bound in bounds if bound is not None)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
         config,
         model=_model(config.model, config.training.seq_length),
         parallel=_parallel(config.parallel),
-        training=_training(config, world_size // config.parallel.model_ranks),
+        training=_training(config, config.parallel.data_parallel_size(world_size)),
     )
 
 

@@ -12,23 +12,31 @@ from megatron.config.option import option
 class ParallelConfig:
     """The rank grid and how its groups talk."""
 
-    tensor_model_parallel_size: int = option(1, "Ranks that share each layer's matrices (TP).")
+    tensor_model_parallel_size: int = option(1, "Ranks that share each layer's matrices (TP).", at_least=1)
     sequence_parallel: bool = option(False, "Shard the sequence between TP regions instead of repeating it.")
-    pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).")
-    context_parallel_size: int = option(1, "Ranks that share each sequence (CP).")
-    expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).")
-    expert_tensor_parallel_size: int | None = option(None, "TP inside experts. Default: as the dense layers.")
+    pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).", at_least=1)
+    context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", at_least=1)
+    expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", at_least=1)
+    expert_tensor_parallel_size: int | None = option(
+        None, "TP inside experts. Default: as the dense layers.", at_least=1
+    )
     distributed_backend: str | None = option(
         None, "Collective library. Default: nccl on GPUs, gloo on CPUs.", choices=("nccl", "gloo")
     )
-    distributed_timeout_minutes: float = option(10.0, "A collective that takes longer ends the run, in every group.")
+    distributed_timeout_minutes: float = option(
+        10.0, "A collective that takes longer ends the run, in every group.", above=0
+    )
     overlap_grad_reduce: bool = option(True, "Reduce each gradient bucket while backward still runs.")
-    ddp_bucket_size: int = option(40_000_000, "Elements of a gradient bucket.")
+    ddp_bucket_size: int = option(40_000_000, "Elements of a gradient bucket.", at_least=1)
 
     @property
     def model_ranks(self) -> int:
         """Ranks that together hold one copy of the model."""
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
+
+    def data_parallel_size(self, world_size: int) -> int:
+        """Copies of the model that ``world_size`` ranks hold (DP)."""
+        return max(1, world_size // self.model_ranks)
 
 
 @dataclass(frozen=True)
@@ -41,29 +49,33 @@ class PrecisionConfig:
         choices=("fp64", "fp32", "bf16", "fp16"),
         aliases={"--bf16": "bf16", "--fp16": "fp16", "--fp64": "fp64"},
     )
-    loss_scale: float | None = option(None, "Constant loss scale for fp16. Default: dynamic.")
-    initial_loss_scale: float = option(4294967296.0, "First dynamic loss scale.")
-    min_loss_scale: float = option(1.0, "The dynamic scale never falls below this.")
-    loss_scale_window: int = option(1000, "Good steps after which the dynamic scale doubles.")
-    hysteresis: int = option(2, "Overflows in a row before the dynamic scale halves.")
+    loss_scale: float | None = option(None, "Constant loss scale for fp16. Default: dynamic.", above=0)
+    initial_loss_scale: float = option(4294967296.0, "First dynamic loss scale.", above=0)
+    min_loss_scale: float = option(1.0, "The dynamic scale never falls below this.", above=0)
+    loss_scale_window: int = option(1000, "Good steps after which the dynamic scale doubles.", at_least=1)
+    hysteresis: int = option(2, "Overflows in a row before the dynamic scale halves.", at_least=1)
 
 
 @dataclass(frozen=True)
 class TrainingConfig:
     """Length, batch, recomputation and evaluation."""
 
-    seq_length: int = option(1024, "Tokens of a sample.")
-    micro_batch_size: int = option(1, "Samples a rank computes at once.")
-    global_batch_size: int | None = option(None, "Samples of a step over all ranks. Default: micro_batch_size x DP.")
-    rampup_batch_size: tuple[int, int, int] | None = option(
-        None, "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over the first SAMPLES samples."
+    seq_length: int = option(1024, "Tokens of a sample.", at_least=1)
+    micro_batch_size: int = option(1, "Samples a rank computes at once.", at_least=1)
+    global_batch_size: int | None = option(
+        None, "Samples of a step over all ranks. Default: micro_batch_size x DP.", at_least=1
     )
-    train_iters: int | None = option(None, "Steps to train.")
-    train_samples: int | None = option(None, "Samples to train, instead of train_iters.")
-    eval_interval: int | None = option(None, "Steps between evaluations. Default: only at the end.")
-    eval_iters: int = option(0, "Global batches of one evaluation; 0 turns evaluation off.")
-    exit_interval: int | None = option(None, "Stop cleanly after a step that is a multiple of this.")
-    seed: int = option(1234, "Seed of initialisation, dropout and sample order.")
+    rampup_batch_size: tuple[int, int, int] | None = option(
+        None,
+        "START INCREMENT SAMPLES: grow the global batch from START by INCREMENT over the first SAMPLES samples.",
+        at_least=1,
+    )
+    train_iters: int | None = option(None, "Steps to train.", at_least=1)
+    train_samples: int | None = option(None, "Samples to train, instead of train_iters.", at_least=1)
+    eval_interval: int | None = option(None, "Steps between evaluations. Default: only at the end.", at_least=1)
+    eval_iters: int = option(0, "Global batches of one evaluation; 0 turns evaluation off.", at_least=0)
+    exit_interval: int | None = option(None, "Stop cleanly after a step that is a multiple of this.", at_least=1)
+    seed: int = option(1234, "Seed of initialisation, dropout and sample order.", at_least=0, below=2**32)
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     on_nonfinite: str = option(
         "stop",
@@ -78,14 +90,18 @@ class TrainingConfig:
     )
     recompute_method: str | None = option(
         None,
-        "With full: uniform (groups of recompute_num_layers) or block (the first recompute_num_layers).",
+        "With full: uniform (groups of recompute_num_layers; the default) or block (the first recompute_num_layers).",
         choices=("uniform", "block"),
     )
-    recompute_num_layers: int | None = option(None, "Blocks per group (uniform) or in all (block).")
-    recompute_modules: tuple[str, ...] = option(
-        ("layernorm", "activation"), "With selective: what to recompute, of layernorm, activation, core_attn, mlp."
+    recompute_num_layers: int | None = option(
+        None, "Blocks per group (uniform, default 1) or in all (block, default all).", at_least=1
     )
-    cross_entropy_chunk_size: int = option(1024, "Tokens whose logits exist at once in the loss.")
+    recompute_modules: tuple[str, ...] = option(
+        ("layernorm", "activation"),
+        "With selective: what to recompute.",
+        choices=("layernorm", "activation", "core_attn", "mlp"),
+    )
+    cross_entropy_chunk_size: int = option(1024, "Tokens whose logits exist at once in the loss.", at_least=1)
 
 
 @dataclass(frozen=True)
@@ -93,33 +109,35 @@ class OptimizerConfig:
     """The optimizer and its schedules. Steps of a schedule are counted in samples."""
 
     optimizer: str = option("adam", "Update rule; adam is AdamW.", choices=("adam", "sgd"))
-    lr: float = option(1e-4, "Peak learning rate.")
-    min_lr: float = option(0.0, "Learning rate at the end of the decay.")
+    lr: float = option(1e-4, "Peak learning rate.", at_least=0)
+    min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
     lr_decay_style: str = option(
         "linear", "Shape of the decay.", choices=("constant", "linear", "cosine", "inverse-square-root", "WSD")
     )
     lr_wsd_decay_style: str = option(
         "exponential", "Shape of WSD's final decay.", choices=("exponential", "linear", "cosine", "minus_sqrt")
     )
-    lr_decay_iters: int | None = option(None, "Steps until min_lr. Default: the whole run.")
-    lr_decay_samples: int | None = option(None, "Samples until min_lr. Default: the whole run.")
-    lr_wsd_decay_iters: int | None = option(None, "Steps of WSD's final decay.")
-    lr_wsd_decay_samples: int | None = option(None, "Samples of WSD's final decay.")
-    lr_warmup_fraction: float | None = option(None, "Warm-up as a share of the decay length.")
-    lr_warmup_iters: int = option(0, "Warm-up steps.")
-    lr_warmup_samples: int = option(0, "Warm-up samples.")
-    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.")
-    weight_decay: float = option(0.01, "Decoupled weight decay; biases and 1-D parameters have none.")
-    start_weight_decay: float | None = option(None, "Weight decay at the start, with weight_decay_incr_style.")
-    end_weight_decay: float | None = option(None, "Weight decay at the end, with weight_decay_incr_style.")
+    lr_decay_iters: int | None = option(None, "Steps until min_lr. Default: the whole run.", at_least=1)
+    lr_decay_samples: int | None = option(None, "Samples until min_lr. Default: the whole run.", at_least=1)
+    lr_wsd_decay_iters: int | None = option(None, "Steps of WSD's final decay.", at_least=1)
+    lr_wsd_decay_samples: int | None = option(None, "Samples of WSD's final decay.", at_least=1)
+    lr_warmup_fraction: float | None = option(None, "Warm-up as a share of the decay length.", at_least=0, below=1)
+    lr_warmup_iters: int = option(0, "Warm-up steps.", at_least=0)
+    lr_warmup_samples: int = option(0, "Warm-up samples.", at_least=0)
+    lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.", at_least=0)
+    weight_decay: float = option(0.01, "Decoupled weight decay; biases and 1-D parameters have none.", at_least=0)
+    start_weight_decay: float | None = option(
+        None, "Weight decay at the start, with weight_decay_incr_style.", at_least=0
+    )
+    end_weight_decay: float | None = option(None, "Weight decay at the end, with weight_decay_incr_style.", at_least=0)
     weight_decay_incr_style: str = option(
         "constant", "How weight decay moves from start to end.", choices=("constant", "linear", "cosine")
     )
-    clip_grad: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.")
-    adam_beta1: float = option(0.9, "Decay of the first moment.")
-    adam_beta2: float = option(0.999, "Decay of the second moment.")
-    adam_eps: float = option(1e-8, "Added to the root of the second moment.")
-    sgd_momentum: float = option(0.9, "Momentum of sgd.")
+    clip_grad: float = option(1.0, "Largest global gradient norm; 0 turns clipping off.", at_least=0)
+    adam_beta1: float = option(0.9, "Decay of the first moment.", at_least=0, below=1)
+    adam_beta2: float = option(0.999, "Decay of the second moment.", at_least=0, below=1)
+    adam_eps: float = option(1e-8, "Added to the root of the second moment.", above=0)
+    sgd_momentum: float = option(0.9, "Momentum of sgd.", at_least=0, below=1)
 
 
 @dataclass(frozen=True)
@@ -140,7 +158,7 @@ class DataConfig:
 class LoggingConfig:
     """What a run prints and leaves behind."""
 
-    log_interval: int = option(10, "Steps between progress lines.")
+    log_interval: int = option(10, "Steps between progress lines.", at_least=1)
     run_dir: str | None = option(None, "Folder for the resolved config, metrics.jsonl and the loss curve.")
 
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from types import UnionType
 from typing import Any, get_args, get_origin, get_type_hints
 
+from megatron.config.numbers import text
 from megatron.config.option import Option
 from megatron.config.run import RunConfig
 
@@ -69,6 +71,27 @@ class Setting:
     def flag(self) -> str:
         """The flag's main spelling."""
         return flag(self.name)
+
+    @property
+    def negative(self) -> str:
+        """The flag that stores False in a boolean field."""
+        return flag("no_" + self.name)
+
+    @property
+    def spellings(self) -> list[str]:
+        """All flags about it."""
+        negative = [self.negative] if self.kind.scalar is bool else []
+        return [self.flag, *negative, *(self.option.aliases or {})]
+
+    def spell(self, value: Any) -> str:
+        """The flag, in its main spelling, that stores ``value``."""
+        if value is None or value == ():
+            return f"--set {self.key}=null"
+        if isinstance(value, bool):
+            return self.flag if value else self.negative
+        items = value if isinstance(value, tuple) else (value,)
+        words = (text(item) if isinstance(item, float) else shlex.quote(str(item)) for item in items)
+        return " ".join([self.flag, *words])
 
     def from_words(self, words: Sequence[str]) -> Any:
         """The value that the words after a flag mean; ``null`` is None where None is a value.

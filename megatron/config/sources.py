@@ -108,7 +108,7 @@ def from_assignments(assignments: Iterable[str]) -> Layer:
 
 
 def find(layer: Layer, key: str, source: str) -> Setting | None:
-    """The setting called ``key`` (``model.hidden_size`` or ``hidden_size``); None, and a problem, when there is none."""
+    """The setting called ``key`` (``model.hidden_size`` or ``hidden_size``); None, with a problem, when none is."""
     group, _, name = key.replace("-", "_").rpartition(".")
     setting = SETTINGS.get(name)
     if setting is not None and group in ("", setting.group):

@@ -1,9 +1,123 @@
-"""What a configuration amounts to, in a few lines."""
+"""What a configuration amounts to, in a few lines: printed by ``--check-config`` and before the first step."""
 
 from __future__ import annotations
 
+from megatron.config.batch import batch_stages, global_batch, total_samples, total_steps
+from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
+from megatron.parallel.shard import padded_vocabulary
 
 
 def summary(config: RunConfig, world_size: int) -> str:
-    return f"{world_size} ranks, {config.model.num_layers} layers"
+    """At most ten lines: ranks, model, batch and its ramp, length, learning rate, precision."""
+    rows = {
+        "ranks": _ranks(config, world_size),
+        "model": _model(config.model),
+        "parameters": _parameters(config),
+        "batch": _batch(config, world_size),
+        "ramp": _ramp(config, world_size),
+        "length": _length(config, world_size),
+        "optimizer": _optimizer(config),
+        "precision": _precision(config),
+    }
+    return "\n".join(f"{name:<11}{row}" for name, row in rows.items() if row)
+
+
+def _ranks(config: RunConfig, world_size: int) -> str:
+    p = config.parallel
+    dp, tp = p.data_parallel_size(world_size), p.tensor_model_parallel_size
+    sharing = "tensor and sequence parallel" if p.sequence_parallel and tp > 1 else "tensor parallel"
+    return f"{world_size} = DP {dp} (copies of the model) x TP {tp} ({sharing})"
+
+
+def _model(m: ModelConfig) -> str:
+    heads = f"{m.num_attention_heads} heads of {m.head_dim}"
+    if m.kv_groups != m.num_attention_heads:
+        heads += f" on {m.kv_groups} key/value heads"
+    shape = f"{m.num_layers} layers, hidden {m.hidden_size}, {heads}, {m.activation} MLP of {m.ffn}"
+    return f"{shape}, {m.normalization}, positions {m.position_embedding_type}"
+
+
+def _parameters(config: RunConfig) -> str:
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    if m.vocab_size is None:
+        blocks = m.num_layers * m.layer_parameters() + m.norm_parameters()
+        return f"{blocks:,} and the embeddings; the tokenizer says how many entries they have"
+    held = rank_parameters(m, config.parallel.tensor_model_parallel_size)
+    padded = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp)
+    padding = f"; vocabulary {m.vocab:,}" + (f" padded to {padded:,}" if padded != m.vocab else "")
+    return f"{m.num_parameters():,}, {held:,} on each rank{padding}"
+
+
+def rank_parameters(m: ModelConfig, tp: int) -> int:
+    """Elements of the parameters on the fullest of ``tp`` tensor-parallel ranks, vocabulary padding included."""
+    rows = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp) // tp
+    embeddings = rows * m.hidden_size * (2 if m.untie_embeddings_and_output_weights else 1)
+    if m.position_embedding_type == "learned_absolute":
+        embeddings += (m.max_position_embeddings or 0) * m.hidden_size
+    return embeddings + m.num_layers * _rank_layer(m, tp) + m.norm_parameters()
+
+
+def _rank_layer(m: ModelConfig, tp: int) -> int:
+    """One block's share: columns and rows are cut, norms and the biases of row-parallel linears are not."""
+    h, d, bias = m.hidden_size, m.head_dim, int(m.add_bias_linear)
+    queries, groups = m.num_attention_heads // tp, max(1, m.kv_groups // tp)
+    attention = (queries + 2 * groups) * d * (h + int(m.qkv_bias)) + queries * d * h + bias * h
+    if m.qk_layernorm:
+        attention += 2 * d * (2 if m.normalization == "LayerNorm" else 1)
+    width = m.ffn // tp
+    mlp = width * (2 if m.gated else 1) * (h + bias) + width * h + bias * h
+    return attention + mlp + 2 * m.norm_parameters()
+
+
+def _batch(config: RunConfig, world_size: int) -> str:
+    t, dp = config.training, config.parallel.data_parallel_size(world_size)
+    full = global_batch(t, dp)
+    count = full // (t.micro_batch_size * dp)
+    plural = "micro-batch" if count == 1 else "micro-batches"
+    tokens = f"{full * t.seq_length:,} tokens"
+    return (
+        f"{full} samples x {t.seq_length} = {tokens} a step: {count} {plural} of {t.micro_batch_size} on each DP rank"
+    )
+
+
+def _ramp(config: RunConfig, world_size: int) -> str:
+    stages = batch_stages(config.training, config.parallel.data_parallel_size(world_size))
+    if len(stages) == 1:
+        return ""
+    shown = [f"{size} from sample {at:,}" for at, size in stages]
+    if len(shown) > 4:
+        shown[2:-1] = [f"... {len(shown) - 3} more ..."]
+    return ", ".join(shown)
+
+
+def _length(config: RunConfig, world_size: int) -> str:
+    t, dp = config.training, config.parallel.data_parallel_size(world_size)
+    steps, samples = total_steps(t, dp), total_samples(t, dp)
+    row = f"{steps:,} steps, {samples:,} samples, {samples * t.seq_length:,} tokens"
+    if t.eval_iters:
+        often = f"every {t.eval_interval} steps and at the end" if t.eval_interval else "at the end"
+        row += f"; evaluation on {t.eval_iters} batches {often}"
+    return row
+
+
+def _optimizer(config: RunConfig) -> str:
+    o = config.optimizer
+    row = f"{o.optimizer}, learning rate {o.lr:g} {o.lr_decay_style}"
+    if o.lr_decay_style != "constant":
+        row += f" to {o.min_lr:g}"
+    warmups = (
+        (o.lr_warmup_fraction, f"{100 * (o.lr_warmup_fraction or 0):g}% of the decay"),
+        (o.lr_warmup_samples, f"{o.lr_warmup_samples:,} samples"),
+        (o.lr_warmup_iters, f"{o.lr_warmup_iters:,} steps"),
+    )
+    warmup = next((words for used, words in warmups if used), None)
+    return row + (f", warm-up {warmup}" if warmup else "") + f", clip {o.clip_grad:g}"
+
+
+def _precision(config: RunConfig) -> str:
+    p = config.precision
+    if p.params_dtype in ("fp64", "fp32"):
+        return p.params_dtype
+    scale = "" if p.params_dtype == "bf16" else f", loss scale {'dynamic' if p.loss_scale is None else p.loss_scale}"
+    return f"{p.params_dtype}, masters and gradients fp32{scale}"

@@ -1,10 +1,89 @@
-"""Checks of the whole configuration."""
+"""All checks of a configuration at once."""
 
 from __future__ import annotations
 
-from megatron.config.problems import Problem
+from collections.abc import Iterator, Set
+from dataclasses import fields, replace
+from typing import Any, NoReturn
+
+from megatron.config.checks import batch, data, idle, layout, model, optimizer
+from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS, Setting
+from megatron.config.sources import flat
+
+CHECKS = (*model.CHECKS, *layout.CHECKS, *batch.CHECKS, *optimizer.CHECKS, *data.CHECKS, *idle.CHECKS)
 
 
-def problems(config: RunConfig, world_size: int, doubtful: frozenset[str] = frozenset()) -> list[Problem]:
-    return []
+def problems(config: RunConfig, world_size: int, doubtful: Set[str] = frozenset()) -> list[Problem]:
+    """Everything that is wrong with a run on ``world_size`` ranks.
+
+    Each number is checked by itself first. Checks of how values fit together leave out those that are already known
+    to be wrong, so that one mistake is not told twice.
+
+    Args:
+        config: resolved or not.
+        world_size: ranks.
+        doubtful: fields about which something unreadable was said.
+
+    """
+    beyond = [(s, v) for s, v in _numbers(config) if not _within(s, v)]
+    found = [_beyond(setting, value) for setting, value in beyond]
+    known = _without(config, set(doubtful) | {setting.name for setting, _ in beyond})
+    for check in CHECKS:
+        try:
+            found.extend(check(known, world_size))
+        except _UnknownError:
+            continue
+    return found
+
+
+def require(config: RunConfig, world_size: int) -> None:
+    """Raise ``UserError`` with all problems, if there are any."""
+    found = problems(config, world_size)
+    if found:
+        raise UserError(found)
+
+
+def _numbers(config: RunConfig) -> Iterator[tuple[Setting, Any]]:
+    for name, value in flat(config).items():
+        setting = SETTINGS[name]
+        if value is not None and setting.kind.scalar in (int, float):
+            yield setting, value
+
+
+def _within(setting: Setting, value: Any) -> bool:
+    return all(setting.option.limits.hold(v) for v in (value if setting.kind.many else (value,)))
+
+
+def _beyond(setting: Setting, value: Any) -> Problem:
+    limits, shown = setting.option.limits, setting.spell(value).partition(" ")[2]
+    nearest = next((b for b in (limits.at_least, limits.at_most) if b is not None and not setting.kind.many), None)
+    fixes = (setting.spell(setting.kind.scalar(nearest)),) if nearest is not None else ()
+    usual = (setting.spell(setting.default),) if setting.default is not None else ()
+    return Problem("E600", f"{setting.name} {shown}: must be {limits}", tuple(dict.fromkeys(fixes + usual)))
+
+
+class _UnknownError(Exception):
+    """Somebody looked at a value that is not known."""
+
+
+class _Unknown:
+    """In place of a value that is known to be wrong: whoever computes with it raises ``_UnknownError``."""
+
+    def _refuse(self, *others: object) -> NoReturn:
+        raise _UnknownError
+
+    __bool__ = __len__ = __iter__ = __getitem__ = __hash__ = __format__ = __str__ = __int__ = __float__ = _refuse
+    __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
+    __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse
+
+
+def _without(config: RunConfig, names: set[str]) -> RunConfig:
+    """The configuration with the values of ``names`` made unknown."""
+    hidden: dict[str, dict[str, Any]] = {}
+    for name in names:
+        hidden.setdefault(SETTINGS[name].group, {})[name] = _Unknown()
+    groups = {f.name: getattr(config, f.name) for f in fields(config)}
+    return replace(config, **{group: replace(groups[group], **values) for group, values in hidden.items()})

@@ -1,0 +1,86 @@
+"""Whether every step of the run has a batch that the ranks can share, and the run an end."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.batch import batch_stages, global_batch, total_steps
+from megatron.config.numbers import beside, divisors, multiples_beside, offers
+from megatron.config.problems import Problem
+from megatron.config.run import RunConfig
+
+
+def share(config: RunConfig, world_size: int) -> int:
+    """Samples by which every global batch must divide: a micro-batch on every data-parallel rank."""
+    return config.training.micro_batch_size * config.parallel.data_parallel_size(world_size)
+
+
+def full_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Every data-parallel rank gets the same number of whole micro-batches."""
+    t, unit = config.training, share(config, world_size)
+    if t.global_batch_size is None or t.global_batch_size % unit == 0:
+        return
+    micro, ranks = t.micro_batch_size, unit // t.micro_batch_size
+    fixes = offers("--global-batch-size", multiples_beside(t.global_batch_size, unit))
+    if t.global_batch_size % ranks == 0:
+        fixes += offers("--micro-batch-size", beside(micro, divisors(t.global_batch_size // ranks))[:1])
+    sentence = f"global batch {t.global_batch_size} is not a multiple of micro-batch {micro} x DP {ranks}"
+    yield Problem("E301", sentence, fixes)
+
+
+def ramp(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """A ramp rises in whole increments to the full batch, and the ranks can share every batch on the way."""
+    t, ranks = config.training, config.parallel.data_parallel_size(world_size)
+    if t.rampup_batch_size is None:
+        return
+    start, increment, samples = t.rampup_batch_size
+    full, unit = global_batch(t, ranks), share(config, world_size)
+    uneven = [size for _, size in batch_stages(t, ranks)[:-1] if size % unit]
+    if start >= full:
+        sentence = f"the batch cannot grow from {start} to {full}"
+        yield Problem("E302", sentence, (f"--global-batch-size {start + increment}", "drop --rampup-batch-size"))
+    elif (full - start) % increment:
+        sentence = f"the batch cannot grow from {start} to {full} in steps of {increment}"
+        yield Problem("E302", sentence, _ramps(start, increment, samples, full, unit))
+    elif uneven and full % unit == 0:
+        shown = ", ".join(map(str, uneven[:3])) + (", ..." if len(uneven) > 3 else "")
+        sentence = f"the ramp passes batches that are no multiple of micro-batch x DP = {unit}: {shown}"
+        yield Problem("E303", sentence, _ramps(start, increment, samples, full, unit))
+
+
+def _ramps(start: int, increment: int, samples: int, full: int, unit: int) -> tuple[str, ...]:
+    """Ramps near the one asked for whose batches are all multiples of ``unit``."""
+    first = max(unit, start // unit * unit)
+    if full % unit or first >= full:
+        return ("drop --rampup-batch-size",)
+    steps = [unit * d for d in divisors((full - first) // unit)]
+    near = [increment] if increment in steps else beside(increment, steps)
+    return tuple(f"--rampup-batch-size {first} {step} {samples}" for step in near)
+
+
+def length(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """The run's length is said once, and is at least a step."""
+    t, ranks = config.training, config.parallel.data_parallel_size(world_size)
+    if t.train_iters is None and t.train_samples is None:
+        yield Problem("E304", "the run has no length", ("--train-iters 1000", "--train-samples 1000000"))
+    elif t.train_iters is not None and t.train_samples is not None:
+        fixes = ("drop --train-iters", "drop --train-samples")
+        yield Problem("E304", "both train_iters and train_samples say how long the run is", fixes)
+    elif t.train_samples is not None and total_steps(t, ranks) == 0:
+        first = batch_stages(t, ranks)[0][1]
+        sentence = f"{t.train_samples} samples do not fill one step of {first}"
+        yield Problem("E305", sentence, (f"--train-samples {first}",))
+
+
+def recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """What is recomputed exists, and is something."""
+    t, layers = config.training, config.model.num_layers
+    if t.recompute_granularity == "full" and t.recompute_num_layers is not None and t.recompute_num_layers > layers:
+        sentence = f"{t.recompute_num_layers} layers cannot be recomputed: the model has {layers}"
+        yield Problem("E306", sentence, (f"--recompute-num-layers {layers}",))
+    if t.recompute_granularity == "selective" and not t.recompute_modules:
+        fixes = ("--recompute-modules layernorm activation", "drop --recompute-granularity")
+        yield Problem("E306", "selective recomputation of no modules", fixes)
+
+
+CHECKS = (full_batch, ramp, length, recomputation)

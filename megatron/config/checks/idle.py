@@ -1,0 +1,138 @@
+"""Options that were set, but that nothing will read because another option is not what they need.
+
+Where the two together are a mistake about the model or the method it is a problem; where one merely leaves the other
+without work, as evaluation turned off does with its interval, a remark is enough.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from megatron.config.problems import Problem
+from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Fields that work only while something holds.
+
+    Attributes:
+        fields: their names.
+        active: whether they work.
+        needs: that condition in words.
+        remedy: flags that make them work.
+    """
+
+    fields: tuple[str, ...]
+    active: Callable[[RunConfig], bool]
+    needs: str
+    remedy: str
+
+    def idle(self, config: RunConfig) -> list[str]:
+        """Fields that were set in vain."""
+        if self.active(config):
+            return []
+        values = ((name, getattr(getattr(config, SETTINGS[name].group), name)) for name in self.fields)
+        return [name for name, value in values if value != SETTINGS[name].default]
+
+
+def _recomputes(granularity: str) -> Callable[[RunConfig], bool]:
+    return lambda c: c.training.recompute_granularity == granularity
+
+
+def _dynamic_scale(c: RunConfig) -> bool:
+    return c.precision.params_dtype == "fp16" and c.precision.loss_scale is None
+
+
+MISTAKES = (
+    Rule(
+        ("rotary_base", "rotary_percent", "rotary_interleaved"),
+        lambda c: c.model.position_embedding_type in ("rope", "yarn"),
+        "rotary positions",
+        "--position-embedding-type rope",
+    ),
+    Rule(
+        ("use_rope_scaling",),
+        lambda c: c.model.position_embedding_type == "rope",
+        "position_embedding_type rope",
+        "--position-embedding-type rope",
+    ),
+    Rule(
+        ("rope_scaling_factor", "rope_original_max_position", "rope_low_freq_factor", "rope_high_freq_factor"),
+        lambda c: c.model.use_rope_scaling,
+        "use_rope_scaling",
+        "--use-rope-scaling",
+    ),
+    Rule(
+        ("rotary_scaling_factor", "yarn_original_max_position_embeddings", "yarn_beta_fast", "yarn_beta_slow"),
+        lambda c: c.model.position_embedding_type == "yarn",
+        "position_embedding_type yarn",
+        "--position-embedding-type yarn",
+    ),
+    Rule(("loss_scale",), lambda c: c.precision.params_dtype == "fp16", "fp16", "--fp16"),
+    Rule(
+        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
+        _dynamic_scale,
+        "fp16 with a dynamic loss scale",
+        "--fp16",
+    ),
+    Rule(
+        ("recompute_method", "recompute_num_layers"),
+        _recomputes("full"),
+        "recompute_granularity full",
+        "--recompute-granularity full",
+    ),
+    Rule(
+        ("recompute_modules",),
+        _recomputes("selective"),
+        "recompute_granularity selective",
+        "--recompute-granularity selective",
+    ),
+    Rule(
+        ("lr_wsd_decay_iters", "lr_wsd_decay_samples", "lr_wsd_decay_style"),
+        lambda c: c.optimizer.lr_decay_style == "WSD",
+        "lr_decay_style WSD",
+        "--lr-decay-style WSD",
+    ),
+)
+
+HARMLESS = (
+    Rule(("sequence_parallel",), lambda c: c.parallel.tensor_model_parallel_size > 1, "TP above 1", ""),
+    Rule(("eval_interval",), lambda c: c.training.eval_iters > 0, "eval_iters above 0", ""),
+    Rule(("min_lr",), lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays", ""),
+    Rule(
+        ("lr_warmup_init",),
+        lambda c: bool(c.optimizer.lr_warmup_fraction or c.optimizer.lr_warmup_iters or c.optimizer.lr_warmup_samples),
+        "a warm-up",
+        "",
+    ),
+    Rule(("weight_decay",), lambda c: c.optimizer.weight_decay_incr_style == "constant", "a constant weight decay", ""),
+    Rule(("adam_beta1", "adam_beta2", "adam_eps"), lambda c: c.optimizer.optimizer == "adam", "optimizer adam", ""),
+    Rule(("sgd_momentum",), lambda c: c.optimizer.optimizer == "sgd", "optimizer sgd", ""),
+    Rule(("split",), lambda c: not c.data.mock_data, "data_path", ""),
+)
+
+
+def _check(rule: Rule) -> Callable[[RunConfig, int], Iterator[Problem]]:
+    def check(config: RunConfig, world_size: int) -> Iterator[Problem]:
+        idle = rule.idle(config)
+        if idle:
+            back = " ".join(SETTINGS[name].spell(SETTINGS[name].default) for name in idle)
+            yield Problem("E601", f"{_list(idle)} without {rule.needs} would do nothing", (rule.remedy, back))
+
+    return check
+
+
+def remarks(config: RunConfig) -> list[str]:
+    """A line on every option that is set and has, harmlessly, no effect."""
+    found = ((rule.idle(config), rule.needs) for rule in HARMLESS)
+    return [f"{_list(idle)} has no effect without {needs}" for idle, needs in found if idle]
+
+
+def _list(names: list[str]) -> str:
+    return ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
+
+
+CHECKS = tuple(_check(rule) for rule in MISTAKES)

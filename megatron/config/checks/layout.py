@@ -1,0 +1,80 @@
+"""Whether the rank grid can hold the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.numbers import beside, divisors, multiples_beside, offers
+from megatron.config.problems import Problem
+from megatron.config.run import RunConfig
+from megatron.config.settings import flag
+
+
+def built_axes(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """This version trains on TP x SP x DP; the other axes exist in the mesh only."""
+    p = config.parallel
+    axes = (
+        ("pipeline_model_parallel_size", "pipeline", p.pipeline_model_parallel_size),
+        ("context_parallel_size", "context", p.context_parallel_size),
+        ("expert_model_parallel_size", "expert", p.expert_model_parallel_size),
+    )
+    for name, words, size in axes:
+        if size > 1:
+            sentence = f"{words} parallelism of {size} is not built; tensor, sequence and data parallelism are"
+            yield Problem("E201", sentence, (f"{flag(name)} 1",))
+    if p.expert_tensor_parallel_size not in (None, p.tensor_model_parallel_size):
+        sentence = f"expert tensor parallelism of {p.expert_tensor_parallel_size}: there are no experts in this version"
+        yield Problem("E201", sentence, (f"--expert-tensor-parallel-size {p.tensor_model_parallel_size}",))
+
+
+def world(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Whole copies of the model fill all ranks."""
+    p = config.parallel
+    if world_size % p.model_ranks == 0:
+        return
+    name = "TP" if p.model_ranks == p.tensor_model_parallel_size else "TP x PP x CP"
+    ranks = "1 rank is" if world_size == 1 else f"{world_size} ranks are"
+    smaller = offers("--tensor-model-parallel-size", beside(p.tensor_model_parallel_size, divisors(world_size))[:1])
+    enough = max(multiples_beside(world_size, p.model_ranks))
+    start = f"torchrun --nproc-per-node {enough}" if enough <= 8 else f"start {enough} ranks"
+    yield Problem("E202", f"{ranks} not a multiple of {name} = {p.model_ranks}", (*smaller, start))
+
+
+def heads(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """TP cuts query heads evenly, and either cuts key/value heads or gives each to an equal number of ranks."""
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    if m.num_attention_heads % tp:
+        sizes = offers("--tensor-model-parallel-size", beside(tp, divisors(m.num_attention_heads)))
+        counts = offers("--num-attention-heads", multiples_beside(m.num_attention_heads, tp))
+        yield Problem("E203", f"{m.num_attention_heads} heads do not divide over TP {tp}", sizes + counts)
+    elif m.kv_groups % tp and tp % m.kv_groups:
+        fit = [n for n in divisors(m.num_attention_heads) if n % tp == 0 or tp % n == 0]
+        sentence = f"{m.kv_groups} key/value heads and TP {tp}: neither is a multiple of the other"
+        yield Problem("E203", sentence, offers("--num-query-groups", beside(m.kv_groups, fit)))
+
+
+def widths(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """TP cuts the MLP's width evenly."""
+    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    if m.ffn % tp:
+        fixes = offers("--ffn-hidden-size", multiples_beside(m.ffn, tp))
+        yield Problem("E204", f"an MLP of width {m.ffn} does not divide over TP {tp}", fixes)
+
+
+def sequence(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Sequence parallelism cuts samples evenly."""
+    p, length = config.parallel, config.training.seq_length
+    if p.sequence_parallel and length % p.tensor_model_parallel_size:
+        fixes = offers("--seq-length", multiples_beside(length, p.tensor_model_parallel_size))
+        sentence = f"samples of {length} tokens do not divide over TP {p.tensor_model_parallel_size}"
+        yield Problem("E205", f"sequence parallelism: {sentence}", (*fixes, "--no-sequence-parallel"))
+
+
+def backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """NCCL moves data between GPUs only."""
+    if config.parallel.distributed_backend == "nccl" and config.training.device == "cpu":
+        fixes = ("--distributed-backend gloo", "--device cuda")
+        yield Problem("E206", "the nccl backend cannot serve CPUs", fixes)
+
+
+CHECKS = (built_axes, world, heads, widths, sequence, backend)

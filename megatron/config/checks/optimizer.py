@@ -1,0 +1,105 @@
+"""Whether schedules and number formats make sense together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.config.batch import global_batch, total_samples
+from megatron.config.problems import Problem
+from megatron.config.run import OptimizerConfig, RunConfig
+from megatron.config.settings import flag
+from megatron.config.sources import ALTERNATIVES
+
+SCHEDULE_LENGTHS = [ways for ways in ALTERNATIVES if ways[0].startswith("lr_")]
+
+
+def rates(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """The peak is the largest learning rate."""
+    o = config.optimizer
+    for name, rate in (("min_lr", o.min_lr), ("lr_warmup_init", o.lr_warmup_init)):
+        if rate > o.lr:
+            yield Problem(
+                "E401", f"{name} {rate:g} is above lr {o.lr:g}", (f"{flag(name)} {o.lr / 10:g}", f"--lr {rate * 10:g}")
+            )
+
+
+def said_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """A length is given in steps, in samples or as a share: not in two ways."""
+    o = config.optimizer
+    for ways in SCHEDULE_LENGTHS:
+        used = [way for way in ways if getattr(o, way)]
+        if len(used) > 1:
+            fixes = tuple(f"drop {flag(way)}" for way in used)
+            yield Problem("E402", f"{' and '.join(used)} say the same thing", fixes)
+
+
+def schedule(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Warm-up, decay and WSD's final decay fit into one another."""
+    o = config.optimizer
+    lengths = _lengths(config, world_size)
+    if lengths is None or o.lr_decay_style == "constant":
+        return
+    warmup, decay, final = lengths
+    unit = global_batch(config.training, config.parallel.data_parallel_size(world_size))
+    if warmup >= decay:
+        sentence = f"the warm-up of {warmup:g} samples does not end before the decay does, at {decay:g}"
+        shorter = f"--lr-warmup-iters {int(decay // unit) // 10}"
+        yield Problem("E403", sentence, (shorter, f"--lr-decay-iters {int(warmup // unit) * 10 or 10}"))
+    elif o.lr_decay_style == "WSD" and final is None:
+        tenth = max(1, int(decay // unit) // 10)
+        yield Problem("E404", "WSD needs the length of its final decay", (f"--lr-wsd-decay-iters {tenth}",))
+    elif o.lr_decay_style == "WSD" and final is not None and final > decay - warmup:
+        room = int((decay - warmup) // unit)
+        sentence = f"WSD's final decay of {final:g} samples does not fit between the warm-up's end at {warmup:g}"
+        yield Problem("E404", f"{sentence} and {decay:g}", (f"--lr-wsd-decay-iters {max(1, room)}",))
+
+
+def _lengths(config: RunConfig, world_size: int) -> tuple[float, float, float | None] | None:
+    """Warm-up, decay and WSD's final decay in samples; None while the run has no length."""
+    o, t = config.optimizer, config.training
+    ranks = config.parallel.data_parallel_size(world_size)
+    if (t.train_iters is None) == (t.train_samples is None):
+        return None
+    unit = global_batch(t, ranks)
+    decay = _samples(o.lr_decay_samples, o.lr_decay_iters, unit) or total_samples(t, ranks)
+    return _warmup(o, unit, decay), decay, _samples(o.lr_wsd_decay_samples, o.lr_wsd_decay_iters, unit)
+
+
+def _warmup(o: OptimizerConfig, unit: int, decay: float) -> float:
+    if o.lr_warmup_fraction is not None:
+        return o.lr_warmup_fraction * decay
+    return o.lr_warmup_samples or o.lr_warmup_iters * unit
+
+
+def _samples(samples: int | None, iters: int | None, unit: int) -> int | None:
+    if samples is not None:
+        return samples
+    return None if iters is None else iters * unit
+
+
+def weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Weight decay is one number, or moves between two."""
+    o = config.optimizer
+    ends = {"start_weight_decay": o.start_weight_decay, "end_weight_decay": o.end_weight_decay}
+    if o.weight_decay_incr_style == "constant":
+        for name, value in ends.items():
+            if value is not None:
+                fixes = ("--weight-decay-incr-style linear", f"drop {flag(name)} and use --weight-decay {value:g}")
+                yield Problem("E405", f"{name} has no effect on a constant weight decay", fixes)
+        return
+    for name, value in ends.items():
+        if value is None:
+            fixes = (f"{flag(name)} {o.weight_decay:g}", "--weight-decay-incr-style constant")
+            yield Problem("E405", f"a {o.weight_decay_incr_style} weight decay needs {name}", fixes)
+
+
+def loss_scale(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """The dynamic scale starts at or above its floor."""
+    p = config.precision
+    if p.params_dtype == "fp16" and p.loss_scale is None and p.initial_loss_scale < p.min_loss_scale:
+        sentence = f"the loss scale starts at {p.initial_loss_scale:g}, below its floor {p.min_loss_scale:g}"
+        fixes = (f"--min-loss-scale {p.initial_loss_scale:g}", f"--initial-loss-scale {p.min_loss_scale:g}")
+        yield Problem("E406", sentence, fixes)
+
+
+CHECKS = (rates, said_once, schedule, weight_decay, loss_scale)

@@ -1,0 +1,33 @@
+"""Numbers as people write them, and numbers to offer in place of one that does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def text(number: float) -> str:
+    """The shortest text that reads back as the same number."""
+    short = f"{number:g}"
+    return short if float(short) == number else repr(number).removesuffix(".0")
+
+
+def beside(value: int, among: Iterable[int]) -> list[int]:
+    """The nearest of some numbers below ``value`` and the nearest above it."""
+    numbers = sorted(among)
+    return [*[n for n in numbers if n < value][-1:], *[n for n in numbers if n > value][:1]]
+
+
+def multiples_beside(value: int, of: int) -> list[int]:
+    """The nearest positive multiples of ``of`` below and above ``value``."""
+    return beside(value, (n for n in (value // of * of, (value // of + 1) * of, (-(-value // of) - 1) * of) if n > 0))
+
+
+def divisors(of: int) -> list[int]:
+    """All divisors, ascending."""
+    small = [d for d in range(1, int(of**0.5) + 1) if of % d == 0]
+    return sorted({*small, *(of // d for d in small)})
+
+
+def offers(flag: str, numbers: Iterable[int]) -> tuple[str, ...]:
+    """One fix for each number."""
+    return tuple(f"{flag} {n}" for n in numbers)

@@ -1,0 +1,144 @@
+"""The flags of every configuration field, for argparse."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from megatron.config.presets import PRESETS
+from megatron.config.problems import Problem, UserError
+from megatron.config.settings import GROUPS, SETTINGS, Setting
+
+
+@dataclass(frozen=True)
+class Given:
+    """One flag as it was written.
+
+    Attributes:
+        spelling: the flag.
+        setting: the field it is about.
+        words: what followed it.
+        constant: what the flag stores by itself; None for a flag that takes words.
+    """
+
+    spelling: str
+    setting: Setting
+    words: tuple[str, ...] = ()
+    constant: Any = None
+
+    @property
+    def main(self) -> str:
+        """The spelling, one for ``--x`` and ``--no-x``: of those a later one is meant to override an earlier."""
+        return self.setting.flag if self.spelling == self.setting.negative else self.spelling
+
+    def value(self) -> Any:
+        """What it means.
+
+        Raises:
+            ValueError: when the words are no value.
+        """
+        return self.setting.from_words(self.words) if self.constant is None else self.constant
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError([Problem("E002", message)])
+
+
+class _Note(argparse.Action):
+    """Remembers that a flag was written; what it means is decided when all flags are known."""
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        namespace.given = getattr(namespace, "given", [])
+        namespace.given.append(Given(option_string or "", SETTINGS[self.dest], tuple(values), self.const))
+
+
+class _Help(argparse.HelpFormatter):
+    def __init__(self, prog: str) -> None:
+        super().__init__(prog, max_help_position=34, width=110)
+
+    def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
+        """Show one value as one: the parser itself takes any number, to say what is wrong with it later."""
+        if isinstance(action, _Note):
+            return str(action.metavar)
+        return super()._format_args(action, default_metavar)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser, with one group of flags for each configuration class."""
+    parser = _Parser(
+        prog="pretrain_gpt.py",
+        usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
+        description="Pretrain a GPT. Flags are spelled as Megatron-LM spells them.",
+        allow_abbrev=False,
+        formatter_class=_Help,
+    )
+    _add_sources(parser.add_argument_group("sources", "Later ones win: preset, config, flags, set."))
+    for group, cls in GROUPS.items():
+        arguments = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0])
+        for setting in (s for s in SETTINGS.values() if s.group == group):
+            _add(arguments, setting)
+    return parser
+
+
+def _add_sources(group: Any) -> None:
+    group.add_argument("--preset", metavar="NAME", help=f"Start from a known model: {', '.join(PRESETS)}.")
+    group.add_argument(
+        "--config",
+        nargs="+",
+        action="extend",
+        default=[],
+        metavar="FILE",
+        help="YAML, by group or flat; the last wins.",
+    )
+    assignment = "Set a field; null empties it."
+    group.add_argument("--set", nargs="+", action="extend", default=[], metavar="GROUP.FIELD=VALUE", help=assignment)
+    group.add_argument("--check-config", action="store_true", help="Check everything, print a summary and stop.")
+    group.add_argument("--world-size", type=int, metavar="N", help="Ranks to check for. Default: as many as launched.")
+
+
+def _add(group: Any, setting: Setting) -> None:
+    text = describe(setting).replace("%", "%%")
+    if setting.kind.scalar is bool:
+        constants = {setting.flag: (True, text), setting.negative: (False, argparse.SUPPRESS)}
+    else:
+        constants = {}
+        group.add_argument(
+            setting.flag, action=_Note, dest=setting.name, nargs="*", metavar=metavar(setting), help=text
+        )
+    for alias, value in (setting.option.aliases or {}).items():
+        constants[alias] = (value, f"The same as {setting.spell(value)}.")
+    for spelling, (value, text) in constants.items():
+        group.add_argument(spelling, action=_Note, dest=setting.name, nargs=0, const=value, help=text)
+
+
+def metavar(setting: Setting) -> str:
+    """What the help shows in place of the value."""
+    if setting.option.choices and not setting.kind.many:
+        return "{" + ",".join(setting.option.choices) + "}"
+    word = {int: "N", float: "X", str: "TEXT"}[setting.kind.scalar]
+    return " ".join([word] * (setting.kind.length or 1)) + (
+        " ..." if setting.kind.many and not setting.kind.length else ""
+    )
+
+
+def describe(setting: Setting) -> str:
+    """Help text with the default, where the text does not say it."""
+    if setting.default is None or setting.default == ():
+        return setting.option.help
+    return f"{setting.option.help} [{shown_default(setting)}]"
+
+
+def shown_default(setting: Setting) -> str:
+    """The default as one would write it; for a boolean, how to turn it off."""
+    if setting.kind.scalar is bool:
+        return f"on; off: {setting.negative}" if setting.default else "off"
+    return setting.spell(setting.default).partition(" ")[2]
