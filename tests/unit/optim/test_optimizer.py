@@ -1,0 +1,137 @@
+"""Finishing a step: norm, clipping, decay, masters, skips."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.run import OptimizerConfig
+from megatron.optim.clip import GradNorm
+from megatron.parallel.shard import Init, Shard
+from tests.solo import Solo, one_rank_mesh, random_batch, tiny
+
+CONFIG = tiny(num_query_groups=2)
+BATCHES = [random_batch(CONFIG, seed=seed) for seed in (1, 2)]
+
+
+def state(solo: Solo) -> dict[str, Tensor]:
+    """Copies of weights, masters, moments and step counts."""
+    out = {f"weight {n}": p for n, p in solo.params.items()}
+    out |= {f"master {n}": m for n, m in solo.optimizer.masters.items()}
+    for decays, (_, rule) in solo.optimizer.rules.items():
+        held = {**rule.state, "steps": getattr(rule, "steps", [])}
+        out |= {f"{kind} {decays} {i}": t for kind, ts in held.items() for i, t in enumerate(ts)}
+    return {name: t.detach().clone() for name, t in out.items()}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e9])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_norm_and_clipping_are_those_of_torch(dtype: torch.dtype, clip: float) -> None:
+    solo = Solo.build(CONFIG, dtype, optimizer=OptimizerConfig(clip_grad=clip))
+    solo.backward(BATCHES)
+    reference = [nn.Parameter(torch.zeros_like(g)) for g in solo.buckets.grads.values()]
+    for param, grad in zip(reference, solo.snapshot().values()):
+        param.grad = grad
+    norm = nn.utils.clip_grad_norm_(reference, clip if clip else float("inf"))
+    tolerance = 1e-13 if dtype == torch.float64 else 1e-6
+    outcome = solo.optimizer.step(1e-3, 0.0, torch.ones(()))
+    assert outcome.grad_norm.item() == pytest.approx(norm.item(), rel=tolerance)
+    assert outcome.grad_norm.dtype == torch.float64
+    assert outcome.skipped.item() == 0
+    for param, (name, grad) in zip(reference, solo.buckets.grads.items()):
+        assert param.grad is not None
+        torch.testing.assert_close(grad, param.grad, rtol=10 * tolerance, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_norm_counts_what_this_rank_owns() -> None:
+    """Copies count on their first holder only, vocabulary padding nowhere."""
+    init, grads, squares = Init(), {}, []
+    for rank in range(2):
+        shard = Shard(rank, 2)
+        specs = {
+            "norm": shard.replicate((6,), init, partial=False),
+            "split": shard.split((8, 3), 0, init),
+            "vocabulary": shard.vocabulary(5, 3, 4, init),  # 4 rows and 1, of 4 each
+            "qkv": shard.qkv(1, 2, (2, 3), init),
+        }
+        grads = {n: torch.full(s.local_shape, 3.0) for n, s in specs.items()}
+        squares.append(GradNorm(specs, grads, one_rank_mesh()).compute().square().item())
+    elements = 6 + 8 * 3 + 5 * 3 + (2 + 2) * 2 * 3
+    assert sum(squares) == pytest.approx(9 * elements)
+    assert squares[1] == pytest.approx(9 * (12 + 3 + 6)), "rank 1 owns half of the split, one row, one query head"
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_a_gradient_that_is_not_finite_skips_the_step(dtype: torch.dtype, bad: float) -> None:
+    solo = Solo.build(CONFIG, dtype)
+    solo.step(BATCHES)
+    before = state(solo)
+    solo.backward(BATCHES)
+    solo.buckets.grads["layers.1.mlp.linear_fc2.bias"][3] = bad
+    outcome = solo.optimizer.step(1e-3, 0.1, torch.ones(()))
+    assert outcome.skipped.item() == 1
+    assert not outcome.grad_norm.isfinite()
+    after = state(solo)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    _, outcome = solo.step(BATCHES)
+    assert outcome.skipped.item() == 0
+    assert all(t.isfinite().all() for t in state(solo).values())
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**14])
+def test_the_loss_scale_is_taken_out(scale: float) -> None:
+    solo, scaled = Solo.build(CONFIG), Solo.build(CONFIG)
+    for _ in range(3):
+        solo.step(BATCHES)
+        scaled.backward(BATCHES)
+        for bucket in scaled.buckets.buckets:
+            bucket.buffer.mul_(scale)
+        outcome = scaled.optimizer.step(1e-3, 0.1, torch.tensor(scale))
+        assert outcome.skipped.item() == 0
+    for name, value in state(solo).items():
+        torch.testing.assert_close(state(scaled)[name], value, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", ["adam", "sgd"])
+def test_decay_shrinks_matrices_only(name: str) -> None:
+    """With zero gradients nothing else moves a weight."""
+    solo = Solo.build(CONFIG, optimizer=OptimizerConfig(optimizer=name))
+    before = {n: p.detach().clone() for n, p in solo.params.items()}
+    solo.buckets.start_step(0)
+    solo.optimizer.step(0.5, 0.1, torch.ones(()))
+    for n, param in solo.params.items():
+        expected = before[n] * (1 - 0.5 * 0.1) if param.dim() == 2 else before[n]
+        torch.testing.assert_close(param.detach(), expected, rtol=1e-12, atol=0)
+
+
+def test_masters_collect_what_bf16_would_lose() -> None:
+    """Each update is far below a bf16 step; a hundred of them are not."""
+    solo = Solo.build(CONFIG, torch.bfloat16)
+    masters = solo.optimizer.masters
+    assert {m.dtype for m in masters.values()} == {torch.float32}
+    start = {n: p.detach().clone() for n, p in solo.params.items()}
+    for _ in range(100):
+        solo.step(BATCHES, lr=1e-4, weight_decay=0.0)
+        for name, param in solo.params.items():
+            assert torch.equal(param, masters[name].bfloat16()), name
+    name = "final_layernorm.weight"
+    assert (start[name] == 1).all()
+    assert (masters[name] - 1).abs().max() > 5e-3
+    assert (solo.params[name] != 1).any(), "no weight moved: 1e-4 alone is lost, a hundred times 1e-4 is not"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_wide_weights_are_their_own_masters(dtype: torch.dtype) -> None:
+    solo = Solo.build(CONFIG, dtype)
+    for name, param in solo.params.items():
+        assert solo.optimizer.masters[name].data_ptr() == param.data_ptr()
+
+
+def test_loss_falls() -> None:
+    solo = Solo.build(CONFIG)
+    first, _ = solo.step(BATCHES, lr=1e-2)
+    for _ in range(30):
+        last, _ = solo.step(BATCHES, lr=1e-2)
+    assert last < 0.5 * first
