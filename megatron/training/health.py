@@ -21,7 +21,7 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
     """Step, rank and first bad module of a step that was skipped; collective over all ranks.
 
     Runs the micro-batches forward again on the unchanged weights and watches every module's output; when all are
-    finite, the first parameter (in order of use) with a bad gradient is named instead.
+    finite, the first parameter that backward gave a bad gradient is named instead.
     """
     found = first_bad_module(trainer.chunk, batches) or first_bad_gradient(trainer)
     everywhere = comm.all_gather_objects(found, trainer.mesh.world)
@@ -55,8 +55,8 @@ def first_bad_module(chunk: nn.Module, batches: Sequence[MicroBatch]) -> str | N
 
 
 def first_bad_gradient(trainer: Trainer) -> str | None:
-    """Name of the first parameter whose gradient is not finite."""
-    for name in trainer.chunk.specs:
+    """Name of the first parameter, in the order of backward, whose gradient is not finite."""
+    for name in reversed(list(trainer.chunk.specs)):
         if not trainer.buckets.grads[name].isfinite().all():
             return f"gradient of {name}"
     return None
