@@ -36,9 +36,15 @@ while [ $# -gt 0 ]; do
     esac
 done
 [[ $steps =~ ^[1-9][0-9]*$ ]] || fail "--steps must be a whole number above 0, not '$steps'"
-[ -z "$input" ] || [ -d "$input" ] || fail "--input-dir: there is no folder '$input'"
+if [ -n "$input" ]; then
+    [ -d "$input" ] || fail "--input-dir: there is no folder '$input'"
+    input=$(cd "$input" && pwd)
+fi
+mkdir -p "$out" || fail "--out: the folder '$out' cannot be made"
+out=$(cd "$out" && pwd)
+cd "$root"
 
-source "$root/tools/setup_env.sh" run
+source tools/setup_env.sh run
 export OMP_NUM_THREADS=1 # two processes share the machine; threads waiting for one another would only slow it down
 
 if [ -n "$input" ]; then
@@ -50,15 +56,25 @@ else
     excluded=(test tests site-packages dist-packages)
 fi
 echo "corpus: $input"
-python "$root/tools/preprocess_data.py" --input "$input" --suffix "${suffixes[@]}" \
-    --exclude "${excluded[@]}" --tokenizer-type ByteTokenizer --append-eod \
-    --output-prefix "$out/data/corpus"
+python tools/preprocess_data.py --input "$input" --suffix "${suffixes[@]}" \
+    --exclude "${excluded[@]}" --tokenizer-type ByteTokenizer --append-eod --output-prefix "$out/data/corpus"
 
-echo "training: $steps steps; metrics go to $out"
-torchrun --standalone --nproc-per-node 2 "$root/pretrain_gpt.py" \
-    --preset tiny-llama --device cpu \
-    --tensor-model-parallel-size 2 --sequence-parallel \
-    --data-path "$out/data/corpus_text_document" \
-    --train-iters "$steps" --micro-batch-size 8 --global-batch-size 8 \
-    --eval-interval 100 --eval-iters 4 --log-interval 10 \
-    --run-dir "$out" "$@"
+corpus=$out/data/corpus_text_document
+flags=(
+    --preset tiny-llama --device cpu
+    --tensor-model-parallel-size 2 --sequence-parallel
+    --data-path "$corpus" --split 90,10,0
+    --train-iters "$steps" --micro-batch-size 8 --global-batch-size 8
+    --log-interval 10 --run-dir "$out"
+)
+count='import sys; from megatron.data.indexed import IndexedDataset; print(len(IndexedDataset(sys.argv[1]).documents) - 1)'
+documents=$(python -c "$count" "$corpus")
+if [ "$documents" -ge 10 ]; then
+    flags+=(--eval-interval 100 --eval-iters 4)
+else
+    echo "no validation: that takes 10 documents, and $input has $documents"
+fi
+
+# First without torchrun: a mistake in the flags is then told once, and without its traceback.
+python pretrain_gpt.py --check-config --world-size 2 "${flags[@]}" "$@" >/dev/null
+torchrun --standalone --nproc-per-node 2 pretrain_gpt.py "${flags[@]}" "$@"
