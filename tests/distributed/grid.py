@@ -120,7 +120,7 @@ def case_of(choice: Choice) -> Case:
         cross_entropy_chunk_size=c["loss_chunk"],
         **RECOMPUTE[c["recompute"]],
     )
-    optimizer = OptimizerConfig(optimizer=c["optimizer"], clip_grad=c["clip"], adam_eps=1e-6)
+    optimizer = OptimizerConfig(optimizer=c["optimizer"], clip_grad=c["clip"], adam_eps=1e-5)
     batches = {name: c[name] for name in ("dp", "masked", "documents")}
     return Case(model, parallel, training=training, optimizer=optimizer, **batches)
 

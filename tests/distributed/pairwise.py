@@ -29,7 +29,10 @@ def covering(factors: Mapping[str, Sequence[Any]], valid: Callable[[Choice], boo
         for name in sorted(set(factors) - set(choice), key=lambda n: (-len(factors[n]), n)):
             choice[name] = max(
                 (v for v in factors[name] if valid(choice | {name: v})),
-                key=lambda v: (sum(frozenset(((name, v), known)) in waiting for known in choice.items()), -used[name, v]),
+                key=lambda v: (
+                    sum(frozenset(((name, v), known)) in waiting for known in choice.items()),
+                    -used[name, v],
+                ),
             )
         done = pairs_of(choice)
         left = [pair for pair in left if pair not in done]

@@ -60,7 +60,9 @@ def test_every_layout_trains_like_one_process(pool: Pool, choice: Choice) -> Non
 
 @pytest.mark.parametrize("choice", MATRIX[1::5], ids=label)
 def test_in_fp32_up_to_rounding(pool: Pool, choice: Choice) -> None:
-    case = replace(case_of(choice), precision=PrecisionConfig(params_dtype="fp32"))
+    """With SGD: Adam's first steps divide each gradient by its own size, and so make rounding as large as a step."""
+    case = case_of(choice | {"optimizer": "sgd"})
+    case = replace(case, precision=PrecisionConfig(params_dtype="fp32"))
     steps = run_on(pool, case)
     check(steps, compare_with_twin(steps, case, FLOOR_FP32), TOLERANCE_FP32)
 

@@ -1,0 +1,127 @@
+"""Small jobs that notice when something is wrong with a layout: what every mutant has to survive, and must not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from megatron.config.run import ParallelConfig, TrainingConfig
+from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
+from megatron.parallel.assemble import assemble
+from megatron.parallel.grads import GradSink
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import Init, Shard
+from megatron.training.health import explain_nonfinite
+from megatron.training.setup import build
+from megatron.training.stop import StopRequest
+from megatron.training.verify import RankTrace, join
+from tests.distributed.drive import MODEL, Case, batches_of, compare_with_twin, run_case
+
+TOLERANCE = 1e-8
+
+
+@dataclass(frozen=True)
+class Detector:
+    """``function(rank, world_size, *args)`` on every rank, and whether the ranks' results are what they should be."""
+
+    world_size: int
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    right: Callable[[Sequence[Any]], bool]
+
+
+def trains_like_one_process(case: Case, ranks: Sequence[list[RankTrace]]) -> bool:
+    steps = [join(step) for step in zip(*ranks)]
+    same = all(d.error <= TOLERANCE for d in compare_with_twin(steps, case))
+    return same and not any(step.drifted for step in steps)
+
+
+def training(case: Case) -> Detector:
+    return Detector(case.world_size, run_case, (case,), partial(trains_like_one_process, case))
+
+
+def ask_for_a_stop(rank: int, world_size: int) -> int:
+    """The last rank got SIGTERM; everyone must hear of it."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    request = StopRequest(mesh.world, torch.device("cpu"))
+    request.restore()
+    request._got = 15 if rank == world_size - 1 else 0
+    return request.agreed()
+
+
+def explain(rank: int, world_size: int, case: Case) -> str:
+    """The last rank's loss is not finite; everyone must say which."""
+    trainer = build(case.config(), rank, world_size)
+    if rank == world_size - 1:
+        torch.nn.init.constant_(trainer.chunk.get_parameter("layers.1.mlp.linear_fc1.weight"), float("nan"))
+    return explain_nonfinite(trainer, batches_of(trainer, case, 0))
+
+
+def assemble_rows(rank: int, world_size: int) -> list[float]:
+    mesh = Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=world_size), world_size), rank)
+    spec = Shard(rank, world_size).split((2 * world_size,), 0, Init())
+    return assemble(spec, torch.tensor([2.0 * rank, 2.0 * rank + 1.0]), mesh.tp).tolist()
+
+
+def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
+    """Cross-entropy of logits around +-1000, whose exponentials do not exist: the sum, and this rank's part of dx."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=world_size), world_size), rank)
+    x, weight, labels = _extreme()
+    rows = weight.shape[0] // world_size
+    mine = weight[rank * rows : (rank + 1) * rows].clone()
+    sink = GradSink()
+    sink.bind({"weight": torch.zeros_like(mine)}, lambda name: None)
+    vocabulary = Vocabulary(rank * rows, rows, mesh.tp)
+    x.requires_grad_()
+    mask = torch.ones(x.shape[0], dtype=torch.float64)
+    loss, _ = linear_cross_entropy(x, mine, labels, mask, vocabulary, LossConfig(), sink, "weight")
+    loss.backward()
+    return loss.item(), x.grad if x.grad is not None else torch.zeros_like(x)
+
+
+def _extreme() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 3, generator=generator, dtype=torch.float64) * 40
+    weight = torch.randn(8, 3, generator=generator, dtype=torch.float64) * 40
+    return x, weight, torch.tensor([0, 7, 3, 4, 5])
+
+
+def _is_plain_cross_entropy(ranks: Sequence[tuple[float, torch.Tensor]]) -> bool:
+    x, weight, labels = _extreme()
+    x.requires_grad_()
+    loss = F.cross_entropy(x @ weight.t(), labels, reduction="sum")
+    loss.backward()
+    same = all(abs(got - loss.item()) <= TOLERANCE * loss.item() for got, _ in ranks)
+    return same and torch.allclose(sum(dx for _, dx in ranks), x.grad, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+_SHARED_KV = replace(MODEL, num_query_groups=1, qk_layernorm=True, hidden_dropout=0.1, attention_dropout=0.1)
+TP2 = Case(
+    replace(_SHARED_KV, z_loss_coeff=1e-3),
+    ParallelConfig(tensor_model_parallel_size=2, ddp_bucket_size=4000),
+    training=TrainingConfig(micro_batch_size=2),
+    steps=2,
+)
+TP2_SP = replace(TP2, parallel=replace(TP2.parallel, sequence_parallel=True))
+DP2 = replace(TP2, parallel=ParallelConfig(ddp_bucket_size=4000), dp=2)
+DP2_LATE = replace(DP2, parallel=ParallelConfig(overlap_grad_reduce=False))
+TP4_GQA = Case(replace(MODEL, num_query_groups=2), ParallelConfig(tensor_model_parallel_size=4), steps=2)
+
+NONFINITE = "the loss or gradient of step 1 is not finite; first on rank 1: output of layers.1.mlp.linear_fc1"
+
+DETECTORS: dict[str, Detector] = {
+    "tp2": training(TP2),
+    "tp2-sp": training(TP2_SP),
+    "dp2": training(DP2),
+    "dp2-late": training(DP2_LATE),
+    "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
+    "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [15, 15]),
+    "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
+    "assemble": Detector(2, assemble_rows, (), lambda ranks: list(ranks) == [[0.0, 1.0, 2.0, 3.0]] * 2),
+}

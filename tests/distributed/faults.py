@@ -1,0 +1,164 @@
+"""Faults that sharded training is known for, each a patch of the library that holds while a context is open."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from megatron.layers import attention, linear, loss
+from megatron.model import block, gpt
+from megatron.model.gpt import GPTChunk
+from megatron.optim import clip
+from megatron.parallel import comm
+from megatron.parallel.comm import Group
+from megatron.parallel.grads import GradSink, Rows
+from megatron.parallel.microbatch import MicroBatch
+from megatron.training import setup, step
+from megatron.training.setup import Trainer
+
+
+def bias_added_by_every_rank() -> AbstractContextManager[Any]:
+    """A row-parallel bias inside the sum over ranks."""
+    original = linear._Row.forward
+
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wiring: Any) -> Tensor:
+        y = original(ctx, x, weight, bias, wiring)
+        return y if bias is None else y + (wiring.tp.size - 1) * bias
+
+    return patch.object(linear._Row, "forward", staticmethod(forward))
+
+
+def replicas_counted_in_the_norm() -> AbstractContextManager[Any]:
+    """Every rank adds all its pieces to the gradient norm, not only those it answers for."""
+    original = clip.GradNorm.__init__
+
+    def init(self: Any, specs: Any, grads: Any, mesh: Any) -> None:
+        original(self, specs, grads, mesh)
+        self._owned = [grads[n].view(s.local_view)[p.local.slices] for n, s in specs.items() for p in s.pieces]
+
+    return patch.object(clip.GradNorm, "__init__", init)
+
+
+def tokens_counted_locally() -> AbstractContextManager[Any]:
+    """The loss is divided by this replica's tokens times the replicas, not by the global count."""
+
+    def count(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
+        return torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum() * replicas.size
+
+    return patch.object(step, "count_tokens", count)
+
+
+@contextmanager
+def dropout_by_local_row() -> Iterator[None]:
+    """Sequence-parallel ranks drop the same rows of their parts."""
+
+    def from_zero(*arguments: Any) -> Tensor:
+        return original(*arguments[:-1], 0)
+
+    original = block.dropout_rows
+    with patch.object(block, "dropout_rows", from_zero), patch.object(gpt, "dropout_rows", from_zero):
+        yield
+
+
+def dropout_by_local_head() -> AbstractContextManager[Any]:
+    """Tensor-parallel ranks drop the same weights of their first heads."""
+    original = attention.dropout_attention
+    return patch.object(attention, "dropout_attention", lambda *arguments: original(*arguments[:-1], 0))
+
+
+def dropout_by_local_sample() -> AbstractContextManager[Any]:
+    """Every micro-batch drops what the first one does."""
+    original = GPTChunk.forward
+
+    def forward(self: GPTChunk, x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        return original(self, x, replace(batch, sample_ids=torch.arange(len(batch.sample_ids))))
+
+    return patch.object(GPTChunk, "forward", forward)
+
+
+def padding_in_the_partition_function() -> AbstractContextManager[Any]:
+    """The vocabulary's padded rows take part in the softmax."""
+    original = loss.OutputLayer.__init__
+
+    def init(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        self.vocabulary = replace(self.vocabulary, held=self.weight.shape[0])
+
+    return patch.object(loss.OutputLayer, "__init__", init)
+
+
+def largest_logit_not_shared() -> AbstractContextManager[Any]:
+    """Each rank subtracts its own largest logit."""
+    original = comm.all_reduce
+
+    def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+        return x if op == "max" else original(x, group, op)
+
+    return patch.object(comm, "all_reduce", all_reduce)
+
+
+def largest_logit_not_subtracted() -> AbstractContextManager[Any]:
+    """Logits are exponentiated as they are."""
+    original = comm.all_reduce
+
+    def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
+        return x.zero_() if op == "max" else original(x, group, op)
+
+    return patch.object(comm, "all_reduce", all_reduce)
+
+
+def deferred(run: Callable[[GradSink, int], None] = lambda sink, i: sink.run(0, i)) -> AbstractContextManager[Any]:
+    """No fault by itself: weight gradients wait until ``run`` asks for those of micro-batch ``i`` of the run."""
+    original, done = step.forward_backward, iter(range(1000))
+
+    def forward_backward(chunk: GPTChunk, batch: MicroBatch, seed: Tensor) -> None:
+        i, sink = next(done), chunk.context.sink
+        with sink.deferring(0, i):
+            original(chunk, batch, seed)
+        run(sink, i)
+
+    return patch.object(step, "forward_backward", forward_backward)
+
+
+def weight_gradient_dropped() -> AbstractContextManager[Any]:
+    """The W action of one micro-batch never runs."""
+    return deferred(lambda sink, i: sink.run(0, i) if i != 1 else None)
+
+
+def weight_gradient_empty() -> AbstractContextManager[Any]:
+    """The W action of one micro-batch runs, and adds nothing."""
+
+    def run(sink: GradSink, i: int) -> None:
+        queue = sink._queues[0, i]
+        if i == 1:
+            queue[:] = [(name, Rows(torch.zeros_like(x.wait())), dy) for name, x, dy in queue]
+        sink.run(0, i)
+
+    return deferred(run)
+
+
+def kv_copy_drifts() -> AbstractContextManager[Any]:
+    """One copy of a shared key/value head is off by the last bit of fp32."""
+    original = setup.build
+
+    def build(*arguments: Any) -> Trainer:
+        trainer = original(*arguments)
+        name = "layers.0.self_attention.linear_qkv.weight"
+        view = trainer.optimizer.masters[name].view(trainer.chunk.specs[name].local_view)
+        for piece in trainer.chunk.specs[name].pieces:
+            if len(piece.replicas) > 1 and piece.replicas[-1] == trainer.mesh.tp.rank:
+                view[piece.local.slices] *= 1.0 + 2.0**-23
+        return trainer
+
+    return patch("tests.distributed.drive.build", build)
+
+
+def kv_copies_not_summed() -> AbstractContextManager[Any]:
+    """The ranks that share a key/value head each use their own part of its gradient."""
+    return patch("megatron.optim.replicas.ReplicaGrads.reduce", lambda self: None)

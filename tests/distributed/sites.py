@@ -1,0 +1,169 @@
+"""Where the library communicates: found by reading it, watched and broken while it runs.
+
+A site is a call of a raw collective of ``megatron.parallel.comm`` anywhere outside that file.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.parallel import comm
+from megatron.parallel.comm import Group, Pending
+
+ROOT = Path(comm.__file__).parents[2]
+TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")
+OPS = (*TENSOR_OPS, *(f"start_{op}" for op in TENSOR_OPS), "all_gather_objects")
+SET_UP = ("is_initialized", "init_process_group", "destroy_process_group", "new_group", "distributed_c10d")
+"""What the library may ask of torch.distributed itself; nothing here moves tensors."""
+Operation = Callable[..., Any]
+
+
+@dataclass(frozen=True, order=True)
+class Site:
+    """A call of ``op`` in line ``line`` of ``file`` (relative to the repository)."""
+
+    file: str
+    line: int
+    op: str
+
+
+@dataclass(frozen=True, order=True)
+class Call:
+    """A site as it reads: ``function`` around it and ``reduction`` (``max``, or ``sum`` where none is named)."""
+
+    site: Site
+    function: str
+    reduction: str = "sum"
+
+    def __str__(self) -> str:
+        return f"{self.site.file}:{self.site.line}-{self.function}-{self.site.op}"
+
+
+def calls() -> list[Call]:
+    """Every site of the library, by reading its sources."""
+    return [call for path, tree in _sources() for call in _calls_in(tree, path)]
+
+
+def strays() -> list[str]:
+    """Places where a collective is reached other than by calling ``comm.op``, which no mutation would see."""
+    return [f"{path.relative_to(ROOT)}:{line}" for path, tree in _sources() for line in _strays_in(tree)]
+
+
+def _sources() -> list[tuple[Path, ast.Module]]:
+    files = [path for path in sorted((ROOT / "megatron").rglob("*.py")) if path != Path(comm.__file__)]
+    return [(path, ast.parse(path.read_text())) for path in files]
+
+
+def _strays_in(tree: ast.Module) -> Iterator[int]:
+    called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module == comm.__name__ and {a.name for a in node.names} & {*OPS}:
+            yield node.lineno
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            renamed = node.value.id == "comm" and node.attr in OPS and id(node) not in called
+            if renamed or (node.value.id == "dist" and node.attr not in SET_UP):
+                yield node.lineno
+
+
+def _calls_in(tree: ast.Module, path: Path) -> Iterator[Call]:
+    functions = [f for f in ast.walk(tree) if isinstance(f, ast.FunctionDef)]
+    for node in ast.walk(tree):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in OPS):
+            continue
+        if isinstance(node.func.value, ast.Name) and node.func.value.id == "comm":
+            around = [f for f in functions if f.lineno <= node.lineno <= (f.end_lineno or f.lineno)]
+            innermost = max(around, key=lambda f: f.lineno).name if around else "module"
+            named = [k.value.value for k in node.keywords if k.arg == "op" and isinstance(k.value, ast.Constant)]
+            site = Site(str(path.relative_to(ROOT)), node.lineno, node.func.attr)
+            yield Call(site, innermost, str(named[0]) if named else "sum")
+
+
+@contextmanager
+def watching() -> Iterator[set[Site]]:
+    """The sites at which this rank really communicates while the body runs."""
+    seen: set[Site] = set()
+
+    def note(site: Site, original: Operation, value: Any, group: Group, *rest: Any, **named: Any) -> Any:
+        seen.add(site)
+        return original(value, group, *rest, **named)
+
+    with _intercepted(note):
+        yield seen
+
+
+@contextmanager
+def broken(target: Site, how: str) -> Iterator[None]:
+    """Break one site while the body runs: ``removed``, ``doubled`` or ``mis-scaled``."""
+
+    def mutate(site: Site, original: Operation, value: Any, group: Group, *rest: Any, **named: Any) -> Any:
+        if site != target:
+            return original(value, group, *rest, **named)
+        return MUTATIONS[how](site.op, original, value, group, *rest, **named)
+
+    with _intercepted(mutate):
+        yield
+
+
+def _removed(name: str, original: Operation, value: Any, group: Group, *_: Any, **__: Any) -> Any:
+    """Nothing is sent: the local part stands for all, in the shape the caller expects."""
+    if name == "all_gather_objects":
+        return [value] * group.size
+    result = value
+    if name.endswith("all_gather"):
+        result = torch.cat([value] * group.size)
+    elif name.endswith("reduce_scatter"):
+        result = value.chunk(group.size)[group.rank].clone()
+    return _as_returned(name, result)
+
+
+def _doubled(name: str, original: Operation, value: Any, group: Group, *rest: Any, **named: Any) -> Any:
+    """The reduction is done twice; before a gather, one that does not belong there."""
+    once = value if name.endswith("all_reduce") else value.clone()
+    return original(comm.all_reduce(once, group, *rest, **named), group, *rest, **named)
+
+
+def _mis_scaled(name: str, original: Operation, value: Any, group: Group, *rest: Any, **named: Any) -> Any:
+    """The result is twice as large, wherever it was written."""
+    result = original(value, group, *rest, **named)
+    result = result.wait() if isinstance(result, Pending) else result
+    return _as_returned(name, result.mul_(2.0))
+
+
+def _as_returned(name: str, result: torch.Tensor) -> torch.Tensor | Pending:
+    return Pending(result) if name.startswith("start_") else result
+
+
+MUTATIONS: dict[str, Operation] = {"removed": _removed, "doubled": _doubled, "mis-scaled": _mis_scaled}
+
+
+@contextmanager
+def _intercepted(handler: Operation) -> Iterator[None]:
+    """Send every collective that is called outside ``comm.py`` on more than one rank through ``handler``."""
+    originals = {name: getattr(comm, name) for name in OPS}
+
+    def wrap(name: str, original: Operation) -> Operation:
+        def wrapper(value: Any, group: Group, *rest: Any, **named: Any) -> Any:
+            caller = sys._getframe(1)
+            path = Path(caller.f_code.co_filename)
+            if group.size == 1 or not path.is_relative_to(ROOT / "megatron") or path == Path(comm.__file__):
+                return original(value, group, *rest, **named)
+            site = Site(str(path.relative_to(ROOT)), caller.f_lineno, name)
+            return handler(site, original, value, group, *rest, **named)
+
+        return wrapper
+
+    for name, original in originals.items():
+        setattr(comm, name, wrap(name, original))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(comm, name, original)

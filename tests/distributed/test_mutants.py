@@ -1,0 +1,135 @@
+"""Every place where the library communicates is broken in turn, and the checks must notice.
+
+A mutant that survives means that a fault of this kind could live in the library unseen. Those that compute the same
+by mathematics are listed, with the reason; a listed mutant that is noticed after all fails too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import pytest
+
+from megatron.training.verify import RankTrace, join
+from tests.distributed import faults
+from tests.distributed.detect import DETECTORS, Detector
+from tests.distributed.drive import Case, run_case
+from tests.distributed.pool import Pool, RankError
+from tests.distributed.sites import MUTATIONS, Call, Site, broken, calls, strays, watching
+
+EQUIVALENT: dict[tuple[str, str, str], str] = {
+    ("megatron/layers/loss.py", "max", "doubled"): "the maximum of equal numbers is that number",
+    ("megatron/training/stop.py", "max", "doubled"): "the maximum of equal numbers is that number",
+}
+"""By file, reduction and mutation."""
+
+CALLS = calls()
+
+
+def kinds(call: Call) -> list[str]:
+    """Python objects are not summed: their gather can only be left out."""
+    return ["removed"] if call.site.op == "all_gather_objects" else list(MUTATIONS)
+
+
+def run_watched(rank: int, world_size: int, detector: str) -> tuple[set[Site], Any]:
+    with watching() as seen:
+        result = DETECTORS[detector].function(rank, world_size, *DETECTORS[detector].args)
+    return seen, result
+
+
+def run_broken(rank: int, world_size: int, detector: str, site: Site, how: str) -> Any:
+    with broken(site, how):
+        return DETECTORS[detector].function(rank, world_size, *DETECTORS[detector].args)
+
+
+@pytest.fixture(scope="module")
+def exercised(pool: Pool) -> dict[str, set[Site]]:
+    """The sites each detector reaches; unbroken, every detector is content."""
+    reached = {}
+    for name, detector in DETECTORS.items():
+        ranks = pool.run(detector.world_size, run_watched, name)
+        assert detector.right([result for _, result in ranks]), f"{name} complains about the library as it is"
+        reached[name] = set().union(*(seen for seen, _ in ranks))
+    return reached
+
+
+def verdict(pool: Pool, detector: Detector, *job: Any) -> str:
+    """What a job on the detector's ranks came to: ``right``, ``wrong``, or the message it failed with."""
+    try:
+        ranks = pool.run(detector.world_size, *job, timeout=20.0, check_collectives=False)
+    except RankError as error:
+        return str(error)
+    return "right" if detector.right(ranks) else "wrong"
+
+
+@pytest.mark.parametrize(("call", "how"), [(c, how) for c in CALLS for how in kinds(c)], ids=str)
+def test_a_broken_collective_is_noticed(pool: Pool, exercised: dict[str, set[Site]], call: Call, how: str) -> None:
+    reached = [name for name, sites in exercised.items() if call.site in sites]
+    assert reached, f"no detector reaches {call}: add one"
+    noticed = any(verdict(pool, DETECTORS[name], run_broken, name, call.site, how) != "right" for name in reached)
+    assert noticed != ((call.site.file, call.reduction, how) in EQUIVALENT)
+
+
+def test_every_site_that_runs_was_found_by_reading(exercised: dict[str, set[Site]]) -> None:
+    assert set().union(*exercised.values()) == {call.site for call in CALLS}
+
+
+def test_collectives_are_called_in_one_way_only() -> None:
+    assert strays() == []
+
+
+FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
+    "bias added tp times": ("tp2", faults.bias_added_by_every_rank),
+    "bias added tp times, sequence parallel": ("tp2-sp", faults.bias_added_by_every_rank),
+    "replicated weight counted twice in the norm": ("tp2", faults.replicas_counted_in_the_norm),
+    "local token count": ("dp2", faults.tokens_counted_locally),
+    "local row in dropout": ("tp2-sp", faults.dropout_by_local_row),
+    "local head in dropout": ("tp2", faults.dropout_by_local_head),
+    "local sample in dropout": ("dp2", faults.dropout_by_local_sample),
+    "padded rows unmasked": ("tp2", faults.padding_in_the_partition_function),
+    "largest logit of each rank": ("large-logits", faults.largest_logit_not_shared),
+    "largest logit not subtracted": ("large-logits", faults.largest_logit_not_subtracted),
+    "W of one micro-batch dropped": ("tp2-sp", faults.weight_gradient_empty),
+    "one kv copy drifts": ("tp2", faults.kv_copy_drifts),
+    "kv copies not summed": ("tp2", faults.kv_copies_not_summed),
+}
+"""The detector that must notice it, and the fault."""
+
+
+def run_faulty(rank: int, world_size: int, name: str) -> Any:
+    detector, fault = FAULTS[name]
+    with fault():
+        return DETECTORS[detector].function(rank, world_size, *DETECTORS[detector].args)
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_known_fault_is_noticed(pool: Pool, name: str) -> None:
+    assert verdict(pool, DETECTORS[FAULTS[name][0]], run_faulty, name) == "wrong"
+
+
+def test_a_forgotten_weight_gradient_is_an_error(pool: Pool) -> None:
+    with pytest.raises(RankError, match=r"misses \d+ contributions"):
+        pool.run(2, run_forgetful)
+
+
+def run_forgetful(rank: int, world_size: int) -> None:
+    with faults.weight_gradient_dropped():
+        run_case(rank, world_size, DETECTORS["tp2-sp"].args[0])
+
+
+def run_deferred(rank: int, world_size: int, case: Case) -> list[RankTrace]:
+    with faults.deferred():
+        return run_case(rank, world_size, case)
+
+
+@pytest.mark.parametrize("detector", ["tp2", "tp2-sp", "dp2"])
+def test_deferred_weight_gradients_are_the_same(pool: Pool, detector: str) -> None:
+    case = DETECTORS[detector].args[0]
+    assert DETECTORS[detector].right(pool.run(2, run_deferred, case))
+
+
+def test_a_kv_copy_that_drifts_is_named(pool: Pool) -> None:
+    ranks = pool.run(2, run_faulty, "one kv copy drifts")
+    assert "weight layers.0.self_attention.linear_qkv.weight" in join([rank[0] for rank in ranks]).drifted
