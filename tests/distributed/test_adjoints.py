@@ -1,0 +1,211 @@
+"""``<Ax, y> = <x, A*y>`` for everything that communicates and differentiates, in fp64 on real ranks.
+
+An inner product runs over the global tensor: a tensor that is the same on all ranks counts once, one that each rank
+has its own of is summed over the ranks. That the forward is the right map, and not just one with a fitting adjoint,
+is checked too: against the formula, or the same layer on one rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.run import ParallelConfig
+from megatron.layers.embedding import Embedding
+from megatron.layers.linear import ColumnLinear, RowLinear
+from megatron.parallel import collectives
+from megatron.parallel.build import BuildContext
+from megatron.parallel.comm import Group
+from megatron.parallel.grads import GradSink
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import Init
+from tests.distributed.drive import MODEL
+from tests.distributed.pool import Pool
+
+ROWS, BATCH, WIDTH, OUT = 8, 3, 12, 20
+
+
+@dataclass(frozen=True)
+class Products:
+    """A rank's share of the inner products that must agree: ``<Ax, y>``, and one for each argument ``A`` is linear in.
+
+    Attributes:
+        forward_error: largest difference of this rank's output from what it should be.
+    """
+
+    output: float
+    arguments: dict[str, float]
+    forward_error: float
+
+
+def draw(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def dot(a: Tensor, b: Tensor) -> float:
+    return (a * b).sum().item()
+
+
+def once(rank: int, value: float) -> float:
+    """The share of a rank in the inner product of tensors that are the same on all."""
+    return value if rank == 0 else 0.0
+
+
+def tp_mesh(rank: int, size: int) -> Mesh:
+    return Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=size), size), rank)
+
+
+def rows_of(x: Tensor, rank: int, size: int) -> Tensor:
+    return x.chunk(size)[rank]
+
+
+def agree(ranks: Sequence[Products]) -> None:
+    output = sum(r.output for r in ranks)
+    assert abs(output) > 1e-3
+    for name in ranks[0].arguments:
+        assert sum(r.arguments[name] for r in ranks) == pytest.approx(output, rel=1e-12), name
+    assert max(r.forward_error for r in ranks) < 1e-12
+
+
+COLLECTIVES: dict[str, tuple[bool, bool, Callable[[Sequence[Tensor], int], Tensor]]] = {
+    "copy": (True, False, lambda xs, rank: xs[0]),
+    "reduce": (False, True, lambda xs, rank: sum(xs[1:], xs[0])),
+    "gather_rows": (False, False, lambda xs, rank: torch.cat(list(xs))),
+    "scatter_rows": (False, False, lambda xs, rank: rows_of(sum(xs[1:], xs[0]), rank, len(xs))),
+}
+"""Whether x is the same on all ranks, whether y is, and the formula of ``rank``'s output from all inputs."""
+
+
+def apply_collective(rank: int, size: int, name: str) -> Products:
+    same_x, same_y, formula = COLLECTIVES[name]
+    collective = getattr(collectives, name)
+    group: Group = tp_mesh(rank, size).tp
+    inputs = [draw(0 if same_x else r, ROWS, BATCH) for r in range(size)]
+    x = inputs[rank].clone().requires_grad_()
+    out = collective(x, group)
+    y = draw(100 if same_y else 100 + rank, *out.shape)
+    out.backward(y)
+    assert x.grad is not None
+    left, right = dot(out.detach(), y), dot(x.detach(), x.grad)
+    return Products(
+        once(rank, left) if same_y else left,
+        {"x": once(rank, right) if same_x else right},
+        (out.detach() - formula(inputs, rank)).abs().max().item(),
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_collectives(pool: Pool, name: str, size: int) -> None:
+    agree(pool.run(size, apply_collective, name))
+
+
+@dataclass
+class Layer:
+    """A layer with its parameters filled and its gradients collected."""
+
+    module: nn.Module
+    context: BuildContext
+    grads: dict[str, Tensor]
+
+
+def make(build: Callable[[BuildContext], nn.Module], mesh: Mesh, sequence_parallel: bool) -> Layer:
+    """Build a layer; parameters that start constant become arange, so that no gradient meets a zero."""
+    context = BuildContext(mesh, GradSink(), torch.float64, sequence_parallel=sequence_parallel)
+    module = build(context)
+    for name, parameter in module.named_parameters():
+        spec = context.specs[name]
+        if spec.init.std is None:
+            whole = torch.arange(1.0, spec.numel + 1.0, dtype=torch.float64).view(spec.view)
+            for piece in spec.pieces:
+                parameter.data.view(spec.local_view)[piece.local.slices] = whole[piece.place.slices]
+    grads = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+    context.sink.bind(grads, lambda name: None)
+    return Layer(module, context, grads)
+
+
+def weigh(layer: Layer, rank: int) -> dict[str, float]:
+    """A rank's share of ``<w, dw>`` for each parameter: one that is replicated and not partial counts once."""
+    out = {}
+    for name, parameter in layer.module.named_parameters():
+        value = dot(parameter.detach(), layer.grads[name])
+        whole = all(len(p.replicas) > 1 and not p.partial for p in layer.context.specs[name].pieces)
+        out[name] = once(rank, value) if whole else value
+    return out
+
+
+def column(context: BuildContext) -> ColumnLinear:
+    weight = context.shard.split((OUT, WIDTH), 0, Init(0.3))
+    return ColumnLinear(context, weight, context.shard.split((OUT,), 0, Init()))
+
+
+def row(context: BuildContext) -> RowLinear:
+    return RowLinear(context, WIDTH, OUT, 0.3, bias=True)
+
+
+def apply_linear(rank: int, size: int, kind: str, sequence_parallel: bool) -> Products:
+    """``y = xW + b`` is linear in (x, b) for a fixed W, and in (W, b) for a fixed x."""
+    mesh, build = tp_mesh(rank, size), column if kind == "column" else row
+    layer = make(build, mesh, sequence_parallel)
+    whole_x = draw(1, ROWS, BATCH, WIDTH)
+    mine = whole_x.chunk(size, -1)[rank] if kind == "row" else whole_x
+    if kind == "column" and sequence_parallel:
+        mine = rows_of(whole_x, rank, size)
+    x = mine.clone().requires_grad_()
+    out = layer.module(x)
+    same_x, same_y = kind == "column" and not sequence_parallel, kind == "row" and not sequence_parallel
+    y = draw(2 if same_y else 2 + rank, *out.shape)
+    out.backward(y)
+    assert x.grad is not None
+    left, dx, weights = dot(out.detach(), y), dot(x.detach(), x.grad), weigh(layer, rank)
+    arguments = {
+        "x and bias": (once(rank, dx) if same_x else dx) + weights["bias"],
+        "weight and bias": weights["weight"] + weights["bias"],
+    }
+    expected = make(build, Mesh(Layout.from_config(ParallelConfig(), 1), 0), False).module(whole_x).detach()
+    if kind == "column":
+        expected = expected.chunk(size, -1)[rank]
+    elif sequence_parallel:
+        expected = rows_of(expected, rank, size)
+    error = (out.detach() - expected).abs().max().item()
+    return Products(once(rank, left) if same_y else left, arguments, error)
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize("kind", ["column", "row"])
+def test_linears(pool: Pool, kind: str, sequence_parallel: bool, size: int) -> None:
+    agree(pool.run(size, apply_linear, kind, sequence_parallel))
+
+
+def apply_embedding(rank: int, size: int, sequence_parallel: bool) -> Products:
+    """A look-up is linear in its tables. The vocabulary is odd, so the last rank's rows are partly padding."""
+
+    def build(context: BuildContext) -> Embedding:
+        return Embedding(MODEL, context)
+
+    layer = make(build, tp_mesh(rank, size), sequence_parallel)
+    tokens = torch.randint(0, MODEL.vocab, (BATCH, ROWS), generator=torch.Generator().manual_seed(3))
+    out = layer.module(tokens, None)
+    y = draw(4 + rank if sequence_parallel else 4, *out.shape)
+    out.backward(y)
+    left = dot(out.detach(), y)
+    expected = make(build, Mesh(Layout.from_config(ParallelConfig(), 1), 0), False).module(tokens, None).detach()
+    if sequence_parallel:
+        expected = rows_of(expected, rank, size)
+    return Products(
+        left if sequence_parallel else once(rank, left),
+        {"tables": sum(weigh(layer, rank).values())},
+        (out.detach() - expected).abs().max().item(),
+    )
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_embedding(pool: Pool, sequence_parallel: bool, size: int) -> None:
+    agree(pool.run(size, apply_embedding, sequence_parallel))
