@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -86,14 +86,6 @@ class Solo:
     def params(self) -> dict[str, nn.Parameter]:
         """Parameters by global name."""
         return dict(self.chunk.named_parameters())
-
-    @torch.no_grad()
-    def load(self, weights: Mapping[str, Tensor]) -> None:
-        """Copy global weights into an fp32 or fp64 model; names must match exactly, padding keeps its zeros."""
-        if set(weights) != set(self.params):
-            raise KeyError(f"names differ: {sorted(set(weights) ^ set(self.params))}")
-        for name, param in self.params.items():
-            param[: len(weights[name])].copy_(weights[name])
 
     def backward(self, batches: Sequence[MicroBatch]) -> Tensor:
         """Gradients of the mean loss over all unmasked labels; returns that loss."""

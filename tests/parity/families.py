@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 
@@ -73,6 +73,15 @@ def _join_qkv(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig) -> Tensor:
     if config.rotary_interleaved:  # channels i and i + d/2 turn together there, 2i and 2i + 1 here
         q, k = (x.unflatten(2, (2, -1)).transpose(2, 3).flatten(2, 3) for x in (q, k))
     return torch.cat((q, k, v), dim=1).flatten(0, 2)
+
+
+@torch.no_grad()
+def copy_into(params: Mapping[str, nn.Parameter], weights: Tensors) -> None:
+    """Copy global weights into the parameters of one rank; names must match exactly, padding keeps its zeros."""
+    if set(weights) != set(params):
+        raise KeyError(f"names differ: {sorted(set(weights) ^ set(params))}")
+    for name, param in params.items():
+        param[: len(weights[name])].copy_(weights[name])
 
 
 @contextmanager

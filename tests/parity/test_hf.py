@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.parallel.microbatch import MicroBatch
-from tests.parity.families import Tensors, everything_in_double, from_gpt2, from_llama
+from tests.parity.families import Tensors, copy_into, everything_in_double, from_gpt2, from_llama
 from tests.solo import Solo, random_batch, tiny
 
 transformers = pytest.importorskip("transformers")
@@ -159,7 +159,7 @@ class Pair:
             # Their initial biases are 0, their norms 1 and their attention nearly uniform: all would hide mistakes.
             nn.init.normal_(param, mean=float(param.dim() == 1), std=0.2)
         pair = cls(case, config, ours, theirs, dtype)
-        ours.load(pair.their_weights())
+        copy_into(ours.params, pair.their_weights())
         return pair
 
     def their_weights(self) -> dict[str, Tensor]:

@@ -1,0 +1,238 @@
+"""Speed of a training step beside `transformers`, and of two tensor-parallel processes beside one.
+
+    python -m benchmarks.train_step            # against GPT2LMHeadModel with torch's AdamW, one process on a CPU
+    python -m benchmarks.train_step --tp 2     # two processes against one
+
+The model is GPT-2 with 124M parameters in fp32, without dropout, on sequences of 512. Both sides start from the same
+weights, their first losses must agree, and they take turns; a ratio is the median over rounds of two neighbouring
+steps. `transformers` computes GPT-2's activation in pieces, so it also runs with the fused kernel that we use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import transformers
+from torch import nn
+
+from megatron.config.arguments import parse
+from megatron.parallel.microbatch import MicroBatch
+from megatron.training.setup import Trainer, build
+from megatron.training.step import train_step
+from tests.parity.families import copy_into, from_gpt2
+
+LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
+RESULTS = Path(__file__).parent / "results"
+TITLE = "# Training step, GPT-2 124M, fp32, sequence 512, CPU, one thread per process"
+
+Step = Callable[[], float]
+"""Takes one training step and returns its loss."""
+
+
+def our_trainer(args: argparse.Namespace, rank: int = 0, tp: int = 1, sequence_parallel: bool = False) -> Trainer:
+    """A trainer as the command line would make it."""
+    flags = ["--preset", "gpt2-124m", "--num-layers", str(args.num_layers), "--seq-length", "512", "--mock-data"]
+    flags += ["--micro-batch-size", str(args.micro_batch_size), "--train-iters", "1000", "--device", "cpu"]
+    flags += ["--hidden-dropout", "0", "--attention-dropout", "0", "--clip-grad", str(CLIP)]
+    flags += ["--tensor-model-parallel-size", str(tp)] + ["--sequence-parallel"] * sequence_parallel
+    config = parse(flags, {"RANK": str(rank), "WORLD_SIZE": str(tp)}).config
+    return build(config, rank, tp)
+
+
+def our_step(trainer: Trainer) -> Step:
+    """Our step, always on the same batch."""
+    batches = trainer.next_batches()
+    return lambda: train_step(trainer, batches, LEARNING_RATE, WEIGHT_DECAY).loss.item()
+
+
+def their_model(args: argparse.Namespace, activation: str) -> nn.Module:
+    """The same architecture in `transformers`."""
+    config = transformers.GPT2Config(
+        n_layer=args.num_layers, activation_function=activation, attn_implementation="sdpa"
+    )
+    config.update({"embd_pdrop": 0.0, "resid_pdrop": 0.0, "attn_pdrop": 0.0, "use_cache": False})
+    return transformers.GPT2LMHeadModel(config).train()
+
+
+def their_step(model: nn.Module, batch: MicroBatch) -> Step:
+    """The usual loop around it."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY, fused=True)
+
+    def step() -> float:
+        loss = model(input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.item()
+
+    return step
+
+
+def against_transformers(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each step, by contestant."""
+    trainer = our_trainer(args)
+    models = {
+        "transformers": their_model(args, "gelu_new"),
+        "transformers, fused gelu": their_model(args, "gelu_pytorch_tanh"),
+    }
+    first, *others = models.values()
+    for other in others:
+        other.load_state_dict(first.state_dict())
+    weights = from_gpt2(dict(first.named_parameters()), trainer.config.model)
+    copy_into(dict(trainer.chunk.named_parameters()), weights)
+    (batch,) = trainer.next_batches()
+    steps = {"ours": our_step(trainer)} | {name: their_step(model, batch) for name, model in models.items()}
+    return take_turns(steps, args.repeats)
+
+
+def take_turns(
+    steps: Mapping[str, Step], repeats: int, together: Callable[[], None] = lambda: None
+) -> dict[str, list[float]]:
+    """Wall seconds of ``repeats`` rounds of one step each, after a round that warms up.
+
+    Args:
+        steps: by contestant.
+        repeats: rounds.
+        together: waits for the other processes, if there are any.
+
+    Raises:
+        RuntimeError: when the contestants do not compute the same loss from the same weights.
+
+    """
+    losses = {name: step() for name, step in steps.items()}
+    reference = next(iter(losses.values()))
+    if not all(math.isclose(loss, reference, rel_tol=1e-5) for loss in losses.values()):
+        raise RuntimeError(f"the contestants do not compute the same: {losses}")
+    seconds: dict[str, list[float]] = {name: [] for name in steps}
+    for _ in range(repeats):
+        for name, step in steps.items():
+            together()
+            start = time.perf_counter()
+            step()
+            seconds[name].append(time.perf_counter() - start)
+    together()
+    return seconds
+
+
+def tensor_parallel_rank(rank: int, args: argparse.Namespace, folder: str) -> None:
+    """One of the processes. Rank 0 also takes the steps of a process alone, and writes down the seconds."""
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=args.tp)
+    alone = our_step(our_trainer(args)) if rank == 0 else lambda: 0.0
+
+    def one_process() -> float:
+        loss = torch.tensor(alone(), dtype=torch.float64)
+        dist.broadcast(loss, 0)  # the others wait, and hear of the loss
+        return loss.item()
+
+    seconds = take_turns(
+        {
+            "one process": one_process,
+            f"TP={args.tp}": our_step(our_trainer(args, rank, args.tp)),
+            f"TP={args.tp}, sequence parallel": our_step(our_trainer(args, rank, args.tp, sequence_parallel=True)),
+        },
+        args.repeats,
+        dist.barrier,
+    )
+    if rank == 0:
+        Path(folder, "seconds").write_text(json.dumps(seconds))
+    dist.destroy_process_group()
+
+
+def against_one_process(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Seconds of each step, by contestant."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(tensor_parallel_rank, (args, folder), nprocs=args.tp)
+        return json.loads(Path(folder, "seconds").read_text())
+
+
+def compare(
+    seconds: Mapping[str, Sequence[float]], others: Sequence[str], factor: float = 1.0
+) -> dict[str, list[float]]:
+    """``[median, lowest, highest]`` over rounds of each other contestant's time / (factor x the first one's time)."""
+    first, *_ = seconds.values()
+    ratios = {name: sorted(b / (factor * a) for a, b in zip(first, seconds[name])) for name in others}
+    return {name: [round(x, 3) for x in (statistics.median(r), r[0], r[-1])] for name, r in ratios.items()}
+
+
+def lines(args: argparse.Namespace, seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """What is reported: a sentence, and its ratio as ``[median, lowest, highest]``."""
+    _, *others = seconds
+    if args.tp == 1:
+        return {f"tokens/s of ours / {name}": r for name, r in compare(seconds, others).items()}
+    ratios = compare(seconds, others, 1.0 / args.tp)
+    return {f"process-seconds of {name} / one process": r for name, r in ratios.items()}
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured with."""
+    info = Path("/proc/cpuinfo")
+    models = (
+        [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
+        if info.exists()
+        else []
+    )
+    return {
+        "processor": f"{models[0] if models else platform.processor()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def write(name: str, measured: Mapping[str, Sequence[float]], repeats: int) -> None:
+    """Add to the results, replacing those of an earlier run of the same kind."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / "train_step.json"
+    results = json.loads(path.read_text()) if path.exists() else {}
+    results[name] = {"ratios": dict(measured), "rounds": repeats} | machine()
+    path.write_text(json.dumps(results, indent=2) + "\n")
+    text = [TITLE]
+    for kind, result in results.items():
+        text += ["", f"## {kind}", "", "| ratio | median | lowest | highest |", "|---|---|---|---|"]
+        text += [f"| {label} | {m:.2f} | {a:.2f} | {b:.2f} |" for label, (m, a, b) in result["ratios"].items()]
+        versions = ", ".join(f"{key} {result[key]}" for key in ("python", "torch", "transformers"))
+        text += ["", f"{result['rounds']} alternating rounds; {result['processor']}; {versions}."]
+    path.with_suffix(".md").write_text("\n".join(text) + "\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--tp", type=int, default=1, help="processes to compare with one (1: compare with transformers)"
+    )
+    parser.add_argument("--micro-batch-size", type=int, default=1, help="sequences of a step")
+    parser.add_argument("--num-layers", type=int, default=12, help="fewer for a quick look")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    seconds = against_transformers(args) if args.tp == 1 else against_one_process(args)
+    tokens = 512 * args.micro_batch_size
+    for name, values in seconds.items():
+        print(f"{name:26} {tokens / statistics.median(values):8.1f} tokens/s")
+    measured = lines(args, seconds)
+    for label, (middle, lowest, highest) in measured.items():
+        print(f"{label}: {middle:.2f} ({lowest:.2f} .. {highest:.2f})")
+    if args.write:
+        against = "transformers" if args.tp == 1 else f"{args.tp} processes beside one"
+        write(f"{against}, micro-batch {args.micro_batch_size}", measured, args.repeats)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
