@@ -116,10 +116,10 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--decoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
     "--encoder-seq-length": ("there is one sequence length", ("--seq-length N",)),
     "--decoder-seq-length": ("there is one sequence length", ("--seq-length N",)),
-    "--batch-size": ("an old name", ("--micro-batch-size N",)),
-    "--warmup": ("an old name", ("--lr-warmup-fraction X",)),
-    "--model-parallel-size": ("an old name", ("--tensor-model-parallel-size N",)),
-    "--checkpoint-activations": ("an old name", ("--recompute-granularity full",)),
+    "--batch-size": ("that is its old name", ("--micro-batch-size N",)),
+    "--warmup": ("that is its old name", ("--lr-warmup-fraction X",)),
+    "--model-parallel-size": ("that is its old name", ("--tensor-model-parallel-size N",)),
+    "--checkpoint-activations": ("that is its old name", ("--recompute-granularity full",)),
     "--rope-type": ("it belongs to multi-latent attention", ("--position-embedding-type rope|yarn",)),
     "--rotary-seq-len-interpolation-factor": (
         "linear interpolation of positions is not built",
@@ -185,6 +185,16 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--pipeline-model-parallel-layout": ("there are no pipeline stages in this version", ()),
     "--num-layers-per-virtual-pipeline-stage": ("there are no pipeline stages in this version", ()),
     "--num-virtual-stages-per-pipeline-rank": ("there are no pipeline stages in this version", ()),
+}
+
+# Flags that are both ours and Megatron-LM's, with another default: its default, and why ours differs.
+OTHER_DEFAULTS = {
+    "--num-query-groups": ("1, beside --group-query-attention", "one per query head, unless it is given"),
+    "--recompute-modules": ("core_attn", "recomputing attention saves nothing under SDPA"),
+    "--ddp-bucket-size": ("40,000,000 or 1,000,000 x DP, the larger", "one number that does not depend on the layout"),
+    "--overlap-grad-reduce": ("off", "the numbers are the same, and it is not slower"),
+    "--eval-iters": ("100", "evaluation is asked for"),
+    "--log-interval": ("100", "a line every ten steps"),
 }
 
 # Prefix -> what all flags that start so belong to.

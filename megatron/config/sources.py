@@ -70,7 +70,7 @@ def from_tree(tree: Mapping[str, Any], source: str) -> Layer:
         if name in GROUPS and isinstance(value, Mapping):
             for inner, v in value.items():
                 _take(layer, source, f"{name}.{inner}", v)
-        elif name not in GROUPS:
+        elif name in SETTINGS or name not in GROUPS:  # optimizer is a group and one of its options
             _take(layer, source, name, value)
         elif value is not None:
             layer.problems.append(Problem("E005", f"{source}: {name} is a group of options, not {value!r}"))

@@ -59,9 +59,9 @@ def _within(setting: Setting, value: Any) -> bool:
 def _beyond(setting: Setting, value: Any) -> Problem:
     limits, shown = setting.option.limits, setting.spell(value).partition(" ")[2]
     nearest = next((b for b in (limits.at_least, limits.at_most) if b is not None and not setting.kind.many), None)
-    fixes = (setting.spell(setting.kind.scalar(nearest)),) if nearest is not None else ()
-    usual = (setting.spell(setting.default),) if setting.default is not None else ()
-    return Problem("E600", f"{setting.name} {shown}: must be {limits}", tuple(dict.fromkeys(fixes + usual)))
+    better = setting.default if setting.default is not None else nearest
+    fixes = (setting.spell(setting.kind.scalar(better)),) if better is not None else ()
+    return Problem("E600", f"{setting.name} {shown}: must be {limits}", fixes)
 
 
 class _UnknownError(Exception):

@@ -9,6 +9,8 @@ from pathlib import Path
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 
+NUMBER = r"\d+(\.\d*)?|\.\d+"
+
 
 def source(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Tokens come from one pair of files, or are generated."""
@@ -19,7 +21,8 @@ def source(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E501", "data_path and mock_data both say where tokens come from", ("drop one",))
     elif len(data.data_path) > 1:
         sentence = f"data_path has {len(data.data_path)} entries; this version reads one prefix and blends nothing"
-        yield Problem("E502", sentence, (f"--data-path {max(data.data_path, key=len)}",))
+        prefixes = [entry for entry in data.data_path if not re.fullmatch(NUMBER, entry)]
+        yield Problem("E502", sentence, tuple(f"--data-path {prefix}" for prefix in prefixes[:3]))
 
 
 def files(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -43,7 +46,7 @@ def split(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """The split is up to three weights, and every part that is needed has one."""
     text, evaluates = config.data.split, config.training.eval_iters > 0
     words = [word.strip() for word in text.split(",")]
-    if len(words) > 3 or not all(re.fullmatch(r"\d+(\.\d*)?|\.\d+", word) for word in words):
+    if len(words) > 3 or not all(re.fullmatch(NUMBER, word) for word in words):
         yield Problem("E504", f"split {text!r} is not up to three numbers", ("--split 969,30,1",))
         return
     train, valid, _ = ([float(word) for word in words] + [0.0, 0.0])[:3]

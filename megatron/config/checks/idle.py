@@ -42,9 +42,7 @@ def _recomputes(granularity: str) -> Callable[[RunConfig], bool]:
     return lambda c: c.training.recompute_granularity == granularity
 
 
-def _dynamic_scale(c: RunConfig) -> bool:
-    return c.precision.params_dtype == "fp16" and c.precision.loss_scale is None
-
+DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
 MISTAKES = (
     Rule(
@@ -71,12 +69,12 @@ MISTAKES = (
         "position_embedding_type yarn",
         "--position-embedding-type yarn",
     ),
-    Rule(("loss_scale",), lambda c: c.precision.params_dtype == "fp16", "fp16", "--fp16"),
+    Rule(("loss_scale", *DYNAMIC_SCALE), lambda c: c.precision.params_dtype == "fp16", "fp16", "--fp16"),
     Rule(
-        ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"),
-        _dynamic_scale,
-        "fp16 with a dynamic loss scale",
-        "--fp16",
+        DYNAMIC_SCALE,
+        lambda c: c.precision.params_dtype != "fp16" or c.precision.loss_scale is None,
+        "a dynamic loss scale",
+        "--set precision.loss_scale=null",
     ),
     Rule(
         ("recompute_method", "recompute_num_layers"),

@@ -44,7 +44,10 @@ def heads(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """TP cuts query heads evenly, and either cuts key/value heads or gives each to an equal number of ranks."""
     m, tp = config.model, config.parallel.tensor_model_parallel_size
     if m.num_attention_heads % tp:
-        sizes = offers("--tensor-model-parallel-size", beside(tp, divisors(m.num_attention_heads)))
+        sizes = offers(
+            "--tensor-model-parallel-size",
+            beside(tp, [n for n in divisors(m.num_attention_heads) if world_size % n == 0]),
+        )
         counts = offers("--num-attention-heads", multiples_beside(m.num_attention_heads, tp))
         yield Problem("E203", f"{m.num_attention_heads} heads do not divide over TP {tp}", sizes + counts)
     elif m.kv_groups % tp and tp % m.kv_groups:

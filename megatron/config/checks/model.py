@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from megatron.config.numbers import beside, divisors, multiples_beside, offers
@@ -68,14 +69,13 @@ def rotation(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if m.position_embedding_type not in ("rope", "yarn"):
         return
     if m.rotary_dim < 2 or m.rotary_dim % 2:
-        whole = m.head_dim - m.head_dim % 2
-        even = f"--kv-channels {m.head_dim + m.head_dim % 2}"
-        share = f"--rotary-percent {whole / m.head_dim:g}"
-        yield Problem(
-            "E106",
-            f"{m.rotary_dim} of a head's {m.head_dim} channels would rotate; they rotate in pairs",
-            (even, "--rotary-percent 1.0") if m.head_dim % 2 == 0 else (even, share),
+        whole = (f"--kv-channels {m.head_dim + 1}",) if m.head_dim % 2 else ()
+        # rounded up, because the share of the channels is rounded down
+        shares = (
+            math.ceil(10_000 * n / m.head_dim) / 10_000 for n in beside(m.rotary_dim, range(2, m.head_dim + 1, 2))
         )
+        sentence = f"{m.rotary_dim} of a head's {m.head_dim} channels would rotate; they rotate in pairs"
+        yield Problem("E106", sentence, (*whole, *(f"--rotary-percent {share:g}" for share in shares)))
 
 
 def scaled_rotation(config: RunConfig, world_size: int) -> Iterator[Problem]:

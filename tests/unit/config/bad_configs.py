@@ -1,0 +1,158 @@
+"""Command lines that must be refused, and what is said about them: ``tests/golden/bad_configs.txt``.
+
+Write the file anew, after reading the difference, with ``python -m tests.unit.config.bad_configs``.
+"""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config.arguments import parse
+from megatron.config.problems import UserError
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "bad_configs.txt"
+RUN = "--mock-data --vocab-size 257 --train-iters 100"
+FILES = "--vocab-size 257 --train-iters 100"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line after ``RUN`` (or after ``base``), on ``ranks`` ranks."""
+
+    flags: str
+    ranks: int = 1
+    base: str = RUN
+
+    @property
+    def title(self) -> str:
+        ranks = f"{self.ranks} ranks" if self.ranks > 1 else "1 rank"
+        return f"[{ranks}] {self.base} {self.flags}".strip()
+
+    def told(self) -> str:
+        environ = {"RANK": "0", "WORLD_SIZE": str(self.ranks)}
+        try:
+            parse(shlex.split(f"{self.base} {self.flags}"), environ)
+        except UserError as error:
+            return str(error)
+        return "accepted"
+
+
+CASES = (
+    # spelling
+    Case("--hiden-size 256"),
+    Case("--num-atention-heads 6 --no-sequence-paralel"),
+    Case("--frobnicate 3"),
+    Case("stray words"),
+    Case("--lr 1e-4 3e-4"),
+    Case("--lr"),
+    Case("--lr fast --seq-length 1e3 --hidden-size 12.5"),
+    Case("--lr nan --min-lr=inf"),
+    Case("--normalization BatchNorm --lr-decay-style exponential"),
+    Case("--recompute-granularity selective --recompute-modules layernorm mlp core-attn"),
+    Case("--rampup-batch-size 16 16"),
+    Case("--rampup-batch-size 16 8 many"),
+    Case("--window-size 128,128"),
+    Case("--window-size wide"),
+    Case("--bf16 --fp16"),
+    Case("--swiglu --squared-relu"),
+    Case("--use-rotary-position-embeddings --position-embedding-type yarn"),
+    # Megatron-LM's flags
+    Case("--save checkpoints --save-interval 1000 --load checkpoints --ckpt-format torch_dist --async-save"),
+    Case("--tensorboard-dir tb --wandb-project p --log-params-norm"),
+    Case("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2", ranks=2),
+    Case("--dataloader-type cyclic"),
+    Case("--reset-position-ids --eod-mask-loss --train-data-path a b"),
+    Case("--fp8-format hybrid --cuda-graph-impl local --optimizer muon"),
+    Case("--encoder-num-layers 12 --checkpoint-activations --no-bias-gelu-fusion --use-gigatoken"),
+    Case("--group-query-attention"),
+    Case("--no-position-embedding"),
+    # files, presets, --set
+    Case("--preset gpt2-124M"),
+    Case("--preset bloom"),
+    Case("--config no/such/file.yaml"),
+    Case("--config tests/unit/config/__init__.py"),
+    Case("--set model.hiden_size=64 training.hidden_size=64 lr=x mock_data"),
+    Case("--world-size 4"),
+    Case("--check-config --world-size 0"),
+    # ranges
+    Case("--num-layers 0 --hidden-size -64 --micro-batch-size 0"),
+    Case("--hidden-dropout 1 --adam-beta1 1.0 --rotary-percent 0 --clip-grad -1"),
+    Case("--rampup-batch-size 0 8 100 --global-batch-size 16"),
+    Case("--seed -1 --lr-warmup-fraction 1"),
+    # shape
+    Case("--hidden-size 100 --num-attention-heads 12"),
+    Case("--num-attention-heads 12 --hidden-size 384 --num-query-groups 5"),
+    Case("--swiglu --hidden-size 16"),
+    Case("", base="--mock-data --train-iters 100"),
+    Case("--tokenizer-type NullTokenizer", base="--mock-data --train-iters 100"),
+    Case("--seq-length 2048 --max-position-embeddings 1024"),
+    Case("--position-embedding-type rope --hidden-size 60 --num-attention-heads 4"),
+    Case("--position-embedding-type rope --rotary-percent 0.3"),
+    Case("--position-embedding-type yarn --yarn-beta-fast 1 --yarn-beta-slow 2"),
+    Case("--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 4"),
+    # layout
+    Case("--pipeline-model-parallel-size 2 --context-parallel-size 2 --expert-tensor-parallel-size 4", ranks=4),
+    Case("--tensor-model-parallel-size 4", ranks=6),
+    Case("--tensor-model-parallel-size 2"),
+    Case("--tensor-model-parallel-size 16", ranks=24),
+    Case("--tensor-model-parallel-size 8 --num-attention-heads 12 --hidden-size 384", ranks=8),
+    Case("--tensor-model-parallel-size 4 --num-attention-heads 12 --hidden-size 384 --num-query-groups 6", ranks=4),
+    Case("--tensor-model-parallel-size 4 --ffn-hidden-size 342", ranks=4),
+    Case("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 1022", ranks=4),
+    Case("--distributed-backend nccl --device cpu"),
+    # batch
+    Case("--global-batch-size 100 --micro-batch-size 8", ranks=4),
+    Case("--global-batch-size 30 --micro-batch-size 4", ranks=8),
+    Case("--rampup-batch-size 64 8 1000 --global-batch-size 64"),
+    Case("--rampup-batch-size 16 10 1000 --global-batch-size 64"),
+    Case("--rampup-batch-size 16 8 1000 --global-batch-size 64 --micro-batch-size 2", ranks=8),
+    Case("--rampup-batch-size 8 8 1000 --global-batch-size 64 --micro-batch-size 8", ranks=8),
+    Case("", base="--mock-data --vocab-size 257"),
+    Case("--train-samples 1000"),
+    Case("--train-samples 10 --global-batch-size 64", base="--mock-data --vocab-size 257"),
+    Case("--recompute-granularity full --recompute-num-layers 3"),
+    Case("--recompute-granularity selective --recompute-modules"),
+    # optimizer
+    Case("--lr 1e-5 --min-lr 1e-4 --lr-warmup-iters 10 --lr-warmup-init 2e-5"),
+    Case("--lr-warmup-iters 10 --lr-warmup-fraction 0.1"),
+    Case("--lr-decay-iters 50 --lr-decay-samples 50"),
+    Case("--lr-warmup-iters 100"),
+    Case("--lr-decay-style WSD"),
+    Case("--lr-decay-style WSD --lr-wsd-decay-iters 80 --lr-warmup-iters 30"),
+    Case("--start-weight-decay 0.1"),
+    Case("--weight-decay-incr-style cosine --start-weight-decay 0.1"),
+    Case("--fp16 --initial-loss-scale 1 --min-loss-scale 2"),
+    # data
+    Case("", base=FILES),
+    Case("--data-path corpus --mock-data", base=FILES),
+    Case("--data-path 0.3 a 0.7 b", base=FILES),
+    Case("--data-path no/such/corpus", base=FILES),
+    Case("--data-path no/such/corpus.bin", base=FILES),
+    Case("--split 90:5:5"),
+    Case("--data-path no/such/corpus --split 0,100,0", base=FILES),
+    Case("--data-path no/such/corpus --split 100,0,0 --eval-iters 5", base=FILES),
+    # options without effect
+    Case("--rotary-base 500000 --use-rope-scaling"),
+    Case("--position-embedding-type rope --rope-scaling-factor 4 --yarn-beta-fast 16"),
+    Case("--bf16 --loss-scale 128 --initial-loss-scale 65536"),
+    Case("--fp16 --loss-scale 128 --hysteresis 4"),
+    Case("--recompute-method block --recompute-num-layers 1 --recompute-modules mlp"),
+    Case("--lr-wsd-decay-iters 10"),
+    # everything at once
+    Case(
+        "--preset tiny-llama --lr abc --hiden-size 100 --num-query-groups 3 --save x --global-batch-size 7"
+        " --tensor-model-parallel-size 2 --hidden-dropout 2 --lr-warmup-iters 200",
+        ranks=4,
+    ),
+)
+
+
+def render() -> str:
+    """The whole golden file."""
+    return "\n".join(f"{case.title}\n{case.told()}\n" for case in CASES)
+
+
+if __name__ == "__main__":
+    GOLDEN.write_text(render())

@@ -1,0 +1,215 @@
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.arguments import Parsed, launched_ranks, parse
+from megatron.config.parser import make_parser
+from megatron.config.problems import UserError
+from megatron.config.run import RunConfig
+from megatron.config.settings import GROUPS, SETTINGS, Kind
+from megatron.config.sources import flat
+
+ROOT = Path(__file__).parents[3]
+RUN = ["--mock-data", "--vocab-size", "257", "--train-iters", "100"]
+
+
+def accepted(*argv: str, ranks: int = 1) -> Parsed:
+    return parse([*RUN, *argv], {"RANK": "0", "WORLD_SIZE": str(ranks)})
+
+
+def value(name: str, *argv: str) -> Any:
+    return flat(accepted(*argv).config)[name]
+
+
+def codes(*argv: str) -> list[str]:
+    with pytest.raises(UserError) as caught:
+        accepted(*argv)
+    return [problem.code for problem in caught.value.problems]
+
+
+def test_field_names_and_flags_are_unique_over_all_groups() -> None:
+    assert len(SETTINGS) == sum(len(fields(cls)) for cls in GROUPS.values())
+    spellings = [spelling for setting in SETTINGS.values() for spelling in setting.spellings]
+    assert len(spellings) == len(set(spellings))
+
+
+def test_nothing_said_gives_the_defaults() -> None:
+    said = {"mock_data", "vocab_size", "train_iters"}
+    derived = {"num_query_groups", "kv_channels", "ffn_hidden_size", "max_position_embeddings", "global_batch_size"}
+    derived.add("expert_tensor_parallel_size")
+    config, defaults = flat(accepted().config), flat(RunConfig())
+    assert {name for name in config if config[name] != defaults[name]} == said | derived
+
+
+@pytest.mark.parametrize(
+    ("argv", "name", "expected"),
+    [
+        ("--use-rotary-position-embeddings", "position_embedding_type", "rope"),
+        ("--swiglu", "activation", "swiglu"),
+        ("--squared-relu", "activation", "relu2"),
+        ("--openai-gelu", "activation", "gelu_tanh"),
+        ("--disable-bias-linear", "add_bias_linear", False),
+        ("--no-add-bias-linear", "add_bias_linear", False),
+        ("--bf16", "params_dtype", "bf16"),
+        ("--fp16", "params_dtype", "fp16"),
+        ("--fp64", "params_dtype", "fp64"),
+        ("--recompute-activations", "recompute_granularity", "selective"),
+        ("--window-size 128", "window_size", 128),
+        ("--window-size 127,0", "window_size", 128),
+        ("--window-size (127,0)", "window_size", 128),
+        ("--window-size=-1,0", "window_size", None),
+        ("--window-size null", "window_size", None),
+        ("--rampup-batch-size 1 1 8 --global-batch-size 4", "rampup_batch_size", (1, 1, 8)),
+        ("--recompute-activations --recompute-modules mlp core_attn", "recompute_modules", ("mlp", "core_attn")),
+        ("--lr=3e-4", "lr", 3e-4),
+        ("--lr 1", "lr", 1.0),
+        ("--seed 7 --seed 8", "seed", 8),
+        ("--overlap-grad-reduce --no-overlap-grad-reduce", "overlap_grad_reduce", False),
+        ("--no-overlap-grad-reduce --overlap-grad-reduce", "overlap_grad_reduce", True),
+        ("--bf16 --params-dtype bf16", "params_dtype", "bf16"),
+        ("--set optimizer.lr=2e-4", "lr", 2e-4),
+        ("--set lr=2e-4 seed=3", "lr", 2e-4),
+        ("--recompute-activations --set recompute_modules=mlp,layernorm", "recompute_modules", ("mlp", "layernorm")),
+        ("--set sequence_parallel=true --tensor-model-parallel-size 1", "sequence_parallel", True),
+        ("--set loss_scale=null", "loss_scale", None),
+        ("--run-dir null", "run_dir", None),
+    ],
+)  # fmt: skip
+def test_flags_set_fields(argv: str, name: str, expected: Any) -> None:
+    assert value(name, *argv.split()) == expected
+
+
+def test_every_boolean_has_both_forms_and_every_other_flag_takes_its_default() -> None:
+    known = make_parser()
+    for setting in SETTINGS.values():
+        if setting.kind.scalar is bool:
+            argv = [setting.flag, setting.negative]
+        elif setting.default is None or setting.default == ():
+            continue
+        else:
+            argv = [setting.flag, *setting.spell(setting.default).split()[1:]]
+            if setting.name == "split":
+                argv = [setting.flag, setting.default]
+        given = known.parse_known_args(argv)[0].given
+        assert given[-1].value() == (False if setting.kind.scalar is bool else setting.default), setting
+
+
+def test_flags_are_not_abbreviated() -> None:
+    assert codes("--num-layer", "3") == ["E001"]
+
+
+def test_preset_file_flags_and_set_win_in_this_order(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("model:\n  num_attention_heads: 16\n  hidden_size: 256\nlr: 2e-3\nmin-lr: 0\n")
+    later = tmp_path / "b.yaml"
+    later.write_text("training: {seed: 5}\nlr: 3e-3\n")
+    argv = ["--set", "model.num_layers=9", "--num-layers", "8", "--hidden-size", "512", "--preset", "tiny-llama"]
+    config = flat(accepted(*argv, "--config", str(file), str(later)).config)
+    assert config["activation"] == "swiglu"  # preset
+    assert config["num_attention_heads"] == 16  # file over preset
+    assert (config["lr"], config["seed"]) == (3e-3, 5)  # later file over earlier
+    assert config["hidden_size"] == 512  # flag over file
+    assert config["num_layers"] == 9  # --set over flag
+
+
+def test_a_later_source_may_say_a_length_in_another_way(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("train_samples: 5000\nlr_warmup_iters: 5\n")
+    config = flat(parse(["--config", str(file), *RUN, "--lr-warmup-fraction", "0.1"], {}).config)
+    assert (config["train_samples"], config["train_iters"]) == (None, 100)
+    assert (config["lr_warmup_iters"], config["lr_warmup_fraction"]) == (0, 0.1)
+    assert codes("--lr-warmup-iters", "5", "--lr-warmup-fraction", "0.1") == ["E402"]
+
+
+def test_notes_tell_what_was_ignored_and_why() -> None:
+    notes = accepted(
+        "--use-flash-attn", "--num-workers", "4", "--sequence-parallel", "--transformer-impl", "local"
+    ).notes
+    assert len(notes) == 4
+    assert notes[0].startswith("ignored: --use-flash-attn because attention")
+    assert notes[1].startswith("ignored: --num-workers 4 because samples")
+    assert notes[3] == "sequence_parallel has no effect without TP above 1"
+    assert accepted().notes == ()
+
+
+def test_megatron_without_biases_is_told_which_gelu() -> None:
+    assert any("exact form" in note for note in accepted("--disable-bias-linear").notes)
+    assert not any("exact form" in note for note in accepted("--disable-bias-linear", "--swiglu").notes)
+
+
+@pytest.mark.parametrize(
+    ("environ", "ranks"),
+    [
+        ({}, None),
+        ({"RANK": "1", "WORLD_SIZE": "8"}, 8),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, 16),
+        ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, 2),
+        ({"WORLD_SIZE": "8"}, None),
+    ],
+)
+def test_the_launcher_says_how_many_ranks_there_are(environ: dict[str, str], ranks: int | None) -> None:
+    assert launched_ranks(environ) == ranks
+
+
+def test_a_check_without_ranks_takes_the_fewest_and_says_so() -> None:
+    parsed = parse([*RUN, "--check-config", "--tensor-model-parallel-size", "4"], {})
+    assert (parsed.check_only, parsed.world_size) == (True, 4)
+    assert "checked for 4 ranks" in parsed.notes[0]
+    assert parse([*RUN, "--check-config", "--world-size", "6"], {}).world_size == 6
+
+
+def test_an_argument_a_boolean_does_not_take_is_an_error() -> None:
+    assert codes("--sequence-parallel=yes") == ["E002"]
+
+
+@pytest.mark.parametrize(
+    ("hint", "kind"),
+    [
+        (int, Kind(int)),
+        (float | None, Kind(float, optional=True)),
+        (tuple[int, int, int] | None, Kind(int, optional=True, many=True, length=3)),
+        (tuple[str, ...], Kind(str, many=True)),
+    ],
+)
+def test_types_are_read(hint: Any, kind: Kind) -> None:
+    assert Kind.of(hint) == kind
+
+
+def test_help_is_grouped_and_shows_single_values() -> None:
+    text = make_parser().format_help()
+    for group, cls in GROUPS.items():
+        assert f"\n{group}:\n  {(cls.__doc__ or '').splitlines()[0]}" in text
+    assert "--hidden-size N " in text
+    assert "--rampup-batch-size N N N" in text
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def python(code: str, argv: Sequence[str]) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code, *argv], cwd=ROOT, capture_output=True, text=True, timeout=60)
+
+
+def test_checking_is_fast_and_needs_no_torch() -> None:
+    code = (
+        "import sys, json, time; start = time.perf_counter()\n"
+        "from megatron.config.arguments import parse\n"
+        "text = parse(sys.argv[1:], {}).summary()\n"
+        "loaded = [m for m in ('torch', 'numpy', 'yaml') if m in sys.modules]\n"
+        "print(json.dumps([text, loaded, time.perf_counter() - start]))"
+    )
+    start = time.perf_counter()
+    done = python(code, [*RUN, "--check-config", "--preset", "llama3-70b", "--world-size", "64"])
+    elapsed = time.perf_counter() - start
+    assert done.returncode == 0, done.stderr
+    text, loaded, seconds = json.loads(done.stdout)
+    assert text.endswith("config ok")
+    assert loaded == []
+    assert seconds < 1, f"{seconds} s, {elapsed} s with Python's own start"

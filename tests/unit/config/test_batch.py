@@ -1,0 +1,77 @@
+"""The closed form of the batch ramp against walking through it step by step, as Megatron-LM does."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.config.batch import batch_at, batch_stages, global_batch, total_samples, total_steps
+from megatron.config.run import TrainingConfig
+
+
+def megatron_batch(ramp: tuple[int, int, int], full: int, consumed: int) -> int:
+    """RampupBatchsizeNumMicroBatchesCalculator.update, in exact arithmetic (Megatron-LM divides floats)."""
+    start, increment, samples = ramp
+    if consumed > samples:
+        return full
+    steps = int(consumed / Fraction(samples, (full - start) // increment))
+    return min(start + steps * increment, full)
+
+
+def walk(ramp: tuple[int, int, int], full: int, samples: int | None, steps: int | None) -> list[tuple[int, int]]:
+    """(consumed before, batch) of every step of a run of ``samples`` samples or ``steps`` steps."""
+    taken, consumed = [], 0
+    while steps is None or len(taken) < steps:
+        size = megatron_batch(ramp, full, consumed)
+        if samples is not None and consumed + size > samples:
+            break
+        taken.append((consumed, size))
+        consumed += size
+    return taken
+
+
+@st.composite
+def ramps(draw: st.DrawFn) -> TrainingConfig:
+    start, increment, rises = draw(st.integers(1, 12)), draw(st.integers(1, 12)), draw(st.integers(1, 8))
+    ramp = (start, increment, draw(st.integers(1, 400)))
+    length = draw(st.sampled_from(["train_iters", "train_samples"]))
+    amount = draw(st.integers(1, 600))
+    return TrainingConfig(global_batch_size=start + rises * increment, rampup_batch_size=ramp, **{length: amount})
+
+
+@given(ramps())
+def test_ramp(config: TrainingConfig) -> None:
+    full, ramp = config.global_batch_size, config.rampup_batch_size
+    assert full is not None
+    assert ramp is not None
+    taken = walk(ramp, full, config.train_samples, config.train_iters)
+    assert [batch_at(config, 1, consumed) for consumed, _ in taken] == [size for _, size in taken]
+    assert total_steps(config, 1) == len(taken)
+    if config.train_samples is None:
+        assert total_samples(config, 1) == sum(size for _, size in taken)
+    else:
+        assert total_samples(config, 1) == config.train_samples
+
+
+@given(ramps())
+def test_stages_are_whole_steps_in_order(config: TrainingConfig) -> None:
+    stages = batch_stages(config, 1)
+    assert stages[0][0] == 0
+    assert stages[-1][1] == config.global_batch_size
+    for (at, size), (end, larger) in zip(stages, stages[1:]):
+        assert at < end
+        assert size < larger
+        assert (end - at) % size == 0
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(1, 1000))
+def test_without_a_ramp(batch: int, micro: int, ranks: int, samples: int) -> None:
+    fixed = TrainingConfig(global_batch_size=batch, train_samples=samples)
+    assert batch_stages(fixed, ranks) == [(0, batch)]
+    assert total_steps(fixed, ranks) == samples // batch
+    derived = TrainingConfig(micro_batch_size=micro, train_iters=samples)
+    assert global_batch(derived, ranks) == batch_at(derived, ranks, samples) == micro * ranks
+    assert total_samples(derived, ranks) == samples * micro * ranks
+    assert total_steps(derived, ranks) == samples

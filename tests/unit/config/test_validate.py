@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+
+from megatron.config.arguments import parse
+from megatron.config.model import ModelConfig
+from megatron.config.problems import Problem, UserError
+from megatron.config.run import DataConfig, ParallelConfig, TrainingConfig
+from megatron.config.sources import build
+from megatron.config.validate import problems, require
+from megatron.parallel.shard import Init, Shard
+from tests.unit.config.bad_configs import CASES, GOLDEN, Case
+
+ROOT = Path(__file__).parents[3]
+GOOD = build({"mock_data": True, "vocab_size": 257, "train_iters": 100, "seq_length": 64})
+TOLD = dict(zip([case.title for case in CASES], GOLDEN.read_text().split("\n\n")))
+
+
+@pytest.fixture(autouse=True)
+def _at_the_root(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+def refused(argv: list[str], ranks: int) -> tuple[Problem, ...]:
+    try:
+        parse(argv, {"RANK": "0", "WORLD_SIZE": str(ranks)})
+    except UserError as error:
+        return error.problems
+    return ()
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+def test_bad_configurations_are_refused_in_these_words(case: Case) -> None:
+    assert f"{case.title}\n{case.told()}" == TOLD[case.title].strip("\n")
+
+
+def test_there_are_enough_of_them_and_every_code_of_a_check_is_met() -> None:
+    checks = "".join(p.read_text() for p in (ROOT / "megatron/config").rglob("*.py"))
+    codes = set(re.findall(r'"(E\d{3})"', checks))
+    assert len(CASES) >= 40
+    assert codes == set(re.findall(r"^(E\d{3}) ", GOLDEN.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.title)
+def test_what_is_offered_as_a_fix_mends_the_problem(case: Case) -> None:
+    argv = shlex.split(f"{case.base} {case.flags}")
+    for problem in refused(argv, case.ranks):
+        if problem.code <= "E009":  # something must be taken out first, or a name filled in
+            continue
+        for fix in problem.fixes:
+            if fix.startswith("--") and not re.search(r"\b(PREFIX|N)\b", fix):
+                left = refused(argv + shlex.split(fix), case.ranks)
+                assert problem.sentence not in [p.sentence for p in left], fix
+
+
+def test_a_good_configuration_has_no_problems() -> None:
+    assert problems(GOOD, 1) == []
+    require(GOOD, 1)
+
+
+def test_require_raises_all_of_them() -> None:
+    bad = replace(
+        GOOD, model=replace(GOOD.model, num_query_groups=3), training=replace(GOOD.training, train_iters=None)
+    )
+    with pytest.raises(UserError) as caught:
+        require(bad, 1)
+    assert [p.code for p in caught.value.problems] == ["E102", "E304"]
+
+
+def test_checks_leave_out_what_could_not_be_read() -> None:
+    bad = replace(GOOD, model=replace(GOOD.model, num_query_groups=3))
+    assert problems(bad, 1, {"num_query_groups"}) == []
+    assert problems(bad, 1, {"num_attention_heads"}) == []
+    assert [p.code for p in problems(bad, 1, {"seq_length"})] == ["E102"]
+
+
+def test_a_value_out_of_range_is_told_once() -> None:
+    bad = replace(GOOD, model=replace(GOOD.model, num_attention_heads=0, num_query_groups=3))
+    assert [p.code for p in problems(bad, 1)] == ["E600"]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 3, 4, 6, 8, 12])
+def test_heads_are_accepted_exactly_where_they_can_be_sharded(tp: int) -> None:
+    for heads, groups in product(range(1, 13), range(1, 13)):
+        config = replace(
+            GOOD,
+            model=ModelConfig(
+                num_attention_heads=heads, num_query_groups=groups, kv_channels=2, ffn_hidden_size=24, vocab_size=9
+            ),
+            parallel=ParallelConfig(tensor_model_parallel_size=tp),
+        )
+        assert (problems(config, tp) == []) == shardable(heads, groups, tp), (heads, groups)
+
+
+def shardable(heads: int, groups: int, tp: int) -> bool:
+    if heads % groups or heads % tp:
+        return False
+    try:
+        Shard(0, tp).qkv(groups, heads // groups, (2, 8), Init())
+    except ValueError:
+        return False
+    return True
+
+
+def test_files_that_exist_are_accepted(tmp_path: Path) -> None:
+    prefix = str(tmp_path / "corpus")
+    config = replace(GOOD, data=DataConfig(data_path=(prefix,)))
+    (tmp_path / "corpus.idx").touch()
+    assert [p.sentence for p in problems(config, 1)] == [f"{prefix}.bin is not there"]
+    (tmp_path / "corpus.bin").touch()
+    assert problems(config, 1) == []
+
+
+def test_other_data_of_the_folder_is_offered(tmp_path: Path) -> None:
+    (tmp_path / "corpus.idx").touch()
+    config = replace(GOOD, data=DataConfig(data_path=(str(tmp_path / "korpus"),)))
+    assert [p.fixes for p in problems(config, 1)] == [(f"--data-path {tmp_path / 'corpus'}",)]
+
+
+def test_every_stage_of_a_ramp_is_shared_by_the_ranks() -> None:
+    for start, increment, full, micro, ranks in product((2, 4, 6), (2, 3, 4), (8, 12, 16), (1, 2), (1, 2)):
+        training = TrainingConfig(
+            micro_batch_size=micro, global_batch_size=full, rampup_batch_size=(start, increment, 100), train_iters=10
+        )
+        sizes = range(start, full + 1, increment)
+        fits = full in sizes and all(size % (micro * ranks) == 0 for size in sizes) and start < full
+        found = problems(replace(GOOD, training=training), ranks)
+        assert (found == []) == fits, (training, ranks, found)
+
+
+def test_unresolved_and_resolved_configurations_are_judged_alike() -> None:
+    argv = "--mock-data --vocab-size 257 --train-iters 10 --tensor-model-parallel-size 2"
+    parsed = parse(argv.split(), {"RANK": "0", "WORLD_SIZE": "4"})
+    assert problems(parsed.config, parsed.world_size) == []
+
+
+def test_problems_read_as_people_are_told() -> None:
+    problem = Problem("E017", "80 layers do not fill PP16", ("--num-layers 96", "--num-layers 64"))
+    assert str(problem) == "E017 80 layers do not fill PP16\n  fix: --num-layers 96 | --num-layers 64"
+    assert str(UserError([problem])).endswith("\n1 problem; docs/troubleshooting.md explains the codes")

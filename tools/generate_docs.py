@@ -1,0 +1,118 @@
+"""Write the pages of docs/ that follow from the code: ``python tools/generate_docs.py``."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))  # the tools run from a checkout that nobody installed
+
+from megatron.config import megatron_flags  # noqa: E402
+from megatron.config.parser import metavar, shown_default  # noqa: E402
+from megatron.config.presets import PRESETS  # noqa: E402
+from megatron.config.settings import GROUPS, SETTINGS, Setting  # noqa: E402
+from megatron.config.sources import build  # noqa: E402
+
+FLAGS = ROOT / "docs" / "flags.md"
+INTRODUCTION = """# Flags
+
+Written by `python tools/generate_docs.py` from the classes in `megatron/config/`; a test keeps it up to date.
+
+Values are laid over one another in this order: the defaults below, `--preset NAME`, `--config FILE...` (YAML, by group
+or flat), flags, `--set group.field=value`. A later source that says a length in another way (`train_samples` after
+`train_iters`) replaces the earlier one. `--check-config [--world-size N]` checks everything without a GPU, and without
+importing torch, and prints what the run would be. Booleans take `--x` and `--no-x`. Flags cannot be abbreviated.
+"""
+
+
+def flags_page() -> str:
+    """The text of docs/flags.md."""
+    return "\n".join([INTRODUCTION, *_presets(), *_groups(), *_megatron()])
+
+
+def _presets() -> Iterator[str]:
+    yield "## Presets\n"
+    yield "| preset | layers | hidden | heads | key/value heads | MLP | vocabulary | sequence | parameters |"
+    yield "|---|--:|--:|--:|--:|--:|--:|--:|--:|"
+    for name, values in PRESETS.items():
+        config = build(dict(values))
+        m = config.model
+        count = f"{m.num_parameters():,}" if m.vocab_size else "by the tokenizer"
+        cells = (m.num_layers, m.hidden_size, m.num_attention_heads, m.kv_groups, m.ffn, m.vocab_size or "tokenizer's")
+        yield _row(f"`{name}`", *cells, config.training.seq_length, count)
+    yield "\nA preset also brings the optimizer settings of its paper and turns dropout off. It says nothing about"
+    yield "layout, precision, batch size or length.\n"
+
+
+def _groups() -> Iterator[str]:
+    for group, cls in GROUPS.items():
+        yield f"## {group}\n"
+        yield inspect.cleandoc(cls.__doc__ or "").split("\n")[0] + "\n"
+        yield "| flag | default | |"
+        yield "|---|---|---|"
+        for setting in (s for s in SETTINGS.values() if s.group == group):
+            yield _row(_spelling(setting), _default(setting), _meaning(setting))
+        yield ""
+
+
+def _spelling(setting: Setting) -> str:
+    if setting.kind.scalar is bool:
+        return f"`{setting.flag}`"
+    word = "WORD" if setting.option.choices and not setting.kind.many else metavar(setting)
+    return f"`{setting.flag} {word}`"
+
+
+def _default(setting: Setting) -> str:
+    if setting.default is None or setting.default == ():
+        return ""
+    return "on" if setting.default is True else f"`{shown_default(setting)}`" if setting.default is not False else "off"
+
+
+def _meaning(setting: Setting) -> str:
+    option = setting.option
+    parts = [option.help]
+    if option.choices:
+        parts.append("One of " + ", ".join(f"`{c}`" for c in option.choices) + ".")
+    if str(option.limits):
+        parts.append(f"Must be {option.limits}.")
+    aliases = (f"`{alias}` is `{setting.spell(value)}`" for alias, value in (option.aliases or {}).items())
+    return " ".join([*parts, *(f"{alias}." for alias in aliases)])
+
+
+def _megatron() -> Iterator[str]:
+    yield "## Flags of Megatron-LM\n"
+    yield "Flags above that Megatron-LM has too mean the same. These have another default:\n"
+    yield "| flag | Megatron-LM | here |"
+    yield "|---|---|---|"
+    for flag, (default, why) in megatron_flags.OTHER_DEFAULTS.items():
+        yield _row(f"`{flag}`", default, why)
+    yield "\nThese are accepted, do nothing, and say so at the start:\n"
+    yield "| flag | because |"
+    yield "|---|---|"
+    for flag, why in megatron_flags.IGNORED.items():
+        values = megatron_flags.HARMLESS_VALUES.get(flag)
+        yield _row(f"`{flag}`" + (f" (`{'`, `'.join(values)}`)" if values else ""), why)
+    yield "\nThese are refused, with what to do instead:\n"
+    yield "| flag | because | instead |"
+    yield "|---|---|---|"
+    for flag, (why, fixes) in megatron_flags.REFUSED.items():
+        yield _row(f"`{flag}`", why, " or ".join(f"`{fix}`" if fix.startswith("--") else fix for fix in fixes))
+    yield "\nAll its other flags are refused by name.\n"
+
+
+def _row(*cells: object) -> str:
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def main() -> int:
+    """Write the pages; returns the exit status."""
+    FLAGS.write_text(flags_page())
+    print(FLAGS.relative_to(ROOT))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
