@@ -17,6 +17,7 @@ from torch import Tensor
 from megatron.parallel.shard import Box, ShardSpec
 from megatron.training.metrics import StepMetrics
 from megatron.training.setup import Trainer
+from megatron.training.step import train_step
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,18 @@ class Difference:
     kind: str
     name: str
     error: float
+
+
+def trace_steps(trainer: Trainer, steps: int) -> list[RankTrace]:
+    """Take the run's first ``steps`` steps at its peak learning rate (a warm-up would start without a change)."""
+    t, traces = trainer, []
+    for _ in range(steps):
+        samples = t.next_batch_size
+        metrics = train_step(t, t.next_batches(), t.config.optimizer.lr, t.schedule.weight_decay(t.consumed_samples))
+        traces.append(trace_step(t, metrics))
+        t.iteration += 1
+        t.consumed_samples += samples
+    return traces
 
 
 def trace_step(trainer: Trainer, metrics: StepMetrics) -> RankTrace:

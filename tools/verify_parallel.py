@@ -1,0 +1,243 @@
+"""Check that a parallel layout computes what one process computes, for any flags of ``pretrain_gpt.py``.
+
+    python tools/verify_parallel.py --world-size 4 --preset tiny-llama --tensor-model-parallel-size 2 --sequence-parallel
+
+Runs the first steps twice on CPUs, once on one process and once on ``--world-size`` of them, and compares the loss, the
+gradient norm and every parameter's gradient. The first parameter that differs is named.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from typing import TYPE_CHECKING
+
+from megatron.config.arguments import parse
+from megatron.config.problems import UserError
+from megatron.config.run import ParallelConfig, RunConfig
+from megatron.data.errors import DataError
+from megatron.data.vocabulary import vocabulary
+
+if TYPE_CHECKING:
+    from megatron.training.verify import Difference, RankTrace, StepTrace
+
+Launcher = Callable[[RunConfig, int, int], "list[list[RankTrace]]"]
+
+MISSING = {
+    "E304": ("--train-iters", "100"),
+    "E501": ("--mock-data",),
+    "E104": ("--vocab-size", "257"),
+}
+"""What to assume where the flags say nothing, by the code of the problem that this would be."""
+
+TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
+FLOOR = {"fp64": 1e-5, "fp32": 1e-2}
+"""A gradient counts as at least this share of all gradients: some are zero in exact arithmetic and rounding here."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is compared.
+
+    Attributes:
+        layout: the configuration on ``world_size`` ranks.
+        reference: the same run on one.
+        notes: what differs from the flags, a line each.
+    """
+
+    layout: RunConfig
+    reference: RunConfig
+    world_size: int
+    steps: int
+    notes: tuple[str, ...]
+
+
+def main(argv: Sequence[str], launch: Launcher | None = None) -> int:
+    """Compare and report; ``launch`` replaces the way in which the ranks are run.
+
+    Returns:
+        0 when everything agrees, 1 when something differs or fails, 2 for flags that cannot work.
+
+    """
+    own, flags = build_parser().parse_known_args(list(argv))
+    try:
+        check = prepare(flags, own.world_size, own.steps, own.dtype, own.shrink)
+    except (UserError, DataError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    for note in check.notes:
+        print(f"note: {note}")
+    try:
+        return compare(check, launch or run_processes)
+    except Exception as error:  # a rank failed: its own output says more
+        print(f"verify_parallel: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags of this tool alone."""
+    parser = argparse.ArgumentParser(
+        description="Check that a parallel layout computes what one process computes.",
+        epilog="All other flags are those of pretrain_gpt.py.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--world-size", type=int, required=True, metavar="N", help="ranks to run, each a process")
+    parser.add_argument("--steps", type=int, default=2, metavar="N", help="steps to compare; fp32 compares one (2)")
+    parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="fp64", help="number format to compare in (fp64)")
+    parser.add_argument(
+        "--shrink", action="store_true", help="at most 2 layers, samples of 64 tokens and 2 micro-batches per rank"
+    )
+    return parser
+
+
+def prepare(flags: Sequence[str], world_size: int, steps: int, dtype: str, shrink: bool) -> Check:
+    """Turn the user's flags into the two runs.
+
+    Raises:
+        UserError: for flags that cannot work.
+        DataError: when the vocabulary is not known.
+
+    """
+    config, assumed = read(flags, world_size)
+    notes = [f"not given, so assumed: {' '.join(flag)}" for flag in assumed]
+    if shrink:
+        smaller = shrunk(config, world_size)
+        notes.append("shrunk: " + (", ".join(smaller) or "nothing, it is small already"))
+        config, _ = read([*flags, *(word for flag in assumed for word in flag), "--set", *smaller], world_size)
+    model = replace(config.model, vocab_size=vocabulary(config.data, config.model.vocab_size))
+    training = replace(config.training, device="cpu", rampup_batch_size=None)
+    layout = replace(
+        config,
+        model=model,
+        parallel=replace(config.parallel, distributed_backend="gloo"),
+        precision=replace(config.precision, params_dtype=dtype),
+        training=training,
+        optimizer=replace(config.optimizer, clip_grad=0.0),
+    )
+    notes.append(f"computed in {dtype} on CPUs at the peak learning rate, without clipping or batch ramp")
+    reference = replace(
+        layout, parallel=ParallelConfig(), training=replace(training, recompute_granularity=None, recompute_method=None)
+    )
+    return Check(layout, reference, world_size, steps if dtype == "fp64" else 1, tuple(notes))
+
+
+def read(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[tuple[str, ...]]]:
+    """The checked configuration, and the flags added for what was not given.
+
+    Raises:
+        UserError: for flags that cannot work.
+
+    """
+    assumed: dict[str, tuple[str, ...]] = {}
+    while True:
+        extra = [word for flag in assumed.values() for word in flag]
+        try:
+            asked = [*flags, *extra, "--check-config", "--world-size", str(world_size)]
+            return parse(asked, environ={}).config, list(assumed.values())
+        except UserError as error:
+            found = {p.code for p in error.problems}
+            lacking = {code: MISSING[code] for code in found & set(MISSING) - set(assumed)}
+            if not lacking or not found <= set(MISSING):
+                left = [p for p in error.problems if p.code not in MISSING or p.code in assumed]
+                raise UserError(left) from None
+            assumed |= lacking
+
+
+def shrunk(config: RunConfig, world_size: int) -> list[str]:
+    """Assignments that make the run short where it is long; widths, and so how they are cut, stay as they are."""
+    training, parallel = config.training, config.parallel
+    tp, dp = parallel.tensor_model_parallel_size, parallel.data_parallel_size(world_size)
+    small = {
+        "num_layers": (config.model.num_layers, 2),
+        "seq_length": (training.seq_length, -(-64 // tp) * tp),
+        "global_batch_size": (training.global_batch_size or 0, 2 * training.micro_batch_size * dp),
+    }
+    return [f"{name}={limit}" for name, (value, limit) in small.items() if value > limit]
+
+
+def compare(check: Check, launch: Launcher) -> int:
+    """Run both, print a table and a verdict; returns the exit status."""
+    from megatron.training.setup import build  # torch: only for flags known to be good
+    from megatron.training.verify import compare as differences
+    from megatron.training.verify import join, trace_steps
+
+    parallel = check.layout.parallel
+    dp, tp = parallel.data_parallel_size(check.world_size), parallel.tensor_model_parallel_size
+    sharing = " + sequence parallel" if parallel.sequence_parallel else ""
+    print(f"1 process against {check.world_size}: DP {dp} x TP {tp}{sharing}")
+    reference = [join([step]) for step in trace_steps(build(check.reference, 0, 1), check.steps)]
+    ranks = launch(check.layout, check.world_size, check.steps)
+    steps = [join(step) for step in zip(*ranks)]
+    dtype, lr = check.layout.precision.params_dtype, check.layout.optimizer.lr
+    print(f"{'step':>4}  {'loss':>20}  {'error':>8}  {'grad norm':>12}  {'error':>8}  largest error of a gradient")
+    for i, (got, ref) in enumerate(zip(steps, reference, strict=True)):
+        found = [d for d in differences(i + 1, got, ref, FLOOR[dtype], lr) if d.kind != "weight"]
+        print(row(got, found))
+        bad = [d for d in found if d.error > TOLERANCE[dtype]]
+        if bad or got.drifted:
+            print(verdict(bad, got.drifted, TOLERANCE[dtype]))
+            return 1
+    print(f"equal: {len(reference[0].grads)} gradients agree to {TOLERANCE[dtype]:g}, copies to the bit")
+    return 0
+
+
+def row(got: StepTrace, found: Sequence[Difference]) -> str:
+    """A line of the table."""
+    loss, norm, *gradients = found
+    worst = max(gradients, key=lambda d: d.error)
+    return (
+        f"{loss.step:>4}  {got.loss:>20.16g}  {loss.error:>8.1e}  {got.grad_norm:>12.6g}  {norm.error:>8.1e}  "
+        f"{worst.error:.1e} {worst.name}"
+    )
+
+
+def verdict(bad: Sequence[Difference], drifted: Sequence[str], tolerance: float) -> str:
+    """What differs first, in the order in which forward uses the parameters."""
+    lines = []
+    if bad:
+        first = next((d for d in bad if d.kind == "gradient"), bad[0])
+        what = f"the gradient of {first.name}" if first.kind == "gradient" else first.kind.replace("_", " ")
+        lines.append(f"differs in step {first.step}: first {what}, error {first.error:.1e} (allowed: {tolerance:g})")
+        lines.append(f"{len(bad)} quantities differ in all")
+    if drifted:
+        lines.append(f"not the same on all ranks that share it: {drifted[0]}" + (", ..." if len(drifted) > 1 else ""))
+    return "\n".join(lines)
+
+
+def run_processes(config: RunConfig, world_size: int, steps: int) -> list[list[RankTrace]]:
+    """Run every rank in a process of its own; the traces in rank order."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["megatron.training.verify", "torch._dynamo"])
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    with ProcessPoolExecutor(world_size, mp_context=context) as executor:
+        jobs = [executor.submit(run_rank, config, rank, world_size, steps, port) for rank in range(world_size)]
+        return [job.result() for job in jobs]
+
+
+def run_rank(config: RunConfig, rank: int, world_size: int, steps: int, port: int) -> list[RankTrace]:
+    """One rank; leaves the others' connections closed when it fails, so that they fail too."""
+    import torch
+
+    from megatron.parallel.mesh import leave_distributed
+    from megatron.training.setup import build, join
+    from megatron.training.verify import trace_steps
+
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    try:
+        return trace_steps(build(config, *join(config)), steps)
+    finally:
+        leave_distributed()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
