@@ -154,7 +154,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, seed: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx_TH, dw_VH = ctx.saved_tensors
         ctx.sink.accumulate(ctx.name, dw_VH, seed)
-        return (dx_TH * seed).to(dx_TH.dtype), *(None,) * 8
+        return (dx_TH.to(seed.dtype) * seed).to(dx_TH.dtype), *(None,) * 8
 
 
 def _exponentiate_in_place(
