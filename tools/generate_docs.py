@@ -7,15 +7,13 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from megatron.config import megatron_flags
+from megatron.config.parser import metavar, shown_default
+from megatron.config.presets import PRESETS
+from megatron.config.settings import GROUPS, SETTINGS, Setting
+from megatron.config.sources import build
+
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))  # the tools run from a checkout that nobody installed
-
-from megatron.config import megatron_flags  # noqa: E402
-from megatron.config.parser import metavar, shown_default  # noqa: E402
-from megatron.config.presets import PRESETS  # noqa: E402
-from megatron.config.settings import GROUPS, SETTINGS, Setting  # noqa: E402
-from megatron.config.sources import build  # noqa: E402
-
 FLAGS = ROOT / "docs" / "flags.md"
 INTRODUCTION = """# Flags
 
