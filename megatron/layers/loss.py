@@ -154,7 +154,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, seed: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx_TH, dw_VH = ctx.saved_tensors
         ctx.sink.accumulate(ctx.name, dw_VH, seed)
-        return (dx_TH.to(seed.dtype) * seed).to(dx_TH.dtype), *(None,) * 8
+        wide_dx_TH = dx_TH.to(seed.dtype)  # or CUDA would round the seed to dx's format first
+        return (wide_dx_TH * seed).to(dx_TH.dtype), *(None,) * 8
 
 
 def _exponentiate_in_place(

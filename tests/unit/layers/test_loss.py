@@ -125,16 +125,3 @@ def test_full_logits_never_exist() -> None:
     with Allocations() as made:
         F.cross_entropy(x.flatten(0, 1) @ output.weight.t(), batch.labels.flatten()).backward()
     assert made.largest >= full_logits
-
-
-@pytest.mark.parametrize(("dtype", "seed"), [(torch.bfloat16, 1.0 + 1.0 / 320.0), (torch.float16, 70_000.0)], ids=str)
-def test_the_seed_is_not_rounded_to_half_precision(dtype: torch.dtype, seed: float) -> None:
-    """Else the gradient of all below would be off by a factor (bf16), or infinite under a large loss scale (fp16)."""
-    x, weight, labels, mask = inputs(dtype)
-    x, weight, sink = x.requires_grad_(), weight * 1e-3, GradSink()
-    sink.bind({"w": torch.zeros_like(weight, dtype=torch.float32)}, lambda name: None)
-    vocabulary = Vocabulary(0, HELD, Group())
-    objective, _ = linear_cross_entropy(x, weight, labels, mask, vocabulary, LossConfig(), sink, "w")
-    unit, scaled = (torch.autograd.grad(objective, x, torch.tensor(s), retain_graph=True)[0] for s in (1.0, seed))
-    factor = (scaled.double() * unit.double()).sum() / unit.double().square().sum()
-    assert factor.item() == pytest.approx(seed, rel=1e-3)
