@@ -1,6 +1,6 @@
 """Check that a parallel layout computes what one process computes, for any flags of ``pretrain_gpt.py``.
 
-    python tools/verify_parallel.py --world-size 4 --preset tiny-llama --tensor-model-parallel-size 2 --sequence-parallel
+    python tools/verify_parallel.py --world-size 4 --preset tiny-llama --tensor-model-parallel-size 2
 
 Runs the first steps twice on CPUs, once on one process and once on ``--world-size`` of them, and compares the loss, the
 gradient norm and every parameter's gradient. The first parameter that differs is named.
@@ -158,7 +158,10 @@ def shrunk(config: RunConfig, world_size: int) -> list[str]:
         "seq_length": (training.seq_length, -(-64 // tp) * tp),
         "global_batch_size": (training.global_batch_size or 0, 2 * training.micro_batch_size * dp),
     }
-    return [f"{name}={limit}" for name, (value, limit) in small.items() if value > limit]
+    assignments = [f"{name}={limit}" for name, (value, limit) in small.items() if value > limit]
+    if (training.recompute_num_layers or 0) > 2:
+        assignments.append("recompute_num_layers=2")
+    return assignments + (["rampup_batch_size=null"] if training.rampup_batch_size else [])
 
 
 def compare(check: Check, launch: Launcher) -> int:

@@ -19,6 +19,7 @@ from megatron.parallel import comm
 from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink, Rows
 from megatron.parallel.microbatch import MicroBatch
+from megatron.parallel.shard import Shard, ShardSpec
 from megatron.training import setup, step
 from megatron.training.setup import Trainer
 
@@ -161,4 +162,16 @@ def kv_copy_drifts() -> AbstractContextManager[Any]:
 
 def kv_copies_not_summed() -> AbstractContextManager[Any]:
     """The ranks that share a key/value head each use their own part of its gradient."""
-    return patch("megatron.optim.replicas.ReplicaGrads.reduce", lambda self: None)
+    original = Shard.qkv
+
+    def qkv(self: Shard, *arguments: Any) -> ShardSpec:
+        spec = original(self, *arguments)
+        return replace(spec, pieces=tuple(replace(piece, partial=False) for piece in spec.pieces))
+
+    return patch.object(Shard, "qkv", qkv)
+
+
+def replicas_not_summed() -> AbstractContextManager[Any]:
+    """Norms and biases of sequence-parallel ranks learn from their own rows only."""
+    original = Shard.replicate
+    return patch.object(Shard, "replicate", lambda self, shape, init, partial: original(self, shape, init, False))

@@ -68,9 +68,8 @@ def _strays_in(tree: ast.Module) -> Iterator[int]:
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module == comm.__name__ and {a.name for a in node.names} & {*OPS}:
             yield node.lineno
-        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-            if node.value.id == "comm" and node.attr in OPS and id(node) not in called:
-                yield node.lineno
+        if isinstance(node, ast.Attribute) and node.attr in OPS and id(node) not in called:
+            yield node.lineno
 
 
 def _calls_in(tree: ast.Module, path: Path) -> Iterator[Call]:

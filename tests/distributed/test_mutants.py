@@ -94,6 +94,7 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "W of one micro-batch dropped": ("tp2-sp", faults.weight_gradient_empty),
     "one kv copy drifts": ("tp2", faults.kv_copy_drifts),
     "kv copies not summed": ("tp2", faults.kv_copies_not_summed),
+    "norms not summed, sequence parallel": ("tp2-sp", faults.replicas_not_summed),
 }
 """The detector that must notice it, and the fault."""
 

@@ -1,0 +1,124 @@
+"""The tool that checks a user's layout: silent when all is well, and it names what is not."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor
+
+from megatron.config.run import RunConfig
+from megatron.parallel.grads import GradSink, Rows
+from megatron.training.setup import build
+from megatron.training.verify import RankTrace, trace_steps
+from tests.distributed import faults
+from tests.distributed.pool import Pool
+from tests.distributed.sites import ROOT
+from tools.verify_parallel import Launcher, main
+
+FLAGS = [
+    *("--preset", "tiny-llama", "--world-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
+    *("--num-layers", "2", "--seq-length", "32", "--global-batch-size", "2", "--lr-warmup-iters", "0"),
+]
+
+
+def no_fault() -> AbstractContextManager[Any]:
+    return patch.dict(os.environ)
+
+
+def one_gradient_doubled() -> AbstractContextManager[Any]:
+    """The weight gradient of one linear, in the last layer, is twice what it should be."""
+    original = GradSink.add
+
+    def add(self: GradSink, name: str, x: Rows, dy: Tensor) -> None:
+        original(self, name, x, 2.0 * dy if name == "layers.1.mlp.linear_fc2.weight" else dy)
+
+    return patch.object(GradSink, "add", add)
+
+
+def one_rank_fails() -> AbstractContextManager[Any]:
+    return patch.object(GradSink, "add", side_effect=RuntimeError("out of luck"))
+
+
+FAULTS = {f.__name__: f for f in (no_fault, one_gradient_doubled, one_rank_fails, faults.kv_copies_not_summed)}
+
+
+def traced(rank: int, world_size: int, config: RunConfig, steps: int, fault: str) -> list[RankTrace]:
+    with FAULTS[fault]():
+        return trace_steps(build(config, rank, world_size), steps)
+
+
+def on(pool: Pool, fault: str = "no_fault") -> Launcher:
+    return lambda config, world_size, steps: pool.run(world_size, traced, config, steps, fault)
+
+
+def test_a_right_layout_passes(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(FLAGS, on(pool)) == 0
+    out = capsys.readouterr().out
+    assert "note: not given, so assumed: --mock-data\n" in out
+    assert "1 process against 2: DP 1 x TP 2 + sequence parallel\n" in out
+    assert "equal: 15 gradients agree to 1e-10, copies to the bit\n" in out
+
+
+def test_fp32_compares_one_step(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--dtype", "fp32"], on(pool)) == 0
+    assert "gradients agree to 1e-05" in capsys.readouterr().out
+
+
+def test_the_first_parameter_that_differs_is_named(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(FLAGS, on(pool, "one_gradient_doubled")) == 1
+    out = capsys.readouterr().out
+    assert "differs in step 1: first the gradient of layers.1.mlp.linear_fc2.weight, error 1.0e+00" in out
+    assert "2 quantities differ in all\n" in out  # and the gradient norm
+
+
+def test_copies_that_are_not_summed(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--num-query-groups", "1"], on(pool, "kv_copies_not_summed")) == 1
+    out = capsys.readouterr().out
+    assert "first the gradient of layers.0.self_attention.linear_qkv.weight" in out
+    assert "not the same on all ranks that share it: gradient of layers.0.self_attention.linear_qkv.weight, ..." in out
+
+
+def test_a_rank_that_fails_is_told(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(FLAGS, on(pool, "one_rank_fails")) == 1
+    assert "out of luck" in capsys.readouterr().err
+
+
+def test_flags_that_cannot_work_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--world-size", "3", "--preset", "tiny-llama", "--tensor-model-parallel-size", "3"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("E203 8 heads do not divide over TP 3\n  fix: ")
+    assert "E501" not in err  # missing data are assumed, not complained about
+
+
+def test_long_runs_are_made_short_on_request(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    size = [
+        "--num-layers",
+        "9",
+        "--seq-length",
+        "99",
+        "--global-batch-size",
+        "64",
+        "--rampup-batch-size",
+        "8",
+        "8",
+        "99",
+    ]
+    short = "num_layers=2, seq_length=64, global_batch_size=4, rampup_batch_size=null"
+    flags = ["--preset", "tiny-llama", "--world-size", "2", "--shrink", "--steps", "1", *size]
+    assert main(flags, on(pool)) == 0
+    assert f"note: shrunk: {short}\n" in capsys.readouterr().out
+
+
+def test_as_a_person_runs_it() -> None:
+    command = [sys.executable, "tools/verify_parallel.py", *FLAGS, "--steps", "1"]
+    done = subprocess.run(
+        command, cwd=ROOT, env={**os.environ, "PYTHONPATH": "."}, capture_output=True, text=True, timeout=120
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.splitlines()[-1].startswith("equal: 15 gradients")
