@@ -8,8 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.layers import dropout
 from megatron.layers.dropout import dropout_attention, dropout_rows
 from megatron.parallel.microbatch import MicroBatch
+from megatron.parallel.random import hash_of
 from tests.solo import Solo, random_batch, tiny
 
 S, B, H = 64, 6, 96
@@ -126,3 +128,17 @@ def test_every_site_drops_and_evaluation_does_not() -> None:
     assert len({round(losses[name], 6) for name in ("none", "hidden", "attention", "both")}) == 4
     for name in ("hidden", "attention", "both"):
         assert losses[f"{name}, evaluated"] == pytest.approx(losses["none"], rel=1e-12)
+
+
+def test_every_site_has_a_key_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    keys = []
+
+    def recording(*parts: object) -> int:
+        keys.append(hash_of(*parts))
+        return keys[-1]
+
+    monkeypatch.setattr(dropout, "hash_of", recording)
+    Solo.build(DROPPING).chunk(None, random_batch(DROPPING))
+    assert len(set(keys)) == len(keys) == 1 + 3 * DROPPING.num_layers, (
+        "embedding; attention, its output and MLP per block"
+    )
