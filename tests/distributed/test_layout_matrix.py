@@ -15,6 +15,7 @@ import torch
 
 from megatron.config.run import ParallelConfig, PrecisionConfig, TrainingConfig
 from megatron.training.verify import Difference, StepTrace
+from tests.distributed import product
 from tests.distributed.drive import MODEL, Case, compare_with_twin, reference, run_on
 from tests.distributed.grid import FACTORS, case_of, label, valid
 from tests.distributed.pairwise import Choice, covering, pairs_of, valid_pairs
@@ -131,3 +132,13 @@ def test_two_equal_runs_are_equal_to_the_bit(pool: Pool, case: Case, dtype: str)
         assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
         for got, again in ((a.grads, b.grads), (a.weights, b.weights)):
             assert all(torch.equal(got[name], again[name]) for name in got)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recompute", product.PRODUCT["recompute"])
+@pytest.mark.parametrize("dp", product.LAYOUT["dp"])
+@pytest.mark.parametrize("tp", product.LAYOUT["tp"])
+def test_full_product(pool: Pool, tp: str, dp: int, recompute: str) -> None:
+    findings = product.run(pool, tp=tp, dp=dp, recompute=recompute)
+    assert findings.cases == 96
+    assert findings.failed == []

@@ -1,0 +1,73 @@
+"""Ten losses of two small models in two number formats, to every bit: ``python -m tests.golden.losses`` writes them anew.
+
+Only in a commit that says why the numbers change.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.config.run import PrecisionConfig
+from tests.distributed.drive import MODEL, Case, run_case
+from tests.distributed.pool import Pool
+
+FILE = Path(__file__).with_name("losses.json")
+
+GPT = replace(MODEL, hidden_dropout=0.1, attention_dropout=0.1)
+LLAMA = replace(
+    MODEL,
+    num_query_groups=2,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    activation="swiglu",
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+)
+CASES = {
+    f"{name} {dtype}": Case(model, precision=PrecisionConfig(params_dtype=dtype), steps=10)
+    for name, model in (("gpt", GPT), ("llama", LLAMA))
+    for dtype in ("fp64", "fp32")
+}
+
+
+def environment() -> dict[str, str]:
+    """What the last bits depend on, besides our own code."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    vendor = next((line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id")), "unknown")
+    return {
+        "torch": torch.__version__,
+        "machine": platform.machine(),
+        "vendor": vendor,
+        "instructions": torch.backends.cpu.get_cpu_capability(),
+    }
+
+
+def losses(rank: int, world_size: int) -> dict[str, list[float]]:
+    """The losses of all cases on one process with one thread."""
+    return {name: [trace.loss for trace in run_case(rank, world_size, case)] for name, case in CASES.items()}
+
+
+def read() -> dict[str, Any]:
+    """The recorded environment and losses."""
+    recorded = json.loads(FILE.read_text())
+    return recorded | {"losses": {k: [float.fromhex(x) for x in v] for k, v in recorded["losses"].items()}}
+
+
+def main() -> None:
+    """Write the file."""
+    with Pool() as pool:
+        found = pool.run(1, losses)[0]
+    record = {"environment": environment(), "losses": {k: [x.hex() for x in v] for k, v in found.items()}}
+    FILE.write_text(json.dumps(record, indent=1) + "\n")
+    print(FILE)
+
+
+if __name__ == "__main__":
+    main()
