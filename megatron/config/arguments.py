@@ -19,7 +19,6 @@ from megatron.config.problems import Problem, UserError, did_you_mean
 from megatron.config.resolve import resolve
 from megatron.config.run import RunConfig
 from megatron.config.sources import Layer, build, from_assignments, from_file, lay_over
-from megatron.config.sources import to_yaml as to_yaml
 from megatron.config.summary import summary
 from megatron.config.validate import problems
 

@@ -81,6 +81,8 @@ def _take(layer: Layer, source: str, key: str, value: Any) -> None:
     setting = find(layer, key, source)
     if setting is None:
         return
+    if setting.name in layer.values:
+        layer.problems.append(Problem("E003", f"{source}: {setting.name} is there twice, by group and flat"))
     try:
         layer.values[setting.name] = setting.from_native(value)
     except ValueError as error:
@@ -141,7 +143,7 @@ def lay_over(layers: Iterable[Values]) -> Values:
     merged: Values = {}
     for values in layers:
         for ways in ALTERNATIVES:
-            if any(way in values for way in ways):
+            if any(values.get(way) for way in ways):
                 for way in ways:
                     merged.pop(way, None)
         merged |= values

@@ -43,10 +43,10 @@ def _parameters(config: RunConfig) -> str:
     if m.vocab_size is None:
         blocks = m.num_layers * m.layer_parameters() + m.norm_parameters()
         return f"{blocks:,} and the embeddings; the tokenizer says how many entries they have"
-    held = rank_parameters(m, config.parallel.tensor_model_parallel_size)
+    held = rank_parameters(m, tp)
     padded = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp)
     padding = f"; vocabulary {m.vocab:,}" + (f" padded to {padded:,}" if padded != m.vocab else "")
-    return f"{m.num_parameters():,}, {held:,} on each rank{padding}"
+    return f"{m.num_parameters():,} ({held:,} on each rank){padding}"
 
 
 def rank_parameters(m: ModelConfig, tp: int) -> int:
@@ -77,7 +77,7 @@ def _batch(config: RunConfig, world_size: int) -> str:
     plural = "micro-batch" if count == 1 else "micro-batches"
     tokens = f"{full * t.seq_length:,} tokens"
     return (
-        f"{full} samples x {t.seq_length} = {tokens} a step: {count} {plural} of {t.micro_batch_size} on each DP rank"
+        f"{full:,} samples x {t.seq_length} = {tokens} a step: {count} {plural} of {t.micro_batch_size} on each DP rank"
     )
 
 
@@ -107,7 +107,7 @@ def _optimizer(config: RunConfig) -> str:
     if o.lr_decay_style != "constant":
         row += f" to {o.min_lr:g}"
     warmups = (
-        (o.lr_warmup_fraction, f"{100 * (o.lr_warmup_fraction or 0):g}% of the decay"),
+        (o.lr_warmup_fraction, f"{100 * (o.lr_warmup_fraction or 0):.3g}% of the decay"),
         (o.lr_warmup_samples, f"{o.lr_warmup_samples:,} samples"),
         (o.lr_warmup_iters, f"{o.lr_warmup_iters:,} steps"),
     )

@@ -37,21 +37,32 @@ def schedule(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Warm-up, decay and WSD's final decay fit into one another."""
     o = config.optimizer
     lengths = _lengths(config, world_size)
-    if lengths is None or o.lr_decay_style == "constant":
+    if lengths is None:
         return
     warmup, decay, final = lengths
     unit = global_batch(config.training, config.parallel.data_parallel_size(world_size))
     if warmup >= decay:
-        sentence = f"the warm-up of {warmup:g} samples does not end before the decay does, at {decay:g}"
-        shorter = f"--lr-warmup-iters {int(decay // unit) // 10}"
-        yield Problem("E403", sentence, (shorter, f"--lr-decay-iters {int(warmup // unit) * 10 or 10}"))
+        sentence = f"the warm-up of {_shown(warmup)} samples does not end before the decay does, at {_shown(decay)}"
+        shorter = _flag("lr_warmup", bool(o.lr_warmup_samples), decay / 10, unit)
+        yield Problem("E403", sentence, (shorter, _flag("lr_decay", bool(o.lr_decay_samples), 10 * warmup, unit)))
     elif o.lr_decay_style == "WSD" and final is None:
-        tenth = max(1, int(decay // unit) // 10)
-        yield Problem("E404", "WSD needs the length of its final decay", (f"--lr-wsd-decay-iters {tenth}",))
+        tenth = _flag("lr_wsd_decay", False, decay / 10, unit, 1)
+        yield Problem("E404", "WSD needs the length of its final decay", (tenth,))
     elif o.lr_decay_style == "WSD" and final is not None and final > decay - warmup:
-        room = int((decay - warmup) // unit)
-        sentence = f"WSD's final decay of {final:g} samples does not fit between the warm-up's end at {warmup:g}"
-        yield Problem("E404", f"{sentence} and {decay:g}", (f"--lr-wsd-decay-iters {max(1, room)}",))
+        sentence = f"WSD's final decay of {_shown(final)} samples does not fit between the end of the warm-up"
+        room = _flag("lr_wsd_decay", bool(o.lr_wsd_decay_samples), decay - warmup, unit, 1)
+        yield Problem("E404", f"{sentence} at {_shown(warmup)} and that of the decay at {_shown(decay)}", (room,))
+
+
+def _shown(samples: float) -> str:
+    return f"{samples:,.10g}"
+
+
+def _flag(name: str, in_samples: bool, samples: float, unit: int, least: int = 0) -> str:
+    """The flag that sets a length, rounded down, in samples or in steps of ``unit`` samples."""
+    if in_samples:
+        return f"{flag(name)}-samples {max(least, int(samples))}"
+    return f"{flag(name)}-iters {max(least, int(samples // unit))}"
 
 
 def _lengths(config: RunConfig, world_size: int) -> tuple[float, float, float | None] | None:

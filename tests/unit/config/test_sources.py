@@ -85,6 +85,7 @@ def test_names_may_be_nested_flat_or_hyphenated() -> None:
         ({"lr": float("inf")}, "E002", "f: optimizer.lr: inf is not a number"),
         ({"split": 1}, "E002", "f: data.split: 1 is not text (put it in quotes)"),
         ({"rampup_batch_size": [1, 2]}, "E002", "f: training.rampup_batch_size: takes 3 values, not 2"),
+        ({"lr": 1.0, "optimizer": {"lr": 2.0}}, "E003", "f: lr is there twice, by group and flat"),
         ({"normalization": "Batch"}, "E002", "f: model.normalization: 'Batch' is not one of LayerNorm, RMSNorm"),
     ],
 )
@@ -126,4 +127,5 @@ def test_layers() -> None:
     assert lay_over([{"lr": 1, "seed": 1}, {"lr": 2}]) == {"lr": 2, "seed": 1}
     assert lay_over([{"train_iters": 1}, {"train_samples": 2}]) == {"train_samples": 2}
     assert lay_over([{"train_iters": 1, "train_samples": 2}]) == {"train_iters": 1, "train_samples": 2}
+    assert lay_over([{"data_path": ("a",)}, {"mock_data": False}]) == {"data_path": ("a",), "mock_data": False}
     assert build({}) == RunConfig()

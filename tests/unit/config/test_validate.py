@@ -5,15 +5,19 @@ import shlex
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from megatron.config.arguments import parse
 from megatron.config.model import ModelConfig
 from megatron.config.problems import Problem, UserError
-from megatron.config.run import DataConfig, ParallelConfig, TrainingConfig
+from megatron.config.run import DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.config.sources import build
 from megatron.config.validate import problems, require
+from megatron.optim.schedule import Schedule
 from megatron.parallel.shard import Init, Shard
 from tests.unit.config.bad_configs import CASES, GOLDEN, Case
 
@@ -132,6 +136,33 @@ def test_every_stage_of_a_ramp_is_shared_by_the_ranks() -> None:
         fits = full in sizes and all(size % (micro * ranks) == 0 for size in sizes) and start < full
         found = problems(replace(GOOD, training=training), ranks)
         assert (found == []) == fits, (training, ranks, found)
+
+
+SCHEDULES = st.fixed_dictionaries(
+    {"lr_decay_style": st.sampled_from(["linear", "cosine", "inverse-square-root", "WSD"])},
+    optional={
+        "lr_decay_iters": st.integers(1, 30),
+        "lr_wsd_decay_samples": st.integers(1, 60),
+        "lr_warmup_fraction": st.floats(0, 0.99),
+        "lr_warmup_samples": st.integers(0, 60),
+        "lr_warmup_iters": st.integers(0, 30),
+    },
+)
+
+
+@given(SCHEDULES, st.integers(1, 20), st.integers(1, 4))
+def test_schedules_are_accepted_exactly_where_they_can_be_built(said: dict[str, Any], iters: int, batch: int) -> None:
+    training = TrainingConfig(train_iters=iters, global_batch_size=batch)
+    config = replace(GOOD, training=training, optimizer=OptimizerConfig(**said))
+    codes = {p.code for p in problems(config, 1)}
+    if codes & {"E402", "E601"}:
+        return
+    try:
+        Schedule.from_config(config.optimizer, iters * batch, batch)
+    except ValueError:
+        assert codes & {"E403", "E404"}
+    else:
+        assert codes == set()
 
 
 def test_unresolved_and_resolved_configurations_are_judged_alike() -> None:
