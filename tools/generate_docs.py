@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,8 +60,8 @@ def _groups() -> Iterator[str]:
 def _spelling(setting: Setting) -> str:
     if setting.kind.scalar is bool:
         return f"`{setting.flag}`"
-    word = "WORD" if setting.option.choices and not setting.kind.many else metavar(setting)
-    return f"`{setting.flag} {word}`"
+    words = re.sub(r"\{.*\}", "WORD", metavar(setting))
+    return f"`{setting.flag} {words}`"
 
 
 def _default(setting: Setting) -> str:

@@ -122,9 +122,9 @@ def _add(group: Any, setting: Setting) -> None:
 
 def metavar(setting: Setting) -> str:
     """What the help shows in place of the value."""
-    if setting.option.choices and not setting.kind.many:
-        return "{" + ",".join(setting.option.choices) + "}"
     word = {int: "N", float: "X", str: "TEXT"}[setting.kind.scalar]
+    if setting.option.choices:
+        word = "{" + ",".join(setting.option.choices) + "}"
     return " ".join([word] * (setting.kind.length or 1)) + (
         " ..." if setting.kind.many and not setting.kind.length else ""
     )
