@@ -182,14 +182,12 @@ def lines(args: argparse.Namespace, seconds: Mapping[str, Sequence[float]]) -> d
 
 def machine() -> dict[str, str]:
     """What the figures were measured with."""
-    info = Path("/proc/cpuinfo")
-    models = (
-        [line.split(":")[1].strip() for line in info.read_text().splitlines() if "model name" in line]
-        if info.exists()
-        else []
-    )
+    processor, info = platform.processor(), Path("/proc/cpuinfo")
+    if info.exists():  # Linux says no more than the architecture elsewhere
+        named = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        processor = named[0] if named else processor
     return {
-        "processor": f"{models[0] if models else platform.processor()}, {os.cpu_count()} cores",
+        "processor": f"{processor}, {os.cpu_count()} cores",
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -229,6 +227,8 @@ def main(argv: Sequence[str]) -> int:
     args = parser.parse_args(argv)
     if args.tp > 1 and args.clock != "wall":
         parser.error("with --tp only the wall clock counts the time spent waiting for one another: --clock wall")
+    if args.write and args.num_layers != 12:
+        parser.error("results are kept for 12 layers only: leave out --write or --num-layers")
     torch.set_num_threads(1)
     seconds = against_transformers(args) if args.tp == 1 else against_one_process(args)
     tokens = 512 * args.micro_batch_size
