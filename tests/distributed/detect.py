@@ -98,7 +98,8 @@ def _is_plain_cross_entropy(ranks: Sequence[tuple[float, torch.Tensor]]) -> bool
     loss = F.cross_entropy(x @ weight.t(), labels, reduction="sum")
     loss.backward()
     same = all(abs(got - loss.item()) <= TOLERANCE * loss.item() for got, _ in ranks)
-    return same and torch.allclose(sum(dx for _, dx in ranks), x.grad, rtol=TOLERANCE, atol=TOLERANCE)
+    dx = torch.stack([part for _, part in ranks]).sum(0)
+    return same and x.grad is not None and torch.allclose(dx, x.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 _SHARED_KV = replace(MODEL, num_query_groups=1, qk_layernorm=True, hidden_dropout=0.1, attention_dropout=0.1)

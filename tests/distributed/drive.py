@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
@@ -137,5 +139,5 @@ def global_batch(case: Case, step: int) -> MicroBatch:
 
 
 def _rows(batch: MicroBatch, rows: slice) -> MicroBatch:
-    parts = {name: None if value is None else value[rows] for name, value in vars(batch).items() if name != "step"}
-    return MicroBatch(step=batch.step, **parts)
+    cut: dict[str, Any] = {name: x[rows] for name, x in vars(batch).items() if isinstance(x, Tensor)}
+    return replace(batch, **cut)

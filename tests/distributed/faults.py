@@ -11,11 +11,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from megatron.layers import attention, linear, loss
-from megatron.model import block, gpt
+from megatron.layers import linear, loss
+from megatron.layers.dropout import dropout_attention, dropout_rows
 from megatron.model.gpt import GPTChunk
 from megatron.optim import clip
 from megatron.parallel import comm
+from megatron.parallel.build import BuildContext
 from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink, Rows
 from megatron.parallel.microbatch import MicroBatch
@@ -58,19 +59,19 @@ def tokens_counted_locally() -> AbstractContextManager[Any]:
 @contextmanager
 def dropout_by_local_row() -> Iterator[None]:
     """Sequence-parallel ranks drop the same rows of their parts."""
+    original: Callable[..., Tensor] = dropout_rows
 
     def from_zero(*arguments: Any) -> Tensor:
         return original(*arguments[:-1], 0)
 
-    original = block.dropout_rows
-    with patch.object(block, "dropout_rows", from_zero), patch.object(gpt, "dropout_rows", from_zero):
+    with patch("megatron.model.block.dropout_rows", from_zero), patch("megatron.model.gpt.dropout_rows", from_zero):
         yield
 
 
 def dropout_by_local_head() -> AbstractContextManager[Any]:
     """Tensor-parallel ranks drop the same weights of their first heads."""
-    original = attention.dropout_attention
-    return patch.object(attention, "dropout_attention", lambda *arguments: original(*arguments[:-1], 0))
+    original: Callable[..., Tensor] = dropout_attention
+    return patch("megatron.layers.attention.dropout_attention", lambda *arguments: original(*arguments[:-1], 0))
 
 
 def dropout_by_local_sample() -> AbstractContextManager[Any]:
@@ -175,3 +176,16 @@ def replicas_not_summed() -> AbstractContextManager[Any]:
     """Norms and biases of sequence-parallel ranks learn from their own rows only."""
     original = Shard.replicate
     return patch.object(Shard, "replicate", lambda self, shape, init, partial: original(self, shape, init, False))
+
+
+def partial_flipped(parameter: str) -> AbstractContextManager[Any]:
+    """One parameter says the opposite of what is true about its copies' gradients: a share each, or the whole."""
+    original = BuildContext.parameter
+
+    def declare(self: BuildContext, name: str, spec: ShardSpec, autograd: bool = False) -> torch.nn.Parameter:
+        if self.name(name) == parameter:
+            flipped = (replace(piece, partial=not piece.partial) for piece in spec.pieces)
+            spec = replace(spec, pieces=tuple(flipped))
+        return original(self, name, spec, autograd)
+
+    return patch.object(BuildContext, "parameter", declare)

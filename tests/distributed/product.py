@@ -1,6 +1,6 @@
-"""The full product of the factors that decide how a model is cut: ``python -m tests.distributed.product`` (half an hour).
+"""The full product of the factors that decide how a model is cut: ``python -m tests.distributed.product``.
 
-Writes what it found, layout by layout, to ``tests/golden/layout_product.txt``.
+Takes half an hour on two cores. Writes what it found, layout by layout, to ``tests/golden/layout_product.txt``.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def main() -> None:
             print(lines[-1], *found.failed, sep="\n", flush=True)
     head = [
         "Largest relative error against one process, fp64, 3 steps, by layout (sp: sequence parallel).",
-        "python -m tests.distributed.product, "
-        f"{time.strftime('%Y-%m-%d')}, torch {torch.__version__}, {platform.machine()}, {time.monotonic() - began:.0f} s",
+        f"python -m tests.distributed.product: {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, "
+        f"{platform.machine()}, {time.monotonic() - began:.0f} s",
         *(f"{name}: {', '.join(map(str, values))}" for name, values in PRODUCT.items()),
         f"{'TP':>4}  {'DP':>2}  {'cases':>5}  {'failed':>6}  {'loss':>9}  {'norm':>9}  {'gradient':>9}  {'weight':>9}",
     ]

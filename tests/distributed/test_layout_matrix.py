@@ -14,9 +14,11 @@ import pytest
 import torch
 
 from megatron.config.run import ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.training.setup import build
+from megatron.training.step import evaluate, train_step
 from megatron.training.verify import Difference, StepTrace
 from tests.distributed import product
-from tests.distributed.drive import MODEL, Case, compare_with_twin, reference, run_on
+from tests.distributed.drive import LR, MODEL, WEIGHT_DECAY, Case, batches_of, compare_with_twin, reference, run_on
 from tests.distributed.grid import FACTORS, case_of, label, valid
 from tests.distributed.pairwise import Choice, covering, pairs_of, valid_pairs
 from tests.distributed.pool import Pool
@@ -142,3 +144,21 @@ def test_full_product(pool: Pool, tp: str, dp: int, recompute: str) -> None:
     findings = product.run(pool, tp=tp, dp=dp, recompute=recompute)
     assert findings.cases == 96
     assert findings.failed == []
+
+
+def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
+    """Loss on generated validation data before and after a step."""
+    config = case.config()
+    config = replace(config, training=replace(config.training, eval_iters=2))
+    trainer = build(config, rank, world_size)
+    before = evaluate(trainer).item()
+    train_step(trainer, batches_of(trainer, case, 0), LR, WEIGHT_DECAY)
+    return before, evaluate(trainer).item()
+
+
+@pytest.mark.parametrize("case", LONG)
+def test_evaluation_in_every_layout(pool: Pool, case: Case) -> None:
+    expected = evaluation(0, 1, case.twin())
+    assert expected[0] != expected[1]
+    for found in pool.run(case.world_size, evaluation, case):
+        assert found == pytest.approx(expected, rel=TOLERANCE_FP64, abs=0.0)

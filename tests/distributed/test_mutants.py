@@ -8,14 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from megatron.training.setup import build
 from megatron.training.verify import RankTrace, join
 from tests.distributed import faults
 from tests.distributed.detect import DETECTORS, Detector
 from tests.distributed.drive import Case, run_case
+from tests.distributed.grid import RECOMPUTE
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.sites import MUTATIONS, Call, Site, broken, calls, strays, watching
 
@@ -120,15 +123,38 @@ def run_forgetful(rank: int, world_size: int) -> None:
         run_case(rank, world_size, DETECTORS["tp2-sp"].args[0])
 
 
+def shared_parameters(rank: int, world_size: int, case: Case) -> list[str]:
+    """Those of which several tensor-parallel ranks hold a copy, the last layer's standing for all layers."""
+    specs = build(case.config(), rank, world_size).chunk.specs
+    shared = [n for n, spec in specs.items() if any(len(piece.replicas) > 1 for piece in spec.pieces)]
+    return [name for name in shared if not name.startswith("layers.0.")]
+
+
+def run_flipped(rank: int, world_size: int, case: Case, parameter: str) -> list[RankTrace]:
+    with faults.partial_flipped(parameter):
+        return run_case(rank, world_size, case)
+
+
+@pytest.mark.parametrize("name", ["tp2", "tp2-sp"])
+def test_a_wrong_word_about_copies_is_noticed(pool: Pool, name: str) -> None:
+    case = DETECTORS[name].args[0]
+    shared = pool.run(2, shared_parameters, case)[0]
+    assert len(shared) >= 14
+    verdicts = {p: verdict(pool, DETECTORS[name], run_flipped, case, p) for p in shared}
+    assert [p for p, v in verdicts.items() if v != "wrong"] == []
+
+
 def run_deferred(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     with faults.deferred():
         return run_case(rank, world_size, case)
 
 
+@pytest.mark.parametrize("recompute", ["nothing", "layernorm", "activation", "uniform 2"])
 @pytest.mark.parametrize("detector", ["tp2", "tp2-sp", "dp2"])
-def test_deferred_weight_gradients_are_the_same(pool: Pool, detector: str) -> None:
+def test_deferred_weight_gradients_are_the_same(pool: Pool, detector: str, recompute: str) -> None:
     case = DETECTORS[detector].args[0]
-    assert DETECTORS[detector].right(pool.run(2, run_deferred, case))
+    recomputing = replace(case, training=replace(case.training, **RECOMPUTE[recompute]))
+    assert DETECTORS[detector].right(pool.run(2, run_deferred, recomputing))
 
 
 def test_a_kv_copy_that_drifts_is_named(pool: Pool) -> None:

@@ -1,0 +1,89 @@
+"""Sixteen bits on several ranks: the same model up to rounding, and one decision of all ranks about every step."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.run import ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.parallel.grads import GradSink, Rows
+from megatron.training.setup import build
+from megatron.training.step import train_step
+from tests.distributed.drive import LR, MODEL, WEIGHT_DECAY, Case, batches_of, reference, run_on
+from tests.distributed.pool import Pool
+
+CASE = Case(
+    replace(MODEL, num_query_groups=2, qk_layernorm=True, hidden_dropout=0.1),
+    ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
+    PrecisionConfig(params_dtype="fp16", initial_loss_scale=2.0**24, hysteresis=1, loss_scale_window=3),
+    TrainingConfig(micro_batch_size=1),
+    dp=2,
+    steps=12,
+)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_near_fp32_on_one_process(pool: Pool, dtype: str) -> None:
+    """Rounding differs with the layout, so this only finds gross mistakes: a sum in the wrong format, a lost scale."""
+    case = replace(CASE, steps=2, precision=PrecisionConfig(params_dtype=dtype, initial_loss_scale=1024.0))
+    steps, exact = run_on(pool, case), reference(replace(case, precision=PrecisionConfig()).twin())
+    for got, ref in zip(steps, exact, strict=True):
+        assert got.loss == pytest.approx(ref.loss, rel=5e-3)
+        assert got.grad_norm == pytest.approx(ref.grad_norm, rel=2e-2)
+        assert got.drifted == []
+    assert all(grad.dtype == torch.float32 for grad in steps[0].grads.values())
+
+
+@dataclass(frozen=True)
+class Scaling:
+    """By step: the loss scale it ran with, whether it was skipped, and a checksum of this rank's weights after it."""
+
+    scales: list[float]
+    skipped: list[bool]
+    weights: list[float]
+
+
+def run_scaled(rank: int, world_size: int, case: Case, overflow_on: int | None) -> Scaling:
+    """Train; with ``overflow_on`` that rank's gradient of one weight is infinite in step 3."""
+    trainer = build(case.config(), rank, world_size)
+    out = Scaling([], [], [])
+    for step in range(case.steps):
+        with overflow() if (rank, step) == (overflow_on, 3) else nullcontext():
+            metrics = train_step(trainer, batches_of(trainer, case, step), LR, WEIGHT_DECAY)
+        out.scales.append(metrics.loss_scale.item())
+        out.skipped.append(bool(metrics.skipped.item()))
+        out.weights.append(sum(m.double().abs().sum().item() for m in trainer.optimizer.masters.values()))
+    return out
+
+
+def overflow() -> AbstractContextManager[object]:
+    original = GradSink.add
+
+    def add(self: GradSink, name: str, x: Rows, dy: Tensor) -> None:
+        original(self, name, x, dy * float("inf") if name == "layers.0.mlp.linear_fc1.weight" else dy)
+
+    return patch.object(GradSink, "add", add)
+
+
+def test_all_ranks_keep_the_same_loss_scale(pool: Pool) -> None:
+    ranks = pool.run(CASE.world_size, run_scaled, CASE, None)
+    assert len({tuple(rank.scales) for rank in ranks}) == len({tuple(rank.skipped) for rank in ranks}) == 1
+    scales, skipped = ranks[0].scales, ranks[0].skipped
+    assert skipped[0], "the first scale is meant to be too large"
+    assert not all(skipped)
+    assert max(b / a for a, b in zip(scales, scales[1:])) == 2.0
+    assert all(b == a / 2 for a, b, skip in zip(scales, scales[1:], skipped) if skip)
+
+
+@pytest.mark.parametrize("overflow_on", [0, 3])
+def test_an_overflow_on_one_rank_stops_the_update_on_all(pool: Pool, overflow_on: int) -> None:
+    case = replace(CASE, steps=5, precision=PrecisionConfig(params_dtype="fp32"))
+    for rank in pool.run(case.world_size, run_scaled, case, overflow_on):
+        assert rank.skipped == [False, False, False, True, False]
+        assert rank.weights[3] == rank.weights[2]
+        assert rank.weights[4] != rank.weights[3]
