@@ -13,13 +13,13 @@ import os
 import socket
 import sys
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import dataclass, replace
 from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from megatron.config.arguments import parse
-from megatron.config.problems import UserError
+from megatron.config.problems import Problem, UserError
 from megatron.config.run import ParallelConfig, RunConfig
 from megatron.data.errors import DataError
 from megatron.data.vocabulary import vocabulary
@@ -67,6 +67,8 @@ def main(argv: Sequence[str], launch: Launcher | None = None) -> int:
     """
     own, flags = build_parser().parse_known_args(list(argv))
     try:
+        if own.steps < 1:
+            raise UserError([Problem("E002", f"--steps {own.steps}: at least one step is compared", ("--steps 1",))])
         check = prepare(flags, own.world_size, own.steps, own.dtype, own.shrink)
     except (UserError, DataError) as error:
         print(error, file=sys.stderr)
@@ -222,6 +224,9 @@ def run_processes(config: RunConfig, world_size: int, steps: int) -> list[list[R
         port = probe.getsockname()[1]
     with ProcessPoolExecutor(world_size, mp_context=context) as executor:
         jobs = [executor.submit(run_rank, config, rank, world_size, steps, port) for rank in range(world_size)]
+        done, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+        for job in done:
+            job.result()  # raises the first rank's error; those of the others follow from it
         return [job.result() for job in jobs]
 
 

@@ -121,6 +121,7 @@ DETECTORS: dict[str, Detector] = {
     "tp2-sp": training(TP2_SP),
     "dp2": training(DP2),
     "dp2-late": training(DP2_LATE),
+    "tp4-gqa": training(TP4_GQA),
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
     "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [15, 15]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),

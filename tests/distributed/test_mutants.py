@@ -97,6 +97,8 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "W of one micro-batch dropped": ("tp2-sp", faults.weight_gradient_empty),
     "one kv copy drifts": ("tp2", faults.kv_copy_drifts),
     "kv copies not summed": ("tp2", faults.kv_copies_not_summed),
+    "kv copies not summed, two pairs of ranks": ("tp4-gqa", faults.kv_copies_not_summed),
+    "one kv copy drifts, two pairs of ranks": ("tp4-gqa", faults.kv_copy_drifts),
     "norms not summed, sequence parallel": ("tp2-sp", faults.replicas_not_summed),
 }
 """The detector that must notice it, and the fault."""

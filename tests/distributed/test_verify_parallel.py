@@ -122,3 +122,8 @@ def test_as_a_person_runs_it() -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.splitlines()[-1].startswith("equal: 15 gradients")
+
+
+def test_no_steps_are_no_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*FLAGS, "--steps", "0"]) == 2
+    assert "E002 --steps 0" in capsys.readouterr().err
