@@ -199,7 +199,12 @@ def write(name: str, measured: Mapping[str, Sequence[float]], args: argparse.Nam
     RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "train_step.json"
     results = json.loads(path.read_text()) if path.exists() else {}
-    results[name] = {"ratios": dict(measured), "rounds": args.repeats, "clock": args.clock} | machine()
+    results[name] = {
+        "ratios": dict(measured),
+        "rounds": args.repeats,
+        "clock": args.clock,
+        "load": args.load,
+    } | machine()
     path.write_text(json.dumps(results, indent=2) + "\n")
     text = [TITLE]
     for kind, result in results.items():
@@ -208,7 +213,8 @@ def write(name: str, measured: Mapping[str, Sequence[float]], args: argparse.Nam
         versions = ", ".join(f"{key} {result[key]}" for key in ("python", "torch", "transformers"))
         text += [
             "",
-            f"{result['rounds']} alternating rounds, {result['clock']} time; {result['processor']}; {versions}.",
+            f"{result['rounds']} alternating rounds, {result['clock']} time; {result['processor']}, "
+            f"load {result['load']:.1f} before the start; {versions}.",
         ]
     path.with_suffix(".md").write_text("\n".join(text) + "\n")
 
@@ -229,6 +235,7 @@ def main(argv: Sequence[str]) -> int:
         parser.error("with --tp only the wall clock counts the time spent waiting for one another: --clock wall")
     if args.write and args.num_layers != 12:
         parser.error("results are kept for 12 layers only: leave out --write or --num-layers")
+    args.load = os.getloadavg()[0]  # of the last minute: what others do on the machine
     torch.set_num_threads(1)
     seconds = against_transformers(args) if args.tp == 1 else against_one_process(args)
     tokens = 512 * args.micro_batch_size
