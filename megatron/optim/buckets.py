@@ -32,14 +32,14 @@ class Bucket:
         buffer: ``[elements]``, at least fp32.
         offsets: first element of each parameter, by name.
         group: ranks over which it is summed.
-        missing: contributions still to come.
+        unfinished: parameters that expect more contributions.
         pending: the reduction, once started.
     """
 
     buffer: Tensor
     offsets: dict[str, int]
     group: Group
-    missing: int = 0
+    unfinished: int = 0
     pending: Pending | None = None
 
 
@@ -77,6 +77,7 @@ class GradBuckets:
         self.grads: dict[str, Tensor] = {}
         self.buckets: list[Bucket] = []
         self._bucket_of: dict[str, Bucket] = {}
+        self._missing: dict[str, int] = {}
         for names in _partition(specs, dtypes, bucket_size):
             self._allocate(names, dtypes[names[0]], mesh.group(*specs[names[0]].reduce_axes), device)
         sink.bind(self.grads, self._contributed)
@@ -96,16 +97,18 @@ class GradBuckets:
 
     def start_step(self, microbatches: int) -> None:
         """Zero the gradients and expect this many micro-batches."""
+        self._missing = {name: microbatches * spec.uses for name, spec in self.specs.items()}
         for bucket in self.buckets:
             bucket.buffer.zero_()
-            bucket.pending = None
-            bucket.missing = microbatches * sum(self.specs[name].uses for name in bucket.offsets)
+            bucket.pending, bucket.unfinished = None, len(bucket.offsets)
 
     def _contributed(self, name: str) -> None:
-        bucket = self._bucket_of[name]
-        bucket.missing -= 1
-        if bucket.missing == 0 and self.overlap:
-            bucket.pending = comm.start_all_reduce(bucket.buffer, bucket.group)
+        self._missing[name] -= 1
+        if self._missing[name] == 0:
+            bucket = self._bucket_of[name]
+            bucket.unfinished -= 1
+            if bucket.unfinished == 0 and self.overlap:
+                bucket.pending = comm.start_all_reduce(bucket.buffer, bucket.group)
 
     def finish(self) -> None:
         """Wait until every gradient is the sum over all data-parallel ranks.
@@ -114,13 +117,13 @@ class GradBuckets:
             RuntimeError: when a parameter got fewer or more contributions than its spec says.
 
         """
-        for bucket in self.buckets:
-            if bucket.missing != 0:
-                first = next(iter(bucket.offsets))
+        for name, missing in self._missing.items():
+            if missing:
                 raise RuntimeError(
-                    f"the gradient bucket of {first} misses {bucket.missing} contributions: the uses in some spec "
-                    "do not match what its layer's backward adds"
+                    f"the gradient of {name} misses {missing} contributions: the uses in its spec do not match what "
+                    "its layer's backward adds"
                 )
+        for bucket in self.buckets:
             if bucket.pending is None:
                 bucket.pending = comm.start_all_reduce(bucket.buffer, bucket.group)
         for bucket in self.buckets:
