@@ -1,0 +1,48 @@
+"""What the README names exists: links, flags, presets."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config.presets import PRESETS
+
+ROOT = Path(__file__).parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+FOREIGN = {"--index-url", "--no-deps", "--nproc-per-node", "--nnodes", "--rdzv-backend", "--rdzv-endpoint"}
+"""Flags of pip and torchrun."""
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
+        assert (page.parent / target).exists(), target
+
+
+def test_flags_exist() -> None:
+    tools = ["pretrain_gpt.py", "tools/preprocess_data.py", "tools/verify_parallel.py", "tools/plot_run.py"]
+    commands = [[sys.executable, str(ROOT / tool), "--help"] for tool in tools]
+    commands.append(["bash", str(ROOT / "examples" / "quickstart.sh"), "--help"])
+    helps = "".join(
+        subprocess.run(
+            c,
+            cwd=ROOT,
+            env={"PYTHONPATH": str(ROOT), "PATH": "/usr/bin:/bin"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for c in commands
+    )
+    known = set(re.findall(r"--[a-z0-9-]+", helps)) | FOREIGN
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", PAGES[0].read_text())) <= known
+
+
+def test_presets_are_all_named() -> None:
+    row = next(line for line in PAGES[0].read_text().splitlines() if line.startswith("| presets"))
+    families = re.findall(r"(\w+)-([\w./]+)", row)
+    assert {f"{family}-{size}" for family, sizes in families for size in sizes.split("/")} == set(PRESETS)
