@@ -6,8 +6,10 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NoReturn
 
 from megatron.config.arguments import Parsed, parse
+from megatron.config.launch import Launch
 from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
@@ -25,7 +27,10 @@ def main(argv: Sequence[str]) -> int:
         parsed = parse(argv)
         config = with_vocabulary(parsed.config)
     except (UserError, DataError) as error:
-        print(error, file=sys.stderr)
+        launch = Launch.read(os.environ)
+        # Flags are the same on all ranks; files may be missing on one machine only.
+        if launch.rank == 0 or (isinstance(error, DataError) and launch.local_rank == 0):
+            print(error, file=sys.stderr)
         return 2
     if parsed.check_only:
         print(Parsed(config, parsed.world_size, notes=parsed.notes).summary())
@@ -41,5 +46,14 @@ def with_vocabulary(config: RunConfig) -> RunConfig:
     return replace(config, model=replace(config.model, vocab_size=vocabulary(config.data, config.model.vocab_size)))
 
 
+def leave(status: int) -> NoReturn:
+    """End the process; after a failure at once, because torch.distributed could wait for ranks that are gone."""
+    if status == 0:
+        sys.exit()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    leave(main(sys.argv[1:]))

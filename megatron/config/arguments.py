@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from megatron.config.checks.idle import remarks
 from megatron.config.foreign import assumptions, habits, judge
+from megatron.config.launch import Launch
 from megatron.config.parser import Given, make_parser
 from megatron.config.presets import PRESETS
 from megatron.config.problems import Problem, UserError, did_you_mean
@@ -105,24 +106,17 @@ def _world_size(
 ) -> int:
     """Ranks to check for; problems and notes about them are appended."""
     asked: int | None = known.world_size
-    launched = launched_ranks(environ)
+    launch = Launch.read(environ)
     if asked is not None and asked < 1:
         found.append(Problem("E008", f"--world-size {asked}: there is at least one rank", ("--world-size 1",)))
         asked = None
     if known.check_config:
         fewest = max(1, config.parallel.model_ranks)
-        if asked is None and launched is None and fewest > 1:
+        if asked is None and launch.launcher is None and fewest > 1:
             notes.append(f"--world-size is not given: checked for {fewest} ranks, the fewest that hold one model")
-        return asked or launched or fewest
-    if asked is not None and asked != (launched or 1):
-        sentence = f"--world-size {asked}, but the launcher started {launched or 1}"
+        return asked or (launch.world_size if launch.launcher else fewest)
+    found += launch.problems()
+    if asked is not None and asked != launch.world_size:
+        sentence = f"--world-size {asked}, but the launcher started {launch.world_size}"
         found.append(Problem("E008", sentence, (f"torchrun --nproc-per-node {asked}", "--check-config")))
-    return asked or launched or 1
-
-
-def launched_ranks(environ: Mapping[str, str]) -> int | None:
-    """Ranks that torchrun or srun started; None for a plain process."""
-    for rank, size in (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS")):
-        if rank in environ and size in environ:
-            return int(environ[size])
-    return None
+    return asked or launch.world_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron.config.problems import Problem, UserError
 from megatron.config.run import OptimizerConfig
 
 
@@ -48,7 +49,7 @@ class Schedule:
         """The schedule of a run of ``total_samples``; lengths given in steps count ``global_batch`` samples each.
 
         Raises:
-            ValueError: when the lengths contradict each other.
+            UserError: when the lengths contradict each other.
         """
         decay = _samples(config.lr_decay_samples, config.lr_decay_iters, global_batch)
         decay = total_samples if decay is None else decay
@@ -74,15 +75,17 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.style != "constant" and not self.warmup < self.decay:
-            raise ValueError(
+            sentence = (
                 f"the warm-up takes {self.warmup:g} samples, but the learning rate reaches its minimum after "
                 f"{self.decay:g}; the warm-up must be shorter"
             )
+            raise UserError([Problem("E403", sentence)])
         if self.style == "WSD" and not 0 < self.wsd_decay <= self.decay - self.warmup:
-            raise ValueError(
+            sentence = (
                 f"WSD's final decay of {self.wsd_decay:g} samples must fit between the end of the warm-up "
                 f"({self.warmup:g}) and that of the decay ({self.decay:g}); set --lr-wsd-decay-iters or -samples"
             )
+            raise UserError([Problem("E404", sentence)])
 
     def learning_rate(self, samples: int) -> float:
         """Learning rate of the step that starts after ``samples`` samples."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from megatron.config.problems import Problem, UserError
 from megatron.config.run import ParallelConfig
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
@@ -27,14 +28,14 @@ class Layout:
         """The layout of ``world_size`` ranks; DP takes what the other axes leave.
 
         Raises:
-            ValueError: when an axis does not divide the ranks left to it.
+            UserError: when an axis does not divide the ranks left to it.
         """
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         cp = config.context_parallel_size
         ep, etp = config.expert_model_parallel_size, config.expert_tensor_parallel_size or tp
         for name, size in (("TP x PP x CP", tp * pp * cp), ("PP x EP x expert-TP", pp * ep * etp)):
             if world_size % size:
-                raise ValueError(f"{world_size} ranks are not a multiple of {name} = {size}")
+                raise UserError([Problem("E202", f"{world_size} ranks are not a multiple of {name} = {size}")])
         dp, edp = world_size // (tp * pp * cp), world_size // (pp * ep * etp)
         return cls({"pp": pp, "dp": dp, "cp": cp, "tp": tp, "edp": edp, "ep": ep, "etp": etp})
 

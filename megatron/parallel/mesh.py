@@ -8,6 +8,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from megatron.config.launch import Launch
+from megatron.config.problems import Problem, UserError
 from megatron.parallel.comm import Group
 from megatron.parallel.layout import Layout
 
@@ -80,14 +82,6 @@ def _create(partition: list[tuple[int, ...]], rank: int, timeout: timedelta | No
     return mine
 
 
-def world_from_environment() -> tuple[int, int, int]:
-    """``(rank, world size, local rank)`` as torchrun or srun set them; ``(0, 1, 0)`` for a plain process."""
-    for rank, size, local in (("RANK", "WORLD_SIZE", "LOCAL_RANK"), ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")):
-        if rank in os.environ and size in os.environ:
-            return int(os.environ[rank]), int(os.environ[size]), int(os.environ.get(local, "0"))
-    return 0, 1, 0
-
-
 def start_distributed(backend: str | None, timeout: timedelta, device: torch.device) -> None:
     """Join the other ranks; nothing to do for a process alone or a group that exists.
 
@@ -96,17 +90,26 @@ def start_distributed(backend: str | None, timeout: timedelta, device: torch.dev
         timeout: of the default group.
         device: where this rank computes.
 
+    Raises:
+        UserError: when the backend cannot serve the device, or nothing says where rank 0 is.
+
     """
-    rank, world_size, _ = world_from_environment()
-    if world_size > 1 and not dist.is_initialized():
-        os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
-        os.environ.setdefault("MASTER_PORT", "29500")
-        chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
-        dist.init_process_group(chosen, rank=rank, world_size=world_size, timeout=timeout)
+    launch = Launch.read(os.environ)
+    if launch.world_size == 1 or dist.is_initialized():
+        return
+    problems = [*launch.problems()]
+    if backend == "nccl" and device.type != "cuda":
+        problems.append(Problem("E206", "the nccl backend cannot serve CPUs", ("--distributed-backend gloo",)))
+    if problems:
+        raise UserError(problems)
+    os.environ.setdefault("MASTER_ADDR", str(launch.master))
+    os.environ.setdefault("MASTER_PORT", "29500")
+    chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
+    dist.init_process_group(chosen, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
 
 def leave_distributed() -> None:
-    """Undo :func:`start_distributed`."""
+    """Undo :func:`start_distributed`. Not after an error: NCCL would wait here for ranks that no longer answer."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -119,3 +122,8 @@ def first_to_fail() -> bool:
         return int(dist.distributed_c10d._get_default_store().add("failed_ranks", 1)) == 1
     except Exception:  # the process that hosts the store is gone
         return True
+
+
+def is_lost_contact(error: BaseException) -> bool:
+    """Whether an error is how torch.distributed tells that a rank is gone or does not answer."""
+    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)  # gloo raises a plain RuntimeError

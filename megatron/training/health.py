@@ -2,61 +2,112 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from megatron.parallel import comm
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer
+from megatron.training.step import count_tokens, forward_backward
 
 
 class NonFiniteError(RuntimeError):
     """A loss or gradient was NaN or infinite and the run was told to stop."""
 
 
-def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
-    """Step, rank and first bad module of a step that was skipped; collective over all ranks.
+@dataclass(frozen=True, order=True)
+class Finding:
+    """Something on one rank that is not finite; the earlier in the step, the smaller.
 
-    Runs the micro-batches forward again on the unchanged weights and watches every module's output; when all are
-    finite, the first parameter that backward gave a bad gradient is named instead.
+    Attributes:
+        microbatch: index in the rank's share of the step.
+        backward: whether it is a gradient.
+        position: of the module in the order in which outputs are finished, or of the parameter in that of backward.
+        text: for people.
     """
-    found = first_bad_module(trainer.chunk, batches) or first_bad_gradient(trainer)
-    everywhere = comm.all_gather_objects(found, trainer.mesh.world)
-    rank, where = next(((r, w) for r, w in enumerate(everywhere) if w), (0, "nothing: it did not happen again"))
-    others = sum(1 for w in everywhere if w) - 1
-    also = f" (and on {others} other ranks)" if others > 0 else ""
-    return f"the loss or gradient of step {trainer.iteration + 1} is not finite; first on rank {rank}{also}: {where}"
+
+    microbatch: int
+    backward: bool
+    position: int
+    text: str = field(compare=False)
 
 
-@torch.no_grad()
-def first_bad_module(chunk: nn.Module, batches: Sequence[MicroBatch]) -> str | None:
-    """Name of the first module whose output is not finite, with the micro-batch and its samples."""
-    names = {module: name or "the loss" for name, module in chunk.named_modules()}
-    bad: list[str] = []
+def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
+    """Step, rank and first bad module or gradient of a step that was skipped; collective over all ranks.
 
-    def watch(module: nn.Module, inputs: Any, output: Any) -> None:
-        tensors = output if isinstance(output, tuple) else (output,)
-        if not bad and not all(t.isfinite().all() for t in tensors if isinstance(t, Tensor)):
-            bad.append(names[module])
+    Runs the step again, up to the reduction over data-parallel ranks, after which a bad gradient would be everywhere.
+    The weights stay as they are; the gradients do not.
+    """
+    everywhere = comm.all_gather_objects(first_nonfinite(trainer, batches), trainer.mesh.world)
+    found = [(finding, rank) for rank, finding in enumerate(everywhere) if isinstance(finding, Finding)]
+    step = f"the loss or gradient of step {trainer.iteration + 1} is not finite"
+    if not found:
+        return f"{step}, yet on every rank by itself it was when run again: their sum overflows, or hardware fails"
+    first = min(finding for finding, _ in found)
+    ranks = [rank for finding, rank in found if finding == first]
+    return f"{step}; first on {_enumerate(ranks)}: {min(found)[0].text}"
 
-    handles = [module.register_forward_hook(watch) for module in names]
+
+def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> Finding | None:
+    """This rank's first finding. It goes on after it, because its peers wait for it in the collectives that follow."""
+    t, first = trainer, None
+    seed = t.scaler.scale / count_tokens(batches, t.mesh.replicas).clamp(min=1.0)
+    overlap, t.buckets.overlap = t.buckets.overlap, False
+    t.buckets.start_step(len(batches))
+    for i, batch in enumerate(batches):
+        with watching(t.chunk) as outputs:
+            forward_backward(t.chunk, batch, seed)
+        if first is None:
+            first = first_bad_output(outputs, i, batch) or first_bad_gradient(t, i)
+    t.chunk.sums.take()
+    t.buckets.overlap = overlap
+    return first
+
+
+@contextmanager
+def watching(chunk: nn.Module) -> Iterator[list[tuple[str, bool]]]:
+    """While the body runs, collects ``(module, all of its output is finite)`` in the order in which they finish."""
+    outputs: list[tuple[str, bool]] = []
+
+    def hook(name: str) -> Any:
+        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+            tensors = output if isinstance(output, tuple) else (output,)
+            outputs.append((name, all(bool(t.isfinite().all()) for t in tensors if isinstance(t, Tensor))))
+
+        return note
+
+    handles = [module.register_forward_hook(hook(name or "the model")) for name, module in chunk.named_modules()]
     try:
-        for i, batch in enumerate(batches):
-            chunk(None, batch)
-            if bad:
-                return f"output of {bad[0]}, micro-batch {i}, samples {batch.sample_ids.tolist()}"
+        yield outputs
     finally:
         for handle in handles:
             handle.remove()
+
+
+def first_bad_output(outputs: Sequence[tuple[str, bool]], microbatch: int, batch: MicroBatch) -> Finding | None:
+    """The first module whose output is not finite."""
+    for position, (name, finite) in enumerate(outputs):
+        if not finite:
+            text = f"output of {name}, micro-batch {microbatch}, samples {batch.sample_ids.tolist()}"
+            return Finding(microbatch, False, position, text)
     return None
 
 
-def first_bad_gradient(trainer: Trainer) -> str | None:
-    """Name of the first parameter, in the order of backward, whose gradient is not finite."""
-    for name in reversed(list(trainer.chunk.specs)):
+def first_bad_gradient(trainer: Trainer, microbatch: int) -> Finding | None:
+    """The first parameter, in the order of backward, whose gradient on this rank is not finite."""
+    for position, name in enumerate(reversed(list(trainer.chunk.specs))):
         if not trainer.buckets.grads[name].isfinite().all():
-            return f"gradient of {name}"
+            return Finding(microbatch, True, position, f"gradient of {name}, micro-batch {microbatch}")
     return None
+
+
+def _enumerate(ranks: Sequence[int]) -> str:
+    """``rank 1``; ``ranks 0, 1, 2 and 5 more``."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""
+    return f"ranks {', '.join(map(str, ranks[:3]))}{more}"

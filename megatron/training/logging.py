@@ -11,6 +11,7 @@ from types import TracebackType
 
 import torch
 
+from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.sources import to_yaml
 from megatron.training import run_folder
@@ -46,7 +47,7 @@ class RunLog:
             consumed_samples: samples they used.
 
         Raises:
-            ValueError: when the folder cannot be made or written.
+            UserError: when the folder cannot be made or written.
         """
         self.enabled = enabled
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
@@ -61,9 +62,8 @@ class RunLog:
             run_folder.prepare(self.folder, to_yaml(config), name, world_size)
             self._file = run_folder.JsonLines(self.folder / run_folder.METRICS, warn=_warn)
         except OSError as error:
-            raise ValueError(
-                f"the run folder {self.folder} cannot be written: {error.strerror}\n  fix: --run-dir ANOTHER_FOLDER"
-            ) from error
+            sentence = f"the run folder {self.folder} cannot be written: {error.strerror}"
+            raise UserError([Problem("E701", sentence, ("--run-dir ANOTHER_FOLDER",))]) from error
         tokens = consumed_samples * config.training.seq_length
         start = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
         self._write({"event": "start", **start, "world-size": world_size})

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 
+from megatron.config.launch import Launch
+from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.config.summary import summary
-from megatron.parallel.mesh import first_to_fail, leave_distributed, world_from_environment
+from megatron.data.errors import DataError
+from megatron.parallel.mesh import first_to_fail, is_lost_contact, leave_distributed
 from megatron.training.health import NonFiniteError
 from megatron.training.logging import RunLog
 from megatron.training.loop import train
 from megatron.training.setup import build, join
 from megatron.training.stop import StopRequest
 
-EXPECTED = (ValueError, OSError, NonFiniteError)
+EXPECTED = (UserError, DataError, NonFiniteError)
 """Errors whose text says all there is to say; others come with their traceback."""
 
 
@@ -27,31 +31,49 @@ def run(config: RunConfig, notes: Sequence[str] = ()) -> int:
         notes: on the flags; rank 0 prints them, and a summary, before the first step.
 
     Returns:
-        The exit status: that of :func:`megatron.training.loop.train`, or 1 after an error.
+        The exit status: that of :func:`megatron.training.loop.train`, or 1 after an error. After an error the
+        process should end at once: torch.distributed is left open, and so are the peers' connections to it.
 
     """
     try:
-        rank, world_size = join(config)
-        trainer = build(config, rank, world_size)
-        stop = StopRequest(trainer.mesh.world, trainer.device)
-        try:
-            with RunLog(config, world_size=world_size, device=trainer.device, enabled=rank == 0) as log:
-                for note in (*notes, summary(config, world_size)):
-                    log.note(note)
-                return train(trainer, log, stop)
-        finally:
-            stop.restore()
+        status = join_and_train(config, notes)
     except Exception as error:
         report(error)
         return 1
+    leave_distributed()
+    return status
+
+
+def join_and_train(config: RunConfig, notes: Sequence[str]) -> int:
+    """The run itself; returns its exit status."""
+    rank, world_size = join(config)
+    trainer = build(config, rank, world_size)
+    stop = StopRequest(trainer.mesh.world, trainer.device)
+    try:
+        with RunLog(config, world_size=world_size, device=trainer.device, enabled=rank == 0) as log:
+            for note in (*notes, summary(config, world_size)):
+                log.note(note)
+            return train(trainer, log, stop)
     finally:
-        leave_distributed()
+        stop.restore()
 
 
 def report(error: Exception) -> None:
     """Print an error, unless another rank has printed its own: what follows a first failure is mostly its echo."""
-    rank, world_size, _ = world_from_environment()
     if not first_to_fail():
         return
-    text = str(error) if isinstance(error, EXPECTED) else "".join(traceback.format_exception(error)).rstrip()
-    print(f"error on rank {rank}: {text}" if world_size > 1 else f"error: {text}", file=sys.stderr, flush=True)
+    launch = Launch.read(os.environ)
+    where = f"error on rank {launch.rank}" if launch.world_size > 1 else "error"
+    print(f"{where}: {explain(error)}", file=sys.stderr, flush=True)
+
+
+def explain(error: Exception) -> str:
+    """What a person is told of an error."""
+    if isinstance(error, EXPECTED):
+        return str(error)
+    if is_lost_contact(error):
+        return (
+            "another rank ended without a word (killed, out of memory), or did not answer within "
+            f"--distributed-timeout-minutes; the launcher may know which\n  {error}"
+        )
+    return "".join(traceback.format_exception(error)).rstrip()

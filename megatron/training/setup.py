@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 
 from megatron.config.batch import batch_at, global_batch, total_samples, total_steps
+from megatron.config.launch import Launch
+from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.data.loader import DataSource, build_data
 from megatron.model.gpt import GPTChunk, build_gpt
@@ -18,7 +21,7 @@ from megatron.optim.schedule import Schedule
 from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh, start_distributed, world_from_environment
+from megatron.parallel.mesh import Mesh, start_distributed
 from megatron.parallel.microbatch import MicroBatch
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -72,13 +75,30 @@ class Trainer:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this rank; ``auto`` takes a GPU when there is one."""
-    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+    """The device of this rank; ``auto`` takes a GPU when there is one.
+
+    Raises:
+        UserError: when this machine has fewer GPUs than ranks, or ``cuda`` none.
+
+    """
+    gpus = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
+    if gpus == 0 and name != "cuda":
         return torch.device("cpu")
-    _, _, local_rank = world_from_environment()
-    device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    launch = Launch.read(os.environ)
+    alone = launch.launcher == "srun" and gpus == 1  # srun --gpus-per-task shows each rank nothing but its own GPU
+    if not alone and launch.local_size > gpus:
+        raise UserError([_too_few_gpus(gpus, launch)])
+    device = torch.device("cuda", 0 if alone else launch.local_rank)
     torch.cuda.set_device(device)
     return device
+
+
+def _too_few_gpus(gpus: int, launch: Launch) -> Problem:
+    if gpus == 0:
+        return Problem("E207", f"--device cuda, but torch {torch.__version__} finds no GPU", ("--device cpu",))
+    fixes = (f"torchrun --nproc-per-node {gpus}", "--device cpu")
+    seen = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+    return Problem("E207", f"this machine runs at least {launch.local_size} ranks, but has {seen}", fixes)
 
 
 def build(config: RunConfig, rank: int, world_size: int) -> Trainer:
@@ -118,8 +138,13 @@ def build(config: RunConfig, rank: int, world_size: int) -> Trainer:
 
 
 def join(config: RunConfig) -> tuple[int, int]:
-    """Start torch.distributed as the launcher's environment says; returns ``(rank, world size)``."""
-    rank, world_size, _ = world_from_environment()
+    """Start torch.distributed as the launcher's environment says; returns ``(rank, world size)``.
+
+    Raises:
+        UserError: when the device is not there, its backend is another, or nothing says where rank 0 is.
+
+    """
+    launch = Launch.read(os.environ)
     timeout = timedelta(minutes=config.parallel.distributed_timeout_minutes)
     start_distributed(config.parallel.distributed_backend, timeout, choose_device(config.training.device))
-    return rank, world_size
+    return launch.rank, launch.world_size

@@ -19,19 +19,24 @@ FILES = "--vocab-size 257 --train-iters 100"
 
 @dataclass(frozen=True)
 class Case:
-    """A command line after ``RUN`` (or after ``base``), on ``ranks`` ranks."""
+    """A command line after ``RUN`` (or after ``base``), on ``ranks`` ranks; on several ``machines`` srun starts them."""
 
     flags: str
     ranks: int = 1
     base: str = RUN
+    machines: int = 1
 
     @property
     def title(self) -> str:
         ranks = f"{self.ranks} ranks" if self.ranks > 1 else "1 rank"
-        return f"[{ranks}] {self.base} {self.flags}".strip()
+        machines = f" on {self.machines} machines" if self.machines > 1 else ""
+        return f"[{ranks}{machines}] {self.base} {self.flags}".strip()
 
     def told(self) -> str:
         environ = {"RANK": "0", "WORLD_SIZE": str(self.ranks)}
+        if self.machines > 1:
+            place = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}
+            environ = place | {"SLURM_NTASKS": str(self.ranks), "SLURM_NNODES": str(self.machines)}
         try:
             parse(shlex.split(f"{self.base} {self.flags}"), environ)
         except UserError as error:
@@ -58,6 +63,7 @@ CASES = (
     Case("--bf16 --fp16"),
     Case("--swiglu --squared-relu"),
     Case("--use-rotary-position-embeddings --position-embedding-type yarn"),
+    Case("--tensor-model-parallel-size 3", ranks=16, machines=2),
     # Megatron-LM's flags
     Case("--save checkpoints --save-interval 1000 --load checkpoints --ckpt-format torch_dist --async-save"),
     Case("--tensorboard-dir tb --wandb-project p --log-params-norm"),

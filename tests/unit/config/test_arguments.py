@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from megatron.config.arguments import Parsed, launched_ranks, parse
+from megatron.config.arguments import Parsed, parse
 from megatron.config.parser import make_parser
 from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
@@ -144,18 +144,12 @@ def test_megatron_without_biases_is_told_which_gelu() -> None:
     assert not any("exact form" in note for note in accepted("--disable-bias-linear", "--swiglu").notes)
 
 
-@pytest.mark.parametrize(
-    ("environ", "ranks"),
-    [
-        ({}, None),
-        ({"RANK": "1", "WORLD_SIZE": "8"}, 8),
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, 16),
-        ({"RANK": "0", "WORLD_SIZE": "2", "SLURM_PROCID": "0", "SLURM_NTASKS": "16"}, 2),
-        ({"WORLD_SIZE": "8"}, None),
-    ],
-)
-def test_the_launcher_says_how_many_ranks_there_are(environ: dict[str, str], ranks: int | None) -> None:
-    assert launched_ranks(environ) == ranks
+def test_a_run_without_a_meeting_point_is_refused_and_can_be_checked() -> None:
+    srun = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "1", "SLURM_NTASKS": "16", "SLURM_LOCALID": "1", "SLURM_NNODES": "2"}
+    with pytest.raises(UserError, match=r"E009 srun started 16 ranks[^|]+fix: export MASTER_ADDR=\$\(scontrol"):
+        parse(RUN, srun)
+    assert parse(RUN, srun | {"MASTER_ADDR": "node1"}).world_size == 16
+    assert parse([*RUN, "--check-config"], srun).world_size == 16
 
 
 def test_a_check_without_ranks_takes_the_fewest_and_says_so() -> None:

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from megatron.parallel import collectives, comm
 from megatron.parallel.comm import Group, Pending
 from megatron.parallel.grads import Rows
-from megatron.parallel.mesh import world_from_environment
 from tests.solo import one_rank_mesh
 
 ALONE = Group()
@@ -75,25 +74,3 @@ def test_mesh_knows_only_the_groups_it_created() -> None:
         one_rank_mesh().group("cp", "tp")
     with pytest.raises(ValueError, match="no group was created"):
         one_rank_mesh().sharers((0, 1))
-
-
-LAUNCHERS: dict[str, tuple[dict[str, str], tuple[int, int, int]]] = {
-    "plain": ({}, (0, 1, 0)),
-    "torchrun": ({"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}, (5, 8, 1)),
-    "srun": ({"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2"}, (3, 4, 2)),
-    "torchrun in srun": (
-        {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "SLURM_PROCID": "0", "SLURM_NTASKS": "2"},
-        (5, 8, 1),
-    ),
-    "half of torchrun's": ({"RANK": "5"}, (0, 1, 0)),
-}
-
-
-@pytest.mark.parametrize("name", LAUNCHERS)
-def test_place_of_this_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    environment, expected = LAUNCHERS[name]
-    for variable in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"):
-        monkeypatch.delenv(variable, raising=False)
-    for variable, value in environment.items():
-        monkeypatch.setenv(variable, value)
-    assert world_from_environment() == expected

@@ -1,0 +1,70 @@
+"""What the launcher says of this process: torchrun and srun tell it through the environment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from megatron.config.problems import Problem
+
+FIRST_SPECIAL_STEP = 0xFFFFFFF0
+"""Slurm counts the steps of a job from 0; from here on numbers mean a batch script, an interactive shell and so on."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """This process among those that were started together; by itself, a process that was started plainly.
+
+    Attributes:
+        launcher: ``torchrun`` (or whoever sets its variables), ``srun``, or None.
+        rank: from 0.
+        world_size: ranks.
+        local_rank: rank among those of this machine.
+        local_size: ranks of this machine, as far as this one knows.
+        master: the address at which rank 0 waits for the others; None when nobody says.
+    """
+
+    launcher: str | None = None
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_size: int = 1
+    master: str | None = "127.0.0.1"
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Launch:
+        """What ``environ`` says; torchrun comes before srun, inside of which it may run."""
+        if "RANK" in environ and "WORLD_SIZE" in environ:
+            return cls._torchrun(environ)
+        if _is_srun_step(environ):
+            return cls._srun(environ)
+        return cls()
+
+    @classmethod
+    def _torchrun(cls, environ: Mapping[str, str]) -> Launch:
+        rank, size, local = int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", "0"))
+        local_size = int(environ.get("LOCAL_WORLD_SIZE", local + 1))
+        return cls("torchrun", rank, size, local, local_size, environ.get("MASTER_ADDR", cls.master))
+
+    @classmethod
+    def _srun(cls, environ: Mapping[str, str]) -> Launch:
+        rank, size, local = (int(environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
+        one_machine = environ.get("SLURM_NNODES", "1") == "1"
+        master = environ.get("MASTER_ADDR", cls.master if one_machine else None)
+        return cls("srun", rank, size, local, local + 1, master)
+
+    def problems(self) -> Iterator[Problem]:
+        """Why the ranks cannot find each other."""
+        if self.master is None and self.world_size > 1:
+            yield Problem(
+                "E009",
+                f"srun started {self.world_size} ranks on several machines, and nothing says on which one rank 0 is",
+                ('export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)',),
+            )
+
+
+def _is_srun_step(environ: Mapping[str, str]) -> bool:
+    """Whether srun started this process; a batch script has its job's variables too, but is no rank."""
+    step = environ.get("SLURM_STEP_ID", "")
+    known = {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"} <= environ.keys()
+    return known and step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
