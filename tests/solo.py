@@ -76,7 +76,7 @@ class Solo:
         """A freshly initialised model in training mode; small buckets, so that there are several."""
         mesh, sink = one_rank_mesh(), GradSink()
         chunk = build_gpt(config, training or TrainingConfig(), BuildContext(mesh, sink, dtype))
-        params = dict(chunk.named_parameters())
+        params = chunk.params
         dtypes = {name: p.dtype for name, p in params.items()}
         buckets = GradBuckets(chunk.specs, dtypes, mesh, sink, torch.device("cpu"), bucket_size, overlap=True)
         chunk.train()

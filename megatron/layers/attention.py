@@ -97,10 +97,21 @@ class SelfAttention(nn.Module):
         if self.training and self.config.attention_dropout > 0.0:
             y_BNSD = self._attend_with_dropout(q_BNSD, k_BGSD, v_BGSD, scene)
         else:
+            if self._must_repeat(q_BNSD, scene):
+                k_BGSD, v_BGSD = (t.repeat_interleave(self.queries, dim=1) for t in (k_BGSD, v_BGSD))
+            grouped = k_BGSD.shape[1] < q_BNSD.shape[1]
             y_BNSD = F.scaled_dot_product_attention(
-                q_BNSD, k_BGSD, v_BGSD, scene.mask, is_causal=scene.mask is None, enable_gqa=self.queries > 1
+                q_BNSD, k_BGSD, v_BGSD, scene.mask, is_causal=scene.mask is None, enable_gqa=grouped
             )
         return y_BNSD.permute(2, 0, 1, 3).flatten(2)
+
+    def _must_repeat(self, q: Tensor, scene: Scene) -> bool:
+        """Whether keys and values are copied for their queries: CUDA's memory-efficient kernel knows no groups.
+
+        It is the one that takes masks and fp32; without the copies torch would make the full score matrix.
+        """
+        fused = scene.mask is None and q.dtype in (torch.bfloat16, torch.float16)
+        return self.queries > 1 and q.is_cuda and not fused
 
     def _attend_with_dropout(self, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scene: Scene) -> Tensor:
         """Unfused, because a fused kernel's dropout depends on the layout."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.parallel import collectives
 from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
-from megatron.parallel.shard import Init, ShardSpec, tied
+from megatron.parallel.shard import Init, ShardSpec
 
 
 class _Lookup(torch.autograd.Function):
@@ -30,11 +31,10 @@ class _Lookup(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[None, ...]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         local, held = ctx.saved_tensors
         rows = (dy * held.unsqueeze(-1)).flatten(0, -2)
-        ctx.sink.add_rows(ctx.name, local.flatten(), rows)
-        return None, None, None, None, None
+        return ctx.sink.add_rows(ctx.name, local.flatten(), rows), None, None, None, None
 
 
 class Table(nn.Module):
@@ -51,6 +51,13 @@ class Table(nn.Module):
         return found
 
 
+def vocabulary_spec(config: ModelConfig, context: BuildContext) -> ShardSpec:
+    """Of the word embeddings and of the output projection, which are one parameter when they are tied."""
+    init, multiple = Init(config.init_method_std), config.make_vocab_size_divisible_by
+    spec = context.shard.vocabulary(config.vocab, config.hidden_size, multiple, init)
+    return replace(spec, tied=not config.untie_embeddings_and_output_weights)
+
+
 class Embedding(nn.Module):
     """Tokens ``[B, S]`` -> ``[S(/tp), B, H]``: word embedding, summed over TP, plus learned positions if any."""
 
@@ -58,9 +65,8 @@ class Embedding(nn.Module):
         super().__init__()
         self.tp, self.sequence_parallel = context.tp, context.sequence_parallel
         init, shard = Init(config.init_method_std), context.shard
-        spec = shard.vocabulary(config.vocab, config.hidden_size, config.make_vocab_size_divisible_by, init)
-        words = spec if config.untie_embeddings_and_output_weights else tied(spec)
-        self.word_embeddings = Table(context.at("word_embeddings"), words, self.tp.rank * spec.local_view[0])
+        words = vocabulary_spec(config, context)
+        self.word_embeddings = Table(context.at("word_embeddings"), words, self.tp.rank * words.local_view[0])
         self.position_embeddings: Table | None = None
         if config.position_embedding_type == "learned_absolute":
             shape = (config.max_position_embeddings or 0, config.hidden_size)

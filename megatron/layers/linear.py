@@ -23,7 +23,7 @@ from torch.autograd.function import once_differentiable
 from megatron.parallel import comm
 from megatron.parallel.build import BuildContext
 from megatron.parallel.comm import Group
-from megatron.parallel.grads import GradSink
+from megatron.parallel.grads import GradSink, Rows
 from megatron.parallel.shard import Init, ShardSpec
 
 
@@ -58,7 +58,7 @@ class _Column(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wiring: _Wiring = ctx.wiring
         rows = wiring.sink.recall(x, wiring.rows_over)
@@ -67,10 +67,9 @@ class _Column(torch.autograd.Function):
             pending = comm.start_reduce_scatter(dx, wiring.tp)
         else:
             pending = comm.start_all_reduce(dx, wiring.tp)
-        wiring.sink.add(wiring.weight, rows, dy)
-        if ctx.has_bias:
-            wiring.sink.accumulate(wiring.bias, _sum_rows(dy))
-        return pending.wait(), None, None, None
+        dw = wiring.sink.add(wiring.weight, rows, Rows(dy))
+        db = wiring.sink.accumulate(wiring.bias, _sum_rows(dy)) if ctx.has_bias else None
+        return pending.wait(), dw, db, None
 
 
 class _Row(torch.autograd.Function):
@@ -94,15 +93,13 @@ class _Row(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         wiring: _Wiring = ctx.wiring
-        gathered = comm.start_all_gather(dy, wiring.tp) if wiring.sequence_parallel else comm.Pending(dy)
-        if ctx.has_bias:
-            wiring.sink.accumulate(wiring.bias, _sum_rows(dy))
-        full_dy = gathered.wait()
-        wiring.sink.add(wiring.weight, wiring.sink.recall(x, None), full_dy)
-        return full_dy.matmul(weight), None, None, None
+        rows = Rows(dy, wiring.rows_over).start()
+        db = wiring.sink.accumulate(wiring.bias, _sum_rows(dy)) if ctx.has_bias else None
+        dw = wiring.sink.add(wiring.weight, wiring.sink.recall(x, None), rows)
+        return rows.wait().matmul(weight), dw, db, None
 
 
 class ColumnLinear(nn.Module):

@@ -16,13 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
-from megatron.layers.embedding import Embedding
+from megatron.layers.embedding import vocabulary_spec
 from megatron.parallel import collectives, comm
 from megatron.parallel.build import BuildContext
 from megatron.parallel.comm import Group
-from megatron.parallel.grads import GradSink
+from megatron.parallel.grads import GradSink, add_outer
 from megatron.parallel.microbatch import MicroBatch
-from megatron.parallel.shard import Init
 
 
 @dataclass(frozen=True)
@@ -55,26 +54,17 @@ class OutputLayer(nn.Module):
         config: of the model.
         context: of this module.
         loss: how the loss is taken.
-        embedding: whose weight it uses, when they are tied.
 
     """
 
-    def __init__(
-        self, config: ModelConfig, context: BuildContext, loss: LossConfig, embedding: Embedding | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, context: BuildContext, loss: LossConfig) -> None:
         super().__init__()
         self.context, self.loss = context, loss
-        spec = context.shard.vocabulary(
-            config.vocab, config.hidden_size, config.make_vocab_size_divisible_by, Init(config.init_method_std)
-        )
+        spec = vocabulary_spec(config, context)
         held = sum(piece.place.size[0] for piece in spec.pieces)
         self.vocabulary = Vocabulary(context.tp.rank * spec.local_view[0], held, context.tp)
-        if config.untie_embeddings_and_output_weights or embedding is None:
-            self.name = context.name("weight")
-            self.weight = context.parameter("weight", spec)
-        else:
-            table = embedding.word_embeddings
-            self.name, self.weight = table.name, table.weight
+        owner = context.root.at("embedding.word_embeddings") if spec.tied else context
+        self.name, self.weight = owner.name("weight"), owner.parameter("weight", spec)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """``(objective, cross_entropy)`` of :func:`linear_cross_entropy`."""
@@ -143,7 +133,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 scale_C = mask_C * (1.0 + 2.0 * config.z_coeff * log_z_C) / z_C
                 d_CV = _logit_gradient(logits_CV, labels_T[part], mask_C, scale_C, vocabulary).to(x_TH.dtype)
                 torch.mm(d_CV, weight_VH, out=dx_TH[part])
-                _multiply_into(dw_VH, d_CV, x_TH[part], add=at > 0)
+                add_outer(dw_VH, x_TH[part], d_CV, beta=float(at > 0))
         ctx.save_for_backward(dx_TH, dw_VH)
         ctx.sink, ctx.name = sink, name
         ctx.mark_non_differentiable(cross_entropy)
@@ -153,9 +143,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, seed: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
         dx_TH, dw_VH = ctx.saved_tensors
-        ctx.sink.accumulate(ctx.name, dw_VH, seed)
+        dw = ctx.sink.accumulate(ctx.name, dw_VH, seed)
         wide_dx_TH = dx_TH.to(seed.dtype)  # or CUDA would round the seed to dx's format first
-        return (wide_dx_TH * seed).to(dx_TH.dtype), *(None,) * 8
+        return (wide_dx_TH * seed).to(dx_TH.dtype), dw, *(None,) * 7
 
 
 def _exponentiate_in_place(
@@ -189,13 +179,3 @@ def _local_labels(labels_C: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Ten
     local_C = labels_C - vocabulary.first
     mine_C = (local_C >= 0) & (local_C < vocabulary.held)
     return local_C.where(mine_C, 0), mine_C
-
-
-def _multiply_into(dw_VH: Tensor, d_CV: Tensor, x_CH: Tensor, add: bool) -> None:
-    """``dw = d^T x``, or ``dw += d^T x``."""
-    if dw_VH.dtype == d_CV.dtype:
-        torch.addmm(dw_VH, d_CV.t(), x_CH, beta=float(add), out=dw_VH)
-    elif add:
-        dw_VH.add_(torch.mm(d_CV.t(), x_CH))
-    else:
-        dw_VH.copy_(torch.mm(d_CV.t(), x_CH))

@@ -73,6 +73,7 @@ class GPTChunk(nn.Module):
 
     Attributes:
         specs: place of every parameter, by global name.
+        params: the parameters themselves.
         sums: ``lm loss`` summed over tokens, for reporting.
     """
 
@@ -87,7 +88,8 @@ class GPTChunk(nn.Module):
 
         """
         super().__init__()
-        self.config, self.context, self.specs, self.sums = config, context, context.specs, Sums()
+        self.config, self.context, self.sums = config, context, Sums()
+        self.specs, self.params = context.specs, context.params
         self.plan = Recompute.from_config(training, len(layers))
         self.first, self.last = layers.start == 0, layers.stop == config.num_layers
         self.embedding = Embedding(config, context.at("embedding")) if self.first else None
@@ -100,7 +102,7 @@ class GPTChunk(nn.Module):
             partial = context.sequence_parallel
             self.final_layernorm = Norm(config, context.at("final_layernorm"), config.hidden_size, partial)
             loss = LossConfig(training.cross_entropy_chunk_size, config.z_loss_coeff)
-            self.output_layer = OutputLayer(config, context.at("output_layer"), loss, self.embedding)
+            self.output_layer = OutputLayer(config, context.at("output_layer"), loss)
         self.rotary = Rotary(config, context.dtype, context.device) if config.rotary_dim else None
 
     def forward(self, x_SBH: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
@@ -112,7 +114,8 @@ class GPTChunk(nn.Module):
             raise ValueError("only the first chunk runs without an input")
         x_SBH = self._run_blocks(x_SBH, scene)
         out = self._loss(x_SBH, batch) if self.last else x_SBH
-        return out, out.new_zeros(())
+        wide = torch.promote_types(out.dtype, torch.float32)
+        return out, torch.zeros((), dtype=wide, device=out.device)
 
     def _scene(self, batch: MicroBatch) -> Scene:
         s, device = batch.tokens.shape[1], batch.tokens.device
@@ -164,8 +167,3 @@ def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildConte
             f"configured {config.num_layers} and {config.num_parameters():,}"
         )
     return chunk
-
-
-def tensor_dtype(name: str) -> torch.dtype:
-    """The torch type of ``params_dtype``."""
-    return {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[name]

@@ -21,7 +21,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import ShardSpec
 
 ALIGNMENT = 64
-"""Elements: every parameter starts at a multiple, so that vector loads and later cuts between ranks are aligned."""
+"""Elements: every parameter, and every data-parallel rank's equal part of a bucket, starts at a multiple."""
 
 
 @dataclass
@@ -87,6 +87,7 @@ class GradBuckets:
         for name in names:
             offsets[name] = size
             size += _aligned(self.specs[name])
+        size = _round_up(size, ALIGNMENT * group.size)
         buffer = torch.zeros(size, dtype=torch.promote_types(dtype, torch.float32), device=device)
         bucket = Bucket(buffer, offsets, group)
         self.buckets.append(bucket)
@@ -132,15 +133,22 @@ class GradBuckets:
 
 
 def _aligned(spec: ShardSpec) -> int:
-    return -(-prod(spec.local_shape) // ALIGNMENT) * ALIGNMENT
+    return _round_up(prod(spec.local_shape), ALIGNMENT)
+
+
+def _round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
 
 
 def _partition(specs: Mapping[str, ShardSpec], dtypes: Mapping[str, torch.dtype], bucket_size: int) -> list[list[str]]:
-    """Names per bucket: same dtype and reduction group, in reverse order of use, cut when full."""
+    """Names per bucket: same dtype and reduction group, in reverse order of use, cut when full.
+
+    A tied weight has a bucket of its own, so that the chunks which share it cut it alike.
+    """
     buckets: list[list[str]] = []
-    current: dict[tuple[torch.dtype, tuple[str, ...]], list[str]] = {}
+    current: dict[tuple[torch.dtype, tuple[str, ...], bool], list[str]] = {}
     for name in reversed(list(specs)):
-        key = (dtypes[name], specs[name].reduce_axes)
+        key = (dtypes[name], specs[name].reduce_axes, specs[name].tied)
         names = current.get(key)
         if names is None or sum(_aligned(specs[n]) for n in names) >= bucket_size:
             names = current[key] = []

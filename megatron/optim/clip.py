@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
@@ -10,6 +11,9 @@ from torch import Tensor
 from megatron.parallel import comm
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import ShardSpec
+
+BLOCK = 1 << 14
+"""Elements of a CPU norm: torch's CPU kernel adds up in order and loses digits over more."""
 
 
 class GradNorm:
@@ -24,13 +28,22 @@ class GradNorm:
             mesh: the groups.
 
         """
-        self._group = mesh.group("pp", "tp")
-        self._owned = [grads[n].view(s.local_view)[p.local.slices] for n, s in specs.items() for p in s.owned]
+        self._owned: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
+        for name, spec in specs.items():
+            view = grads[name].view(spec.local_view)
+            blocks = [block for piece in spec.owned for block in _blocks(view[piece.local.slices])]
+            self._owned[spec.model_axes] += blocks
+        self._mesh = mesh
         self._zero = torch.zeros((), dtype=torch.float64, device=next(iter(grads.values())).device)
 
     def compute(self) -> Tensor:
         """The norm, an fp64 scalar; not finite when any gradient is not."""
-        square = self._zero.clone()
-        if self._owned:
-            square += torch.stack(torch._foreach_norm(self._owned)).double().square().sum()
-        return comm.all_reduce(square, self._group).sqrt()
+        total = self._zero
+        for axes, blocks in self._owned.items():
+            square = torch.stack(torch._foreach_norm(blocks)).double().square().sum() if blocks else self._zero.clone()
+            total = total + comm.all_reduce(square, self._mesh.group(*axes))
+        return total.sqrt()
+
+
+def _blocks(piece: Tensor) -> list[Tensor]:
+    return [piece] if piece.is_cuda else list(piece.flatten().split(BLOCK))

@@ -84,6 +84,7 @@ class Optimizer:
         factor = 1.0 / loss_scale.double()
         if self.config.clip_grad > 0.0:
             factor = factor * (self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+        factor = torch.where(skipped > 0, 1.0, factor)  # so that a report still finds what was not finite, and where
         for bucket in self.buckets.buckets:
             bucket.buffer.mul_(factor)
         for decays, (names, rule) in self.rules.items():

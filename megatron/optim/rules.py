@@ -28,8 +28,8 @@ class AdamW:
 
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
         self.params, self.config = list(params), config
-        self.steps = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
         self.state = {kind: [torch.zeros_like(p) for p in self.params] for kind in ("exp_avg", "exp_avg_sq")}
+        self.state["step"] = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
 
     def update(self, grads: Sequence[Tensor], lr: float, weight_decay: float, skip: Tensor) -> None:
         """One step of :class:`Rule`."""
@@ -41,7 +41,7 @@ class AdamW:
             self.state["exp_avg"],
             self.state["exp_avg_sq"],
             [],
-            self.steps,
+            self.state["step"],
             fused=True,
             found_inf=skip,
             amsgrad=False,

@@ -26,6 +26,7 @@ class BuildContext:
         seed: of initialisation and dropout.
         sequence_parallel: whether activations between TP regions are sharded over the sequence.
         specs: filled with every parameter's spec, by global name.
+        params: filled with the parameters themselves.
         prefix: dotted name of the module.
     """
 
@@ -36,11 +37,17 @@ class BuildContext:
     seed: int = 1234
     sequence_parallel: bool = False
     specs: dict[str, ShardSpec] = field(default_factory=dict)
+    params: dict[str, nn.Parameter] = field(default_factory=dict)
     prefix: str = ""
 
     def at(self, name: str) -> BuildContext:
         """The context of the submodule ``name``."""
         return replace(self, prefix=self.name(name))
+
+    @property
+    def root(self) -> BuildContext:
+        """The context of the whole model."""
+        return replace(self, prefix="")
 
     def name(self, parameter: str) -> str:
         """Global name of a parameter or submodule of this module."""
@@ -57,7 +64,7 @@ class BuildContext:
         return Shard(self.tp.rank, self.tp.size)
 
     def parameter(self, name: str, spec: ShardSpec, autograd: bool = False) -> nn.Parameter:
-        """Declare, allocate and initialise a parameter.
+        """Declare, allocate and initialise a parameter; declared again, the same one with one more use (tied weights).
 
         Args:
             name: local name; the global one is ``prefix.name``.
@@ -67,12 +74,25 @@ class BuildContext:
         Returns:
             The local tensor ``spec.local_shape``.
 
+        Raises:
+            ValueError: when the name is taken by a parameter with another spec.
+
         """
         full = self.name(name)
+        if full in self.params:
+            return self._use_again(full, spec)
         self.specs[full] = spec
         parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=self.dtype, device=self.device))
         if self.device.type != "meta":
             initialize(parameter, spec, full, self.seed)
         if autograd:
             self.sink.attach(full, parameter)
+        self.params[full] = parameter
         return parameter
+
+    def _use_again(self, full: str, spec: ShardSpec) -> nn.Parameter:
+        declared = self.specs[full]
+        if not spec.tied or replace(declared, uses=spec.uses) != spec:
+            raise ValueError(f"{full} is declared twice, and not as one tied parameter")
+        self.specs[full] = replace(declared, uses=declared.uses + spec.uses)
+        return self.params[full]

@@ -54,41 +54,55 @@ class Pending:
 
 
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
-    """Reduce ``x`` in place over the group (``sum`` or ``max``); every rank gets the same bits."""
+    """:func:`all_reduce`, not waited for."""
     if group.size == 1:
         return Pending(x)
     return Pending(x, dist.all_reduce(x, _OPS[op], group.handle, async_op=True))
 
 
 def start_all_gather(x: Tensor, group: Group) -> Pending:
-    """``[n, ...]`` on each rank -> ``[size * n, ...]`` on all, in rank order."""
+    """:func:`all_gather`, not waited for."""
     if group.size == 1:
         return Pending(x)
-    out = torch.empty((group.size * x.shape[0], *x.shape[1:]), dtype=x.dtype, device=x.device)
+    out = _rows_like(x, x.shape[0] * group.size)
     return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True))
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
-    """``[size * n, ...]`` on each rank -> the sum's own ``[n, ...]`` rows on each."""
+    """:func:`reduce_scatter`, not waited for."""
     if group.size == 1:
         return Pending(x)
-    out = torch.empty((x.shape[0] // group.size, *x.shape[1:]), dtype=x.dtype, device=x.device)
+    out = _rows_like(x, x.shape[0] // group.size)
     return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True))
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """:func:`start_all_reduce`, waited for."""
-    return start_all_reduce(x, group, op).wait()
+    """Reduce ``x`` in place over the group (``sum`` or ``max``); every rank gets the same bits."""
+    if group.size > 1:
+        dist.all_reduce(x, _OPS[op], group.handle)
+    return x
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """:func:`start_all_gather`, waited for."""
-    return start_all_gather(x, group).wait()
+    """``[n, ...]`` on each rank -> ``[size * n, ...]`` on all, in rank order."""
+    if group.size == 1:
+        return x
+    out = _rows_like(x, x.shape[0] * group.size)
+    _all_gather(out, x.contiguous(), group=group.handle)
+    return out
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """:func:`start_reduce_scatter`, waited for."""
-    return start_reduce_scatter(x, group).wait()
+    """``[size * n, ...]`` on each rank -> the sum's own ``[n, ...]`` rows on each."""
+    if group.size == 1:
+        return x
+    out = _rows_like(x, x.shape[0] // group.size)
+    _reduce_scatter(out, x.contiguous(), group=group.handle)
+    return out
+
+
+def _rows_like(x: Tensor, rows: int) -> Tensor:
+    return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
 
 def all_gather_objects(value: object, group: Group) -> list[object]:

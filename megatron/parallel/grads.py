@@ -37,6 +37,10 @@ class Rows:
             self.pending = comm.start_all_gather(self.shard, self.group)
         return self
 
+    def anew(self) -> Rows:
+        """The same rows without what was gathered."""
+        return Rows(self.shard, self.group)
+
     def wait(self) -> Tensor:
         """All rows."""
         pending = self.start().pending
@@ -44,12 +48,16 @@ class Rows:
 
 
 class GradSink:
-    """Accumulates each parameter's gradient into its buffer and counts the contributions."""
+    """Accumulates each parameter's gradient into its buffer and counts the contributions.
+
+    What ``add``, ``add_rows`` and ``accumulate`` return is what a layer's backward returns for the parameter: None
+    here, and the gradient itself in a sink for parameters that keep their ``grad`` (fully sharded ones).
+    """
 
     def __init__(self) -> None:
         self._targets: Mapping[str, Tensor] = {}
         self._contributed: Callable[[str], None] = lambda name: None
-        self._queues: dict[tuple[int, int], list[tuple[str, Rows, Tensor]]] = {}
+        self._queues: dict[tuple[int, int], list[tuple[str, Rows, Rows]]] = {}
         self._deferred_to: tuple[int, int] | None = None
 
     def bind(self, targets: Mapping[str, Tensor], contributed: Callable[[str], None]) -> None:
@@ -77,8 +85,8 @@ class GradSink:
         rows = Rows(x.detach(), group)  # a saved input still hangs on its graph
         return rows if self._deferred_to else rows.start()
 
-    def add(self, name: str, x: Rows, dy: Tensor) -> None:
-        """Add ``dy^T x`` to the gradient of a linear's weight, now or in :meth:`run`.
+    def add(self, name: str, x: Rows, dy: Rows) -> Tensor | None:
+        """Add ``dy^T x`` to the gradient of a linear's weight, now or in :meth:`run`, which gathers rows anew.
 
         Args:
             name: of the weight ``[out, in]``.
@@ -87,18 +95,23 @@ class GradSink:
 
         """
         if self._deferred_to is not None:
-            self._queues.setdefault(self._deferred_to, []).append((name, x, dy))
-            return
-        _add_outer(self._targets[name], x.wait(), dy)
+            self._queues.setdefault(self._deferred_to, []).append((name, x.anew(), dy.anew()))
+            return None
+        add_outer(self._targets[name], x.start().wait(), dy.wait())
         self._contributed(name)
+        return None
 
-    def add_rows(self, name: str, indices: Tensor, dy: Tensor) -> None:
+    def add_rows(self, name: str, indices: Tensor, dy: Tensor) -> Tensor | None:
         """Add ``dy`` ``[n, h]`` to the rows ``indices`` ``[n]`` of an embedding's gradient."""
         target = self._targets[name]
-        target.index_add_(0, indices, dy.to(target.dtype))
+        if target.is_cuda:  # sorts the indices; index_add_ would add in any order, and so differ from run to run
+            target.index_put_((indices,), dy.to(target.dtype), accumulate=True)
+        else:
+            target.index_add_(0, indices, dy.to(target.dtype))
         self._contributed(name)
+        return None
 
-    def accumulate(self, name: str, grad: Tensor, scale: Tensor | float = 1.0) -> None:
+    def accumulate(self, name: str, grad: Tensor, scale: Tensor | float = 1.0) -> Tensor | None:
         """Add ``scale * grad`` (local stored shape) to the gradient of ``name``."""
         target = self._targets[name]
         if isinstance(scale, Tensor):
@@ -106,6 +119,7 @@ class GradSink:
         else:
             target.add_(grad, alpha=scale)
         self._contributed(name)
+        return None
 
     @contextmanager
     def deferring(self, chunk: int, microbatch: int) -> Iterator[None]:
@@ -127,9 +141,19 @@ class GradSink:
         return sum(map(len, self._queues.values()))
 
 
-def _add_outer(target: Tensor, x: Tensor, dy: Tensor) -> None:
-    x_TI, dy_TO = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
-    if target.dtype == x_TI.dtype:
-        target.addmm_(dy_TO.t(), x_TI)
+def add_outer(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
+    """``target = beta * target + dy^T x``, the product kept in the format of ``target``.
+
+    Args:
+        target: ``[O, I]``, at least as wide as the others.
+        x: ``[..., I]``.
+        dy: ``[..., O]``.
+        beta: 0 ignores what ``target`` holds.
+
+    """
+    x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
+    if target.dtype == x_TI.dtype or not target.is_cuda:
+        torch.addmm(target, dy_TO.t().to(target.dtype), x_TI.to(target.dtype), beta=beta, out=target)
     else:
-        target.add_(torch.mm(dy_TO.t(), x_TI))
+        product = torch.mm(dy_TO.t(), x_TI, out_dtype=target.dtype)
+        torch.add(product, target, alpha=beta, out=target) if beta else target.copy_(product)

@@ -57,7 +57,9 @@ class Layout:
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
         """Every group along ``axes``: a partition of all ranks, in the order of their first rank."""
-        return sorted({self.group_of(r, axes) for r in range(self.world_size)})
+        grid = grid_of(axes)
+        firsts = product(*(range(1) if a in axes else range(self.sizes[a]) for a in grid))
+        return [self.group_of(self._ravel(first, grid), axes) for first in firsts]
 
     def _unravel(self, rank: int, grid: tuple[str, ...]) -> dict[str, int]:
         coordinate = {}

@@ -32,9 +32,11 @@ class Mesh:
         """
         self.layout, self.rank = layout, rank
         self.coordinate = layout.coordinate(rank)
-        self._groups = {axes: _create(layout.groups(axes), rank, timeout) for axes in AXES_IN_USE}
+        self._timeout = timeout
+        self._created: dict[tuple[tuple[int, ...], ...], Group] = {}
+        self._groups = {axes: self._create(layout.groups(axes)) for axes in AXES_IN_USE}
         blocks = [g[i : i + kv_copies] for g in layout.groups(("tp",)) for i in range(0, len(g), kv_copies)]
-        self._kv_sharers = _create(blocks, rank, timeout)
+        self._kv_sharers = self._create(blocks)
 
     def group(self, *axes: str) -> Group:
         """The ranks that differ from this one only along ``axes``.
@@ -55,6 +57,16 @@ class Mesh:
         return self.group("dp", "cp")
 
     @property
+    def data_rank(self) -> int:
+        """Which part of the global batch this rank reads."""
+        return self.coordinate["dp"]
+
+    @property
+    def data_size(self) -> int:
+        """Into how many parts the global batch is dealt."""
+        return self.layout.sizes["dp"]
+
+    @property
     def world(self) -> Group:
         """All ranks."""
         return self.group("pp", "dp", "cp", "tp")
@@ -72,14 +84,17 @@ class Mesh:
                 return group
         raise ValueError(f"no group was created for the tensor-parallel ranks {tp_ranks}")
 
-
-def _create(partition: list[tuple[int, ...]], rank: int, timeout: timedelta | None) -> Group:
-    mine = Group((rank,))
-    for ranks in partition:
-        handle = dist.new_group(list(ranks), timeout=timeout) if len(ranks) > 1 else None
-        if rank in ranks:
-            mine = Group(ranks, ranks.index(rank), handle)
-    return mine
+    def _create(self, partition: list[tuple[int, ...]]) -> Group:
+        """This rank's group of a partition of all ranks; equal partitions share their communicators."""
+        key = tuple(partition)
+        if key not in self._created:
+            mine = Group((self.rank,))
+            for ranks in partition:
+                handle = dist.new_group(list(ranks), timeout=self._timeout) if len(ranks) > 1 else None
+                if self.rank in ranks:
+                    mine = Group(ranks, ranks.index(self.rank), handle)
+            self._created[key] = mine
+        return self._created[key]
 
 
 def start_distributed(backend: str | None, timeout: timedelta, device: torch.device) -> None:

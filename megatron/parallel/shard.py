@@ -7,7 +7,7 @@ No torch here: a spec is arithmetic. Boxes refer to the n-d *view* of a paramete
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import prod
 
 DENSE = ("dp", "cp")
@@ -74,7 +74,9 @@ class ShardSpec:
         tp_rank: tensor-parallel coordinate of this rank.
         init: initial values.
         reduce_axes: mesh axes over which gradients are summed.
-        uses: contributions to its gradient per micro-batch (2 for a tied embedding).
+        model_axes: mesh axes over whose ranks the pieces of all parameters like it are spread.
+        uses: contributions to its gradient per micro-batch by this rank's chunk.
+        tied: it is the embedding and the output projection both, which may be in different chunks.
     """
 
     shape: tuple[int, ...]
@@ -84,7 +86,9 @@ class ShardSpec:
     tp_rank: int
     init: Init
     reduce_axes: tuple[str, ...] = DENSE
+    model_axes: tuple[str, ...] = ("pp", "tp")
     uses: int = 1
+    tied: bool = False
 
     @property
     def numel(self) -> int:
@@ -179,8 +183,3 @@ def padded_vocabulary(entries: int, divisible_by: int, tp: int) -> int:
     """Embedding rows over all TP ranks: ``entries`` rounded up to a multiple of ``divisible_by`` x TP."""
     multiple = divisible_by * tp
     return -(-entries // multiple) * multiple
-
-
-def tied(spec: ShardSpec) -> ShardSpec:
-    """The same parameter used once more per micro-batch."""
-    return replace(spec, uses=spec.uses + 1)

@@ -51,12 +51,12 @@ class Trainer:
     @property
     def total_steps(self) -> int:
         """Steps of the whole run."""
-        return total_steps(self.config.training, self.mesh.replicas.size)
+        return total_steps(self.config.training, self.mesh.data_size)
 
     @property
     def next_batch_size(self) -> int:
         """Samples of the next global batch."""
-        return batch_at(self.config.training, self.mesh.replicas.size, self.consumed_samples)
+        return batch_at(self.config.training, self.mesh.data_size, self.consumed_samples)
 
     def next_batches(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next step."""
@@ -64,14 +64,12 @@ class Trainer:
 
     def validation_batches(self, index: int) -> list[MicroBatch]:
         """This rank's micro-batches of global validation batch ``index``."""
-        size = global_batch(self.config.training, self.mesh.replicas.size)
+        size = global_batch(self.config.training, self.mesh.data_size)
         return self._read("valid", index * size, size)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
-        replicas = self.mesh.replicas
-        return self.data.step_batches(
-            split, first, size, dp_rank=replicas.rank, dp_size=replicas.size, step=self.iteration, device=self.device
-        )
+        rank, ranks = self.mesh.data_rank, self.mesh.data_size
+        return self.data.step_batches(split, first, size, rank, ranks, self.iteration, self.device)
 
 
 def choose_device(name: str) -> torch.device:
@@ -118,11 +116,10 @@ def build(config: RunConfig, rank: int, world_size: int) -> Trainer:
     dtype = DTYPES[config.precision.params_dtype]
     context = BuildContext(mesh, GradSink(), dtype, device, training.seed, parallel.sequence_parallel)
     chunk = build_gpt(model, training, context)
-    params = dict(chunk.named_parameters())
-    dtypes = {name: p.dtype for name, p in params.items()}
+    dtypes = {name: p.dtype for name, p in chunk.params.items()}
     size, overlap = parallel.ddp_bucket_size, parallel.overlap_grad_reduce
     buckets = GradBuckets(chunk.specs, dtypes, mesh, context.sink, device, size, overlap)
-    dp = mesh.replicas.size
+    dp = mesh.data_size
     samples, batch = total_samples(training, dp), global_batch(training, dp)
     return Trainer(
         config,
@@ -130,7 +127,7 @@ def build(config: RunConfig, rank: int, world_size: int) -> Trainer:
         device,
         chunk,
         buckets,
-        Optimizer(params, chunk.specs, buckets, mesh, config.optimizer),
+        Optimizer(chunk.params, chunk.specs, buckets, mesh, config.optimizer),
         LossScaler.from_config(config.precision, device),
         Schedule.from_config(config.optimizer, samples, batch),
         build_data(config.data, training, model.vocab, dp),

@@ -36,7 +36,7 @@ def train_step(trainer: Trainer, batches: Sequence[MicroBatch], lr: float, weigh
     tokens = count_tokens(batches, t.mesh.replicas)
     t.buckets.start_step(len(batches))
     for batch in batches:
-        forward_backward(t.chunk, batch, seed=scale / tokens)
+        forward_backward(t.chunk, batch, seed=scale / tokens.clamp(min=1.0))
     outcome = t.optimizer.step(lr, weight_decay, scale)
     t.scaler.update(outcome.skipped)
     return StepMetrics(mean_loss(t.chunk, tokens, t.mesh.replicas), outcome.grad_norm, outcome.skipped, scale)
@@ -44,9 +44,8 @@ def train_step(trainer: Trainer, batches: Sequence[MicroBatch], lr: float, weigh
 
 def forward_backward(chunk: GPTChunk, batch: MicroBatch, seed: Tensor) -> None:
     """Run a micro-batch forth and back; ``seed`` is the factor of its summed losses in the global objective."""
-    loss_sum, aux = chunk(None, batch)
-    objective = loss_sum + aux
-    objective.backward(seed.to(objective.dtype))
+    outputs = [out for out in chunk(None, batch) if out.requires_grad]
+    torch.autograd.backward(outputs, [seed.to(out.dtype) for out in outputs])
 
 
 @torch.no_grad()
@@ -63,12 +62,12 @@ def evaluate(trainer: Trainer) -> Tensor:
 
 
 def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
-    """Unmasked tokens of the global batch, at least 1; an fp64 scalar."""
+    """Unmasked tokens of the global batch, an fp64 scalar."""
     local = torch.stack([b.loss_mask.sum(dtype=torch.float64) for b in batches]).sum()
-    return comm.all_reduce(local, replicas).clamp(min=1.0)
+    return comm.all_reduce(local, replicas)
 
 
 def mean_loss(chunk: GPTChunk, tokens: Tensor, replicas: Group) -> Tensor:
     """The loss sums that the chunk collected, over all replicas, per token."""
     local = chunk.sums.take()["lm loss"].double()
-    return comm.all_reduce(local, replicas) / tokens
+    return comm.all_reduce(local, replicas) / tokens.clamp(min=1.0)

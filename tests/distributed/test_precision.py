@@ -8,7 +8,6 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
 
 from megatron.config.run import ParallelConfig, PrecisionConfig, TrainingConfig
 from megatron.parallel.grads import GradSink, Rows
@@ -64,8 +63,8 @@ def run_scaled(rank: int, world_size: int, case: Case, overflow_on: int | None) 
 def overflow() -> AbstractContextManager[object]:
     original = GradSink.add
 
-    def add(self: GradSink, name: str, x: Rows, dy: Tensor) -> None:
-        original(self, name, x, dy * float("inf") if name == "layers.0.mlp.linear_fc1.weight" else dy)
+    def add(self: GradSink, name: str, x: Rows, dy: Rows) -> None:
+        original(self, name, x, Rows(dy.wait() * float("inf")) if name == "layers.0.mlp.linear_fc1.weight" else dy)
 
     return patch.object(GradSink, "add", add)
 

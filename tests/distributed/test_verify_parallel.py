@@ -10,7 +10,6 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from torch import Tensor
 
 from megatron.config.run import RunConfig
 from megatron.parallel.grads import GradSink, Rows
@@ -35,8 +34,8 @@ def one_gradient_doubled() -> AbstractContextManager[Any]:
     """The weight gradient of one linear, in the last layer, is twice what it should be."""
     original = GradSink.add
 
-    def add(self: GradSink, name: str, x: Rows, dy: Tensor) -> None:
-        original(self, name, x, 2.0 * dy if name == "layers.1.mlp.linear_fc2.weight" else dy)
+    def add(self: GradSink, name: str, x: Rows, dy: Rows) -> None:
+        original(self, name, x, Rows(2.0 * dy.wait()) if name == "layers.1.mlp.linear_fc2.weight" else dy)
 
     return patch.object(GradSink, "add", add)
 

@@ -11,12 +11,13 @@ from megatron.optim import buckets as module
 from megatron.optim.buckets import ALIGNMENT, GradBuckets
 from megatron.parallel.comm import Group, Pending
 from megatron.parallel.grads import GradSink
-from megatron.parallel.shard import Init, Shard, ShardSpec, tied
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import Init, Shard, ShardSpec
 from tests.solo import one_rank_mesh
 
 SHARD = Shard(0, 1)
 SPECS = {
-    "first": tied(SHARD.split((10, 7), 0, Init())),
+    "first": replace(SHARD.split((10, 7), 0, Init()), uses=2),
     "bias": SHARD.split((3,), 0, Init()),
     "middle": SHARD.split((64, 2), 0, Init()),
     "last": SHARD.split((5, 5), 0, Init()),
@@ -61,6 +62,18 @@ def test_parameters_lie_apart_and_aligned() -> None:
 
 def test_filled_in_reverse_order_of_use() -> None:
     assert names(build()[0]) == [["last", "middle", "bias", "first"]]
+
+
+def test_a_tied_weight_is_alone_in_its_bucket() -> None:
+    specs = SPECS | {"middle": replace(SPECS["middle"], tied=True)}
+    assert names(build(specs)[0]) == [["last", "bias", "first"], ["middle"]]
+
+
+def test_data_parallel_ranks_can_cut_a_bucket_into_equal_aligned_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mesh, "group", lambda self, *axes: Group((0, 1, 2, 3)))
+    (bucket,) = build()[0].buckets
+    assert bucket.buffer.numel() == 8 * ALIGNMENT  # 6 are used
+    assert bucket.buffer.numel() % (4 * ALIGNMENT) == 0
 
 
 @pytest.mark.parametrize(

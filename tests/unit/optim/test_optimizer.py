@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,7 @@ def state(solo: Solo) -> dict[str, Tensor]:
     out = {f"weight {n}": p for n, p in solo.params.items()}
     out |= {f"master {n}": m for n, m in solo.optimizer.masters.items()}
     for decays, (_, rule) in solo.optimizer.rules.items():
-        held = {**rule.state, "steps": getattr(rule, "steps", [])}
-        out |= {f"{kind} {decays} {i}": t for kind, ts in held.items() for i, t in enumerate(ts)}
+        out |= {f"{kind} {decays} {i}": t for kind, ts in rule.state.items() for i, t in enumerate(ts)}
     return {name: t.detach().clone() for name, t in out.items()}
 
 
@@ -60,6 +61,26 @@ def test_norm_counts_what_this_rank_owns() -> None:
     elements = 6 + 8 * 3 + 5 * 3 + (2 + 2) * 2 * 3
     assert sum(squares) == pytest.approx(9 * elements)
     assert squares[1] == pytest.approx(9 * (12 + 3 + 6)), "rank 1 owns half of the split, one row, one query head"
+
+
+@pytest.mark.parametrize("fill", [torch.ones, torch.randn], ids=["ones", "normal"])
+def test_the_norm_of_a_large_gradient_is_accurate_in_fp32(fill: Callable[[int], Tensor]) -> None:
+    """Adding up ten million squares in one fp32 number would lose the fourth digit, and another one in each layout."""
+    elements = 10_000_000
+    grad = fill(elements).view(-1, 1000)
+    specs = {"w": Shard(0, 1).split(tuple(grad.shape), 0, Init())}
+    norm = GradNorm(specs, {"w": grad}, one_rank_mesh()).compute()
+    assert norm.item() == pytest.approx(grad.double().norm().item(), rel=1e-7)
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+def test_a_skipped_step_leaves_the_bad_gradient_where_it_was(clip: float) -> None:
+    solo = Solo.build(CONFIG, torch.float32, optimizer=OptimizerConfig(clip_grad=clip))
+    solo.backward(BATCHES)
+    bad = "layers.0.mlp.linear_fc1.weight"
+    solo.buckets.grads[bad][0, 0] = float("nan")
+    solo.optimizer.step(1e-3, 0.1, torch.ones(()))
+    assert [name for name, grad in solo.buckets.grads.items() if not grad.isfinite().all()] == [bad]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

@@ -37,7 +37,7 @@ def tensors(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
 
 def everything(rule: Rule, params: Sequence[Tensor]) -> list[Tensor]:
     """Copies of parameters and all state."""
-    held: list[Any] = [*params, *(t for kind in rule.state.values() for t in kind), *getattr(rule, "steps", [])]
+    held: list[Any] = [*params, *(t for kind in rule.state.values() for t in kind)]
     return [t.clone() for t in held]
 
 

@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 import pytest
 
-from megatron.parallel.shard import Init, Shard, ShardSpec, padded_vocabulary, tied
+from megatron.parallel.shard import Init, Shard, ShardSpec, padded_vocabulary
 
 INIT = Init(std=0.02)
 MakeSpec = Callable[[Shard], ShardSpec]
@@ -124,8 +124,6 @@ def test_padded_vocabulary_is_the_next_multiple(entries: int, divisible_by: int,
     assert entries <= rows < entries + divisible_by * tp
 
 
-def test_decay_and_uses() -> None:
+def test_decay() -> None:
     weight, bias = Shard(0, 2).split((4, 3), 0, INIT), Shard(0, 2).split((4,), 0, INIT)
     assert (weight.decays, bias.decays) == (True, False)
-    assert (weight.uses, tied(weight).uses) == (1, 2)
-    assert tied(weight).pieces == weight.pieces
