@@ -9,8 +9,6 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-MODULES = ("layernorm", "activation", "core_attn", "mlp")
-
 
 def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
     """``function(*inputs)``, keeping only the inputs for backward; counter-based random numbers need no state."""

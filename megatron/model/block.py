@@ -22,7 +22,7 @@ class Block(nn.Module):
     Args:
         config: of the model.
         context: of this block.
-        recomputed: modules whose activations are made again in backward, of ``layers.recompute.MODULES``.
+        recomputed: modules whose activations are made again in backward, the choices of ``recompute_modules``.
 
     """
 
@@ -34,7 +34,8 @@ class Block(nn.Module):
         self.input_layernorm = norm(context.at("input_layernorm"))
         self.self_attention = SelfAttention(config, context.at("self_attention"), output_std, "core_attn" in recomputed)
         self.pre_mlp_layernorm = norm(context.at("pre_mlp_layernorm"))
-        self.mlp = MLP(config, context.at("mlp"), output_std, "activation" in recomputed)
+        drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP has nothing left to drop
+        self.mlp = MLP(config, context.at("mlp"), output_std, drop_activation)
 
     def forward(self, x_SBH: Tensor, scene: Scene) -> Tensor:
         """Apply the block."""

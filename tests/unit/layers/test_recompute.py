@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -12,9 +13,11 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
-from megatron.layers.recompute import MODULES, feed
+from megatron.config.settings import SETTINGS
+from megatron.layers.recompute import feed
 from tests.solo import Allocations, Solo, random_batch, tiny
 
+MODULES = SETTINGS["recompute_modules"].option.choices or ()
 LAYERS, SAMPLES, LENGTH, HIDDEN, FFN, HEADS = 2, 2, 32, 32, 96, 4
 ROW = SAMPLES * LENGTH * 8  # bytes of one fp64 channel of the residual stream
 
@@ -86,6 +89,17 @@ def test_changes_no_bit_and_keeps_less(model: str, plan: str) -> None:
     assert torch.equal(loss, again)
     assert all(torch.equal(grads[name], grads_again[name]) for name in grads)
     assert alive - alive_again >= LAYERS * dropped(model, plan)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_modules_together_keep_no_more_than_each_alone(model: str) -> None:
+    def alive(*modules: str) -> int:
+        return run(MODELS[model], selective(*modules))[2]
+
+    kept = {modules: alive(*modules) for n in (1, 2) for modules in combinations(MODULES, n)}
+    for pair in combinations(MODULES, 2):
+        assert kept[pair] <= min(kept[pair[:1]], kept[pair[1:]]), pair
+    assert alive(*MODULES) <= min(kept.values())
 
 
 def test_more_recomputation_keeps_less() -> None:
