@@ -125,7 +125,11 @@ class OptimizerConfig:
     lr_warmup_iters: int = option(0, "Warm-up steps.", at_least=0)
     lr_warmup_samples: int = option(0, "Warm-up samples.", at_least=0)
     lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.", at_least=0)
-    weight_decay: float = option(0.01, "Decoupled weight decay; biases and 1-D parameters have none.", at_least=0)
+    weight_decay: float = option(
+        0.01,
+        "Weight decay, decoupled in adam, added to the gradient in sgd; biases and 1-D parameters have none.",
+        at_least=0,
+    )
     start_weight_decay: float | None = option(
         None, "Weight decay at the start, with weight_decay_incr_style.", at_least=0
     )
