@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -81,4 +81,4 @@ class SGD:
         )
 
 
-RULES: dict[str, type[AdamW] | type[SGD]] = {"adam": AdamW, "sgd": SGD}
+RULES: dict[str, Callable[[Sequence[Tensor], OptimizerConfig], Rule]] = {"adam": AdamW, "sgd": SGD}
