@@ -1,0 +1,147 @@
+"""The training loop in one process, driven as a person drives it: by flags, signals and bad numbers."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.training.health import NonFiniteError
+from megatron.training.logging import RunLog
+from megatron.training.loop import train
+from megatron.training.setup import Trainer, build
+from megatron.training.step import evaluate
+from megatron.training.stop import StopRequest
+from tests.runs import before_step, column, records, spoil_step, tiny_run
+
+
+def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
+    """The exit status, and what was trained."""
+    config = tiny_run(folder, flags)
+    trainer = build(config, 0, 1)
+    stop = StopRequest(trainer.mesh.world, trainer.device)
+    try:
+        with RunLog(config, world_size=1, device=trainer.device) as log:
+            return train(trainer, log, stop), trainer
+    finally:
+        stop.restore()
+
+
+def test_a_run_takes_every_step_on_new_samples(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[int] = []
+    original = Trainer.next_batches
+
+    def next_batches(trainer: Trainer) -> Any:
+        batches = original(trainer)
+        seen.extend(i for batch in batches for i in batch.sample_ids.tolist())
+        return batches
+
+    monkeypatch.setattr(Trainer, "next_batches", next_batches)
+    status, trainer = trained(tmp_path)
+    assert (status, trainer.iteration, trainer.consumed_samples) == (0, 6, 24)
+    assert seen == list(range(24))
+    assert column(tmp_path, "iteration") == [1, 2, 3, 4, 5, 6]
+    assert column(tmp_path, "consumed-samples") == [4, 8, 12, 16, 20, 24]
+    assert records(tmp_path, "lm loss validation") == []
+    assert records(tmp_path, "text") == []
+
+
+def test_every_log_line_covers_the_steps_since_the_last(tmp_path: Path) -> None:
+    trained(tmp_path / "each")
+    trained(tmp_path / "some", "--log-interval 4")
+    losses = column(tmp_path / "each", "lm loss")
+    assert column(tmp_path / "some", "iteration") == [4, 6]
+    assert column(tmp_path / "some", "lm loss") == pytest.approx([sum(losses[:4]) / 4, sum(losses[4:]) / 2])
+
+
+def test_learning_rate_and_weight_decay_follow_the_samples(tmp_path: Path) -> None:
+    decay = "--weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 0.6"
+    trained(tmp_path, f"--lr-warmup-iters 2 --lr-decay-style linear {decay}")
+    assert column(tmp_path, "learning-rate") == pytest.approx([0.0, 0.005, 0.01, 0.0075, 0.005, 0.0025])
+    assert column(tmp_path, "weight-decay") == pytest.approx([0.0, 0.1, 0.2, 0.3, 0.4, 0.5])
+
+
+def test_evaluation_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
+    _, trainer = trained(tmp_path, "--eval-interval 4 --eval-iters 2")
+    assert column(tmp_path, "iteration", "lm loss validation") == [4, 6]
+    assert column(tmp_path, "consumed-samples", "lm loss validation") == [16, 24]
+    first, last = column(tmp_path, "lm loss validation", "lm loss validation")
+    assert last == evaluate(trainer).item() != first
+
+
+def test_evaluation_only_at_the_end(tmp_path: Path) -> None:
+    trained(tmp_path, "--eval-iters 1")
+    assert column(tmp_path, "iteration", "lm loss validation") == [6]
+
+
+def test_evaluation_changes_nothing(tmp_path: Path) -> None:
+    trained(tmp_path / "without")
+    trained(tmp_path / "with", "--eval-interval 1 --eval-iters 2")
+    assert column(tmp_path / "with", "lm loss") == column(tmp_path / "without", "lm loss")
+
+
+def test_exit_interval(tmp_path: Path) -> None:
+    status, trainer = trained(tmp_path, "--exit-interval 4 --log-interval 3")
+    assert (status, trainer.iteration) == (0, 4)
+    assert column(tmp_path, "iteration") == [3, 4]
+    assert column(tmp_path, "text", "text") == ["stopped by --exit-interval 4 after step 4 of 6"]
+
+
+def test_an_exit_at_the_end_is_no_stop(tmp_path: Path) -> None:
+    status, trainer = trained(tmp_path, "--exit-interval 6")
+    assert (status, trainer.iteration) == (0, 6)
+    assert records(tmp_path, "text") == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_run_after_its_step(tmp_path: Path, number: int) -> None:
+    with before_step(2, lambda trainer: signal.raise_signal(number)):
+        status, trainer = trained(tmp_path, "--log-interval 5 --eval-interval 1 --eval-iters 1")
+    assert (status, trainer.iteration) == (128 + number, 2)
+    assert column(tmp_path, "iteration") == [2]
+    assert column(tmp_path, "iteration", "lm loss validation") == [1]  # not another one while somebody waits
+    assert column(tmp_path, "text", "text") == [f"stopped by signal {number} after step 2 of 6"]
+
+
+def test_a_signal_in_the_last_step_comes_too_late(tmp_path: Path) -> None:
+    with before_step(6, lambda trainer: signal.raise_signal(signal.SIGTERM)):
+        status, trainer = trained(tmp_path)
+    assert (status, trainer.iteration) == (0, 6)
+
+
+def test_a_bad_step_stops_the_run(tmp_path: Path) -> None:
+    sentence = r"step 3 is not finite; first on rank 0: output of layers\.0, micro-batch 0, samples \[8\]$"
+    with before_step(3, spoil_step), pytest.raises(NonFiniteError, match=sentence):
+        trained(tmp_path)
+    assert column(tmp_path, "iteration") == [1, 2]
+
+
+def test_a_bad_step_is_skipped_on_request(tmp_path: Path) -> None:
+    with before_step(3, spoil_step):
+        status, trainer = trained(tmp_path, "--on-nonfinite skip --log-interval 2")
+    assert (status, trainer.iteration, trainer.consumed_samples) == (0, 6, 24)
+    assert column(tmp_path, "skipped-iterations") == [[], [3], []]
+    assert None not in column(tmp_path, "lm loss")
+    assert all(p.isfinite().all() for p in trainer.chunk.parameters())
+
+
+def test_an_overflow_that_a_smaller_loss_scale_can_cure_does_not_stop_the_run(tmp_path: Path) -> None:
+    status, _ = trained(tmp_path, "--fp16 --initial-loss-scale 1e12 --hysteresis 1 --log-interval 6")
+    (skipped,) = column(tmp_path, "skipped-iterations")
+    assert status == 0
+    assert skipped[0] == 1
+
+
+def test_an_overflow_at_a_constant_loss_scale_does(tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="first on rank 0: gradient of "):
+        trained(tmp_path, "--fp16 --loss-scale 1e12")
+
+
+def test_a_ramp_and_a_last_batch_that_is_not_full(tmp_path: Path) -> None:
+    ramp = "--rampup-batch-size 2 2 8 --global-batch-size 6"
+    status, trainer = trained(tmp_path, f"{ramp} --train-iters null --train-samples 27")
+    assert (status, trainer.iteration, trainer.consumed_samples) == (0, 6, 26)
+    assert column(tmp_path, "batch-size") == [2, 2, 4, 6, 6, 6]
+    assert column(tmp_path, "consumed-samples") == [2, 4, 8, 14, 20, 26]

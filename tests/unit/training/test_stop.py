@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from megatron.parallel.comm import Group
+from megatron.training import stop
+from megatron.training.stop import StopRequest
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def heard() -> Iterator[list[int]]:
+    """The signals that reach whoever listened before."""
+    numbers: list[int] = []
+    previous = {s: signal.signal(s, lambda number, frame: numbers.append(number)) for s in stop.SIGNALS}
+    yield numbers
+    for number, handler in previous.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", stop.SIGNALS)
+def test_the_first_signal_is_remembered(heard: list[int], number: signal.Signals) -> None:
+    request = StopRequest(Group(), CPU)
+    assert request.agreed() == 0
+    signal.raise_signal(number)
+    assert request.agreed() == request.agreed() == number
+    assert heard == []
+    request.restore()
+
+
+def test_the_same_signal_passed_on_by_a_launcher_is_no_second_one(heard: list[int]) -> None:
+    request = StopRequest(Group(), CPU)
+    for _ in range(3):
+        signal.raise_signal(signal.SIGINT)
+    assert (request.agreed(), heard) == (signal.SIGINT, [])
+    request.restore()
+
+
+def test_an_impatient_user_gets_through(heard: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stop, "ECHO_SECONDS", -1.0)
+    request = StopRequest(Group(), CPU)
+    signal.raise_signal(signal.SIGTERM)
+    signal.raise_signal(signal.SIGINT)
+    assert (request.agreed(), heard) == (signal.SIGTERM, [signal.SIGINT])
+
+
+def test_signals_are_given_back(heard: list[int]) -> None:
+    StopRequest(Group(), CPU).restore()
+    signal.raise_signal(signal.SIGTERM)
+    assert heard == [signal.SIGTERM]
