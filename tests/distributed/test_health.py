@@ -1,0 +1,112 @@
+"""Which rank, module or gradient went wrong first, where several ranks compute one model or copies of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import Module
+
+from megatron.config.run import TrainingConfig
+from megatron.training.health import explain_nonfinite
+from megatron.training.setup import Trainer, build
+from tests.distributed.detect import DP2, TP2, TP2_SP
+from tests.distributed.drive import Case, batches_of
+from tests.distributed.pool import Pool
+
+NAN = float("nan")
+FC1, FC2 = "layers.1.mlp.linear_fc1", "layers.1.mlp.linear_fc2"
+
+
+def bad_weight(trainer: Trainer, module: str) -> None:
+    torch.nn.init.constant_(trainer.chunk.get_parameter(f"{module}.weight"), NAN)
+
+
+def bad_output(trainer: Trainer, module: str, microbatch: int) -> None:
+    """From the module's call for ``microbatch`` on."""
+    calls = iter(range(1000))
+
+    def spoil(module: Module, inputs: Any, output: Tensor) -> Tensor | None:
+        return output * NAN if next(calls) >= microbatch else None
+
+    trainer.chunk.get_submodule(module).register_forward_hook(spoil)
+
+
+def bad_gradient(trainer: Trainer, module: str) -> None:
+    """Of the module's output; forward is as it should be."""
+
+    def spoil(module: Module, inputs: Any, output: Tensor) -> None:
+        output.register_hook(lambda gradient: gradient * NAN)
+
+    trainer.chunk.get_submodule(module).register_forward_hook(spoil)
+
+
+Damage = tuple[int, Callable[..., None], tuple[Any, ...]]
+"""Rank, what happens to it, and to which part."""
+
+
+def explained(rank: int, world_size: int, case: Case, damages: tuple[Damage, ...]) -> str:
+    trainer = build(case.config(), rank, world_size)
+    for at, damage, part in damages:
+        if at == rank:
+            damage(trainer, *part)
+    return explain_nonfinite(trainer, batches_of(trainer, case, 0))
+
+
+CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
+    "tp2, cut by rows": (TP2, ((1, bad_weight, (FC1,)),), f"rank 1: output of {FC1}, micro-batch 0, samples [0, 1]"),
+    "tp2-sp": (TP2_SP, ((1, bad_weight, (FC1,)),), f"rank 1: output of {FC1}, micro-batch 0, samples [0, 1]"),
+    "tp2, summed": (TP2, ((1, bad_weight, (FC2,)),), f"ranks 0, 1: output of {FC2}, micro-batch 0, samples [0, 1]"),
+    "tp2, second micro-batch": (
+        TP2,
+        ((1, bad_output, ("layers.0.mlp.linear_fc1", 1)),),
+        "rank 1: output of layers.0.mlp.linear_fc1, micro-batch 1, samples [2, 3]",
+    ),
+    "tp2-sp, gradient": (
+        TP2_SP,
+        ((1, bad_gradient, (FC1,)),),
+        f"rank 1: gradient of {FC1}.bias, micro-batch 0",
+    ),
+    "dp2": (DP2, ((1, bad_weight, (FC1,)),), f"rank 1: output of {FC1}, micro-batch 0, samples [2, 3]"),
+    "dp2, gradient": (DP2, ((1, bad_gradient, (FC1,)),), f"rank 1: gradient of {FC1}.bias, micro-batch 0"),
+    "dp2, the earlier micro-batch": (
+        replace(DP2, training=TrainingConfig(micro_batch_size=1)),
+        ((0, bad_output, ("layers.0", 1)), (1, bad_output, ("layers.1", 0))),
+        "rank 1: output of layers.1, micro-batch 0, samples [1]",
+    ),
+    "dp2, output before gradient": (
+        DP2,
+        ((0, bad_gradient, (FC1,)), (1, bad_output, ("layers.1", 0))),
+        "rank 1: output of layers.1, micro-batch 0, samples [2, 3]",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_first_cause_is_named(pool: Pool, name: str) -> None:
+    case, damages, where = CASES[name]
+    told = pool.run(2, explained, case, damages)
+    assert told == [f"the loss or gradient of step 1 is not finite; first on {where}"] * 2
+
+
+def test_what_does_not_happen_again_is_said_so(pool: Pool) -> None:
+    (told, _) = pool.run(2, explained, DP2, ())
+    assert told.startswith("the loss or gradient of step 1 is not finite, yet on every rank by itself it was")
+
+
+def explained_twice(rank: int, world_size: int, case: Case) -> tuple[str, bool]:
+    """The second time nothing is wrong; whether weights are as they were and gradients are reduced early again."""
+    trainer = build(case.config(), rank, world_size)
+    before = [p.clone() for p in trainer.chunk.parameters()]
+    batches = batches_of(trainer, case, 0)
+    explain_nonfinite(trainer, batches)
+    same = all(torch.equal(a, b) for a, b in zip(before, trainer.chunk.parameters()))
+    return explain_nonfinite(trainer, batches), same and trainer.buckets.overlap and not trainer.chunk.sums.values
+
+
+def test_looking_leaves_the_trainer_as_it_was(pool: Pool) -> None:
+    assert all(untouched for _, untouched in pool.run(2, explained_twice, DP2))

@@ -1,0 +1,129 @@
+"""Whole runs on several ranks: stops that all agree on, evaluation over replicas, errors told once."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+import subprocess
+import sys
+import time
+from contextlib import AbstractContextManager, nullcontext, redirect_stderr
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megatron.config.run import RunConfig
+from megatron.training import main
+from megatron.training.setup import Trainer
+from tests.distributed.pool import Pool
+from tests.distributed.sites import ROOT
+from tests.runs import FLAGS, before_step, column, records, spoil_step, tiny_run
+
+TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+LAYOUTS = {"tp2-sp": TP2_SP, "dp2": ""}
+
+
+def terminate(trainer: Trainer) -> None:
+    signal.raise_signal(signal.SIGTERM)
+
+
+EVENTS = {
+    "nothing": nullcontext,
+    "SIGTERM in step 2": partial(before_step, 2, terminate),
+    "NaN in step 3": partial(before_step, 3, spoil_step),
+}
+"""What happens to the last rank."""
+
+
+def run_rank(rank: int, world_size: int, config: RunConfig, event: str) -> tuple[int, str]:
+    """The exit status of a rank, and what it wrote to stderr."""
+    happening: AbstractContextManager[object] = EVENTS[event]() if rank == world_size - 1 else nullcontext()
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    with patch.dict(os.environ, place), happening, redirect_stderr(io.StringIO()) as told:
+        return main.run(config), told.getvalue()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_run_is_that_of_one_process(pool: Pool, tmp_path: Path, layout: str) -> None:
+    flags = "--eval-interval 2 --eval-iters 2 --exit-interval 5"
+    ranks = pool.run(2, run_rank, tiny_run(tmp_path / "two", f"{flags} {LAYOUTS[layout]}", 2), "nothing")
+    assert run_rank(0, 1, tiny_run(tmp_path / "one", flags), "nothing") == (0, "")
+    assert ranks == [(0, ""), (0, "")]
+    for kind, steps in (("lm loss", [1, 2, 3, 4, 5]), ("lm loss validation", [2, 4])):
+        assert column(tmp_path / "two", "iteration", kind) == steps
+        assert column(tmp_path / "two", kind, kind) == pytest.approx(column(tmp_path / "one", kind, kind), rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_signal_to_one_rank_stops_all_after_the_same_step(pool: Pool, tmp_path: Path, layout: str) -> None:
+    ranks = pool.run(2, run_rank, tiny_run(tmp_path, LAYOUTS[layout], 2), "SIGTERM in step 2")
+    assert ranks == [(143, ""), (143, "")]
+    assert column(tmp_path, "iteration") == [1, 2]
+    assert records(tmp_path, "text")[-1]["text"] == "stopped by signal 15 after step 2 of 6"
+
+
+@pytest.mark.parametrize(("layout", "samples"), [("tp2-sp", "[8]"), ("dp2", "[9]")])
+def test_a_bad_number_on_one_rank_is_told_once(pool: Pool, tmp_path: Path, layout: str, samples: str) -> None:
+    ranks = pool.run(2, run_rank, tiny_run(tmp_path, LAYOUTS[layout], 2), "NaN in step 3")
+    assert [status for status, _ in ranks] == [1, 1]
+    where = f"step 3 is not finite; first on rank 1: output of layers.0, micro-batch 0, samples {samples}"
+    (told,) = [text for _, text in ranks if text]
+    assert told in [f"error on rank {rank}: the loss or gradient of {where}\n" for rank in (0, 1)]
+    assert column(tmp_path, "iteration") == [1, 2]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_bad_number_on_one_rank_is_skipped_by_all(pool: Pool, tmp_path: Path, layout: str) -> None:
+    config = tiny_run(tmp_path, f"--on-nonfinite skip {LAYOUTS[layout]}", 2)
+    assert pool.run(2, run_rank, config, "NaN in step 3") == [(0, ""), (0, "")]
+    assert column(tmp_path, "skipped-iterations") == [[], [], [3], [], [], []]
+    assert column(tmp_path, "consumed-samples") == [4, 8, 12, 16, 20, 24]
+
+
+DAMAGED = """
+import os, signal, sys
+from megatron.training.setup import Trainer
+from tests.runs import before_step
+import pretrain_gpt
+
+def kill(trainer):
+    if os.environ["RANK"] == "1":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+with before_step(3, kill):
+    pretrain_gpt.leave(pretrain_gpt.main(sys.argv[1:]))
+"""
+
+
+def torchrun(folder: Path, *program: str) -> subprocess.Popen[str]:
+    start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *program]
+    command = [*start, *FLAGS.split(), "--run-dir", str(folder), "--distributed-timeout-minutes", "0.5"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+@pytest.mark.slow  # torchrun and two fresh interpreters
+def test_a_killed_rank_ends_the_others_with_a_sentence(tmp_path: Path) -> None:
+    (tmp_path / "damaged.py").write_text(DAMAGED)
+    process = torchrun(tmp_path / "run", str(tmp_path / "damaged.py"))
+    _, told = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert "error on rank 0: another rank ended without a word (killed, out of memory)" in told
+    assert "Traceback" not in told.partition("error on rank 0")[2].partition("torch.distributed.elastic")[0]
+    assert column(tmp_path / "run", "iteration") == [1, 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_torchrun_passes_a_signal_on(tmp_path: Path, number: int) -> None:
+    process = torchrun(tmp_path / "run", str(ROOT / "pretrain_gpt.py"), "--train-iters", "1000000")
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    while process.poll() is None and not (metrics.exists() and records(tmp_path / "run")):
+        time.sleep(0.1)
+    process.send_signal(number)
+    process.communicate(timeout=60)
+    assert process.returncode == 1  # torchrun's own, whatever its ranks end with
+    assert records(tmp_path / "run", "text")[-1]["text"].startswith(f"stopped by signal {number} after step ")

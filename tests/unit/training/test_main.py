@@ -1,0 +1,144 @@
+"""How a run ends: its status, what is told of an error and by whom, and that the process really ends."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import pretrain_gpt
+from megatron.config.problems import Problem, UserError
+from megatron.data.errors import DataError
+from megatron.training import main
+from megatron.training.health import NonFiniteError
+from tests.runs import FLAGS, tiny_run
+
+ROOT = Path(__file__).parents[3]
+GLOO = "[x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:51376: Connection reset by peer"
+USER = UserError([Problem("E701", "the disk is gone")])
+
+
+@pytest.fixture
+def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Notes that torch.distributed was left."""
+    calls: list[str] = []
+    monkeypatch.setattr(main, "leave_distributed", lambda: calls.append("left"))
+    return calls
+
+
+def run_into(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The status of a run in which the loop raises ``error``."""
+
+    def train(*arguments: object) -> int:
+        raise error
+
+    monkeypatch.setattr(main, "train", train)
+    return main.run(tiny_run(folder))
+
+
+@pytest.mark.parametrize("status", [0, 143])
+def test_the_status_is_that_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: list[str], status: int
+) -> None:
+    monkeypatch.setattr(main, "train", lambda *arguments: status)
+    assert main.run(tiny_run(tmp_path), ["a note"]) == status
+    assert left == ["left"]
+    assert '"text": "a note"' in (tmp_path / "metrics.jsonl").read_text()
+
+
+@pytest.mark.parametrize("error", [USER, DataError("no such sample"), NonFiniteError("step 3 is not finite")])
+def test_an_expected_error_is_its_sentence(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    left: list[str],
+    error: Exception,
+) -> None:
+    assert run_into(error, tmp_path, monkeypatch) == 1
+    assert f"error: {error}\n" in capsys.readouterr().err
+    assert left == []
+
+
+@pytest.mark.parametrize("error", [ValueError("shapes"), FileNotFoundError(2, "gone"), RuntimeError("bug")])
+def test_other_errors_come_with_their_traceback(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    left: list[str],
+    error: Exception,
+) -> None:
+    assert run_into(error, tmp_path, monkeypatch) == 1
+    told = capsys.readouterr().err
+    assert "error: Traceback (most recent call last)" in told
+    assert f"{type(error).__name__}: " in told
+    assert left == []
+
+
+def test_a_rank_that_is_gone_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: list[str]
+) -> None:
+    assert run_into(RuntimeError(GLOO), tmp_path, monkeypatch) == 1
+    told = capsys.readouterr().err
+    assert "error: another rank ended without a word (killed, out of memory), or did not answer" in told
+    assert GLOO in told
+    assert "Traceback" not in told
+
+
+def test_an_error_that_another_rank_told_is_not_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: list[str]
+) -> None:
+    monkeypatch.setattr(main, "first_to_fail", lambda: False)
+    assert run_into(USER, tmp_path, monkeypatch) == 1
+    assert "E701" not in capsys.readouterr().err
+
+
+def place(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int) -> None:
+    for name, value in {"RANK": rank, "WORLD_SIZE": 16, "LOCAL_RANK": local_rank}.items():
+        monkeypatch.setenv(name, str(value))
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "told"), [(0, 0, True), (1, 1, False), (8, 0, False)])
+def test_wrong_flags_are_told_by_rank_0_alone(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, local_rank: int, told: bool
+) -> None:
+    place(monkeypatch, rank, local_rank)
+    assert pretrain_gpt.main(["--hiden-size", "64"]) == 2
+    assert ("E001" in capsys.readouterr().err) == told
+
+
+@pytest.mark.parametrize(("rank", "local_rank", "told"), [(0, 0, True), (1, 1, False), (8, 0, True)])
+def test_unreadable_data_are_told_once_per_machine(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, local_rank: int, told: bool
+) -> None:
+    def unreadable(*arguments: object) -> int:
+        raise DataError("the tokenizer is torn")
+
+    monkeypatch.setattr(pretrain_gpt, "vocabulary", unreadable)
+    place(monkeypatch, rank, local_rank)
+    assert pretrain_gpt.main([*FLAGS.split(), "--global-batch-size", "16"]) == 2
+    assert capsys.readouterr().err == ("the tokenizer is torn\n" if told else "")
+
+
+def test_after_a_failure_the_process_ends_whatever_still_runs() -> None:
+    program = (
+        "import threading, time, pretrain_gpt\n"
+        "threading.Thread(target=time.sleep, args=(60,)).start()\n"
+        "print('last words', end='')\n"
+        "pretrain_gpt.leave(3)"
+    )
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert (done.returncode, done.stdout) == (3, "last words")
+    assert time.monotonic() - start < 30
+
+
+def test_a_failure_as_a_person_meets_it(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    command = [sys.executable, "pretrain_gpt.py", *FLAGS.split(), "--run-dir"]
+    failed = subprocess.run([*command, str(tmp_path / "file")], cwd=ROOT, capture_output=True, text=True)
+    assert failed.returncode == 1
+    assert failed.stderr.startswith(f"error: E701 the run folder {tmp_path / 'file'} cannot be written: ")
+    assert "Traceback" not in failed.stderr

@@ -1,0 +1,91 @@
+"""Where a rank computes, and how it finds the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.problems import UserError
+from megatron.training.setup import choose_device, join
+from tests.runs import tiny_run
+
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
+SLURM = ("SLURM_STEP_ID", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NNODES")
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*VARIABLES, *SLURM):
+        monkeypatch.delenv(name, raising=False)
+
+
+def torchrun(monkeypatch: pytest.MonkeyPatch, local_rank: int, local_size: int) -> None:
+    values = (local_rank, local_size, local_rank, local_size, "127.0.0.1")
+    for name, value in zip(VARIABLES, values):
+        monkeypatch.setenv(name, str(value))
+
+
+def srun(monkeypatch: pytest.MonkeyPatch, local_rank: int, machines: int = 1) -> None:
+    for name, value in zip(SLURM, (0, local_rank, 8, local_rank, machines)):
+        monkeypatch.setenv(name, str(value))
+
+
+def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
+    """Pretend that this machine has them."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+
+
+@pytest.mark.parametrize(("name", "count", "device"), [("auto", 0, "cpu"), ("cpu", 8, "cpu"), ("auto", 8, "cuda:3")])
+def test_the_device_of_a_rank(monkeypatch: pytest.MonkeyPatch, name: str, count: int, device: str) -> None:
+    gpus(monkeypatch, count)
+    torchrun(monkeypatch, 3, 8)
+    assert choose_device(name) == torch.device(device)
+
+
+def test_cuda_without_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus(monkeypatch, 0)
+    with pytest.raises(UserError, match=r"E207 --device cuda, but torch \S+ finds no GPU\n  fix: --device cpu"):
+        choose_device("cuda")
+
+
+@pytest.mark.parametrize("local_rank", [0, 3])
+def test_two_ranks_never_share_a_gpu(monkeypatch: pytest.MonkeyPatch, local_rank: int) -> None:
+    gpus(monkeypatch, 2)
+    torchrun(monkeypatch, local_rank, 4)
+    sentence = r"E207 this machine runs at least 4 ranks, but has 2 GPUs\n  fix: torchrun --nproc-per-node 2 \|"
+    with pytest.raises(UserError, match=sentence):
+        choose_device("auto")
+
+
+def test_a_rank_of_srun_may_see_its_own_gpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    srun(monkeypatch, 5)
+    gpus(monkeypatch, 1)
+    assert choose_device("cuda") == torch.device("cuda:0")
+    gpus(monkeypatch, 8)
+    assert choose_device("cuda") == torch.device("cuda:5")
+    gpus(monkeypatch, 4)
+    with pytest.raises(UserError, match="at least 6 ranks, but has 4 GPUs"):
+        choose_device("cuda")
+
+
+def test_a_backend_that_cannot_serve_the_device_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpus(monkeypatch, 0)
+    torchrun(monkeypatch, 1, 2)
+    config = tiny_run(tmp_path, "--device auto --distributed-backend nccl", 2)
+    with pytest.raises(UserError, match="E206 the nccl backend cannot serve CPUs"):
+        join(config)
+
+
+def test_ranks_that_nobody_told_where_to_meet_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    srun(monkeypatch, 1, machines=2)
+    with pytest.raises(UserError, match="E009"):
+        join(tiny_run(tmp_path, "--global-batch-size 8", world_size=8))
+
+
+def test_a_process_alone_needs_nobody(tmp_path: Path) -> None:
+    assert join(tiny_run(tmp_path)) == (0, 1)
+    assert not torch.distributed.is_initialized()
