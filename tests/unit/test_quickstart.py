@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,9 +11,27 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-def quickstart(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    command = ["bash", str(ROOT / "examples" / "quickstart.sh"), *arguments]
+def quickstart(*arguments: str, cwd: Path, root: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    command = ["bash", str(root / "examples" / "quickstart.sh"), *arguments]
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+
+
+def write_text(folder: Path) -> None:
+    folder.mkdir()
+    for number in range(12):
+        (folder / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+
+
+@pytest.fixture
+def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """This checkout with the environment of these tests in the place of the one that the set-up would make."""
+    root = tmp_path / "checkout"
+    for name in ("examples/quickstart.sh", "pretrain_gpt.py", "tools/preprocess_data.py", "megatron"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).symlink_to(ROOT / name)
+    binaries = shlex.quote(str(Path(sys.executable).parent))
+    (root / "tools" / "setup_env.sh").write_text(f"export PATH={binaries}:$PATH PYTHONPATH=$PWD\n")
+    return root
 
 
 @pytest.mark.parametrize(
@@ -39,11 +59,23 @@ def test_help(tmp_path: Path) -> None:
     assert "--input-dir DIR" in done.stdout
 
 
+def test_a_few_steps_on_two_processes(tmp_path: Path, checkout: Path) -> None:
+    write_text(tmp_path / "text")
+    flags = ["--", "--log-interval", "5", "--eval-interval", "5", "--eval-iters", "1", "--seq-length", "64"]
+    done = quickstart("--input-dir", "text", "--steps", "10", "--out", "run", *flags, cwd=tmp_path, root=checkout)
+    assert done.returncode == 0, done.stderr
+    assert "ranks      2 = DP 1 (copies of the model) x TP 2 (tensor and sequence parallel)" in done.stdout
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
+    losses = [line["lm loss"] for line in lines if "lm loss" in line]
+    assert len(losses) == 2
+    assert losses[1] < losses[0]
+    assert [line["iteration"] for line in lines if "lm loss validation" in line] == [5, 10]
+    assert (tmp_path / "run" / "loss.png").stat().st_size > 0
+
+
 @pytest.mark.slow  # makes the project's .venv where there is none
 def test_text_becomes_a_falling_loss_and_a_picture(tmp_path: Path) -> None:
-    (tmp_path / "text").mkdir()
-    for number in range(12):
-        (tmp_path / "text" / f"{number}.txt").write_text("the quick brown fox jumps over the lazy dog\n" * 200)
+    write_text(tmp_path / "text")
     for _ in range(2):  # the second run finds what the first one left
         done = quickstart("--input-dir", "text", "--steps", "30", "--out", "run", "--", "--seed", "7", cwd=tmp_path)
         assert done.returncode == 0, done.stderr

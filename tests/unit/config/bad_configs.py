@@ -19,7 +19,7 @@ FILES = "--vocab-size 257 --train-iters 100"
 
 @dataclass(frozen=True)
 class Case:
-    """A command line after ``RUN`` (or after ``base``), on ``ranks`` ranks; on several ``machines`` srun starts them."""
+    """A command line after ``RUN`` (or ``base``), on ``ranks`` ranks; srun starts those of several ``machines``."""
 
     flags: str
     ranks: int = 1
