@@ -11,10 +11,10 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.config.checks.idle import remarks
-from megatron.config.foreign import assumptions, habits, judge
+from megatron.config.checks import batch, idle
+from megatron.config.foreign import assumptions, costs, habits, judge
 from megatron.config.launch import Launch
-from megatron.config.parser import Given, make_parser
+from megatron.config.parser import Given, read
 from megatron.config.presets import PRESETS
 from megatron.config.problems import Problem, UserError, did_you_mean
 from megatron.config.resolve import resolve
@@ -57,19 +57,22 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Parse
         UserError: with every problem of flags, files and values.
 
     """
-    known, unknown = make_parser().parse_known_args(list(argv))
-    given: list[Given] = getattr(known, "given", [])
-    foreign, notes = judge(unknown)
+    reading = read(argv)
+    known = reading.known
+    foreign, notes = judge(reading.foreign)
     files = [from_file(path) for path in known.config]
-    layers = [_preset(known.preset), *files, _from_flags(given), from_assignments(known.set), foreign]
+    flags, assignments = _from_flags(reading.given), from_assignments(known.set)
+    layers = [_preset(known.preset), *files, flags, assignments, reading.malformed, foreign]
     said = lay_over(layer.values for layer in layers)
     config = build(said)
-    found = [problem for layer in layers for problem in layer.problems] + habits(unknown, config.model)
+    found = [problem for layer in layers for problem in layer.problems] + habits(reading.spellings, config.model)
     world_size = _world_size(known, config, environ, found, notes)
     found += problems(config, world_size, {name for layer in layers for name in layer.doubtful})
     if found:
         raise UserError(found)
-    notes += assumptions([g.spelling for g in given], said) + remarks(config)
+    notes += assumptions(reading.spellings, said)
+    notes += costs(reading.spellings, config, world_size)
+    notes += [*batch.remarks(config, world_size), *idle.remarks(config)]
     return Parsed(resolve(config, world_size), world_size, known.check_config, tuple(notes))
 
 

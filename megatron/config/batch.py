@@ -38,10 +38,13 @@ def batch_at(config: TrainingConfig, data_parallel_size: int, consumed_samples: 
 
 
 def total_samples(config: TrainingConfig, data_parallel_size: int) -> int:
-    """Samples of the whole run: ``train_samples``, or what ``train_iters`` steps consume."""
-    if config.train_samples is not None:
-        return config.train_samples
-    consumed, left = 0, config.train_iters or 0
+    """Samples the whole run is planned for: ``train_samples``, or what ``train_iters`` steps consume."""
+    return config.train_samples or trained_samples(config, data_parallel_size)
+
+
+def trained_samples(config: TrainingConfig, data_parallel_size: int) -> int:
+    """Samples that the whole steps of the run consume: up to a batch fewer than ``train_samples``."""
+    consumed, left = 0, total_steps(config, data_parallel_size)
     stages = batch_stages(config, data_parallel_size)
     for (at, size), (end, _) in zip(stages, stages[1:]):
         steps = min(left, (end - at) // size)

@@ -2,42 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 
 from megatron.config import megatron_flags as table
+from megatron.config.memory import shown, state_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.problems import Problem, did_you_mean
-from megatron.config.settings import SETTINGS
+from megatron.config.run import RunConfig
+from megatron.config.settings import SPELLINGS
 from megatron.config.sources import Layer
 
 GENERAL = ("--preset", "--config", "--set", "--check-config", "--world-size", "--help")
+MOST_REASONS = 3
 
 
-def judge(unknown: Sequence[str]) -> tuple[Layer, list[str]]:
-    """What is wrong with the words the parser did not know, and notes on those that may be ignored."""
-    layer, notes = Layer(), list[str]()
-    for spelling, words in _grouped(unknown):
+def judge(foreign: Iterable[Sequence[str]]) -> tuple[Layer, list[str]]:
+    """What is wrong with flags the parser did not know, and notes on those that may be ignored.
+
+    Args:
+        foreign: each flag with the words after it; words that follow no flag by themselves.
+
+    """
+    layer, ignored = Layer(), dict[str, list[str]]()
+    for spelling, words in map(_spelled, foreign):
         reason = table.IGNORED.get(spelling)
         if reason and set(words) <= set(table.HARMLESS_VALUES.get(spelling, words)):
-            notes.append(f"ignored: {' '.join([spelling, *words])} because {reason}")
+            ignored.setdefault(reason, []).append(" ".join([spelling, *words]))
         else:
             layer.problems.append(_refusal(spelling, words, layer.doubtful))
-    return layer, notes
+    return layer, _told(ignored)
 
 
-def _grouped(unknown: Sequence[str]) -> Iterator[tuple[str, list[str]]]:
-    """Flags with the words after them; words before any flag come under an empty one."""
-    spelling, words = "", list[str]()
-    for word in unknown:
-        if not word.startswith("--"):
-            words.append(word)
-            continue
-        if spelling or words:
-            yield spelling, words
-        spelling, equals, value = word.partition("=")
-        words = [value] if equals else []
-    if spelling or words:
-        yield spelling, words
+def _told(ignored: Mapping[str, list[str]]) -> list[str]:
+    """Notes on flags that are ignored, by reason; few enough to leave room for what matters."""
+    if len(ignored) > MOST_REASONS:
+        return [f"ignored, as docs/flags.md explains: {', '.join(chain(*ignored.values()))}"]
+    return [f"ignored: {', '.join(flags)} because {reason}" for reason, flags in ignored.items()]
+
+
+def _spelled(foreign: Sequence[str]) -> tuple[str, list[str]]:
+    """A flag and its words; an empty flag, where there is none."""
+    if not foreign[0].startswith("--"):
+        return "", list(foreign)
+    spelling, equals, value = foreign[0].partition("=")
+    return spelling, [value, *foreign[1:]] if equals else list(foreign[1:])
 
 
 def _refusal(spelling: str, words: list[str], doubtful: set[str]) -> Problem:
@@ -65,30 +74,29 @@ def why_not(spelling: str) -> tuple[str, tuple[str, ...]] | None:
 
 
 def _misspelt(spelling: str, words: list[str], doubtful: set[str]) -> Problem:
-    about = {ours: setting.name for setting in SETTINGS.values() for ours in setting.spellings}
-    guess = did_you_mean(spelling, [*about, *GENERAL, *table.IGNORED])
+    guess = did_you_mean(spelling, [*SPELLINGS, *GENERAL, *table.IGNORED])
     if guess is None:
         return Problem("E001", f"{spelling}: no such flag", ("--help",))
-    if guess in about:
-        doubtful.add(about[guess])
+    if guess in SPELLINGS:
+        doubtful.add(SPELLINGS[guess].name)
     return Problem("E001", f"{spelling}: no such flag; did you mean {guess}?", (" ".join([guess, *words]),))
 
 
-def habits(unknown: Sequence[str], model: ModelConfig) -> list[Problem]:
+def habits(spellings: Collection[str], model: ModelConfig) -> list[Problem]:
     """Flags that are ignored only beside others, because what Megatron-LM assumes without these is not what we do."""
     found = []
-    if "--group-query-attention" in unknown and model.num_query_groups is None:
+    if "--group-query-attention" in spellings and model.num_query_groups is None:
         sentence = "--group-query-attention without --num-query-groups is one group in Megatron-LM, one per head here"
         fixes = ("--num-query-groups 1", f"--num-query-groups {model.num_attention_heads}")
         found.append(Problem("E004", sentence, fixes))
-    if "--no-position-embedding" in unknown and model.position_embedding_type == "learned_absolute":
+    if "--no-position-embedding" in spellings and model.position_embedding_type == "learned_absolute":
         sentence = "--no-position-embedding does not go with learned positions"
         fixes = ("--position-embedding-type none", "--position-embedding-type rope")
         found.append(Problem("E004", sentence, fixes))
     return found
 
 
-def assumptions(spellings: Collection[str], said: Collection[str]) -> list[str]:
+def assumptions(spellings: Collection[str], said: Collection[str]) -> Iterator[str]:
     """Notes on what Megatron-LM would have done on its own account.
 
     Args:
@@ -97,5 +105,14 @@ def assumptions(spellings: Collection[str], said: Collection[str]) -> list[str]:
 
     """
     if "--disable-bias-linear" in spellings and "activation" not in said:
-        return ["activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu"]
-    return []
+        yield "activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu"
+
+
+def costs(spellings: Collection[str], config: RunConfig, world_size: int) -> Iterator[str]:
+    """Notes on memory that a flag would have saved in Megatron-LM."""
+    copies = config.parallel.data_parallel_size(world_size)
+    if "--use-distributed-optimizer" in spellings and copies > 1 and config.model.vocab_size is not None:
+        parts = state_bytes(config)
+        held = parts["masters"] + parts["moments"]
+        instead = f"not {shown(held / copies)}: DP {copies} does not share them"
+        yield f"each rank holds {shown(held)} of masters and moments, {instead}"

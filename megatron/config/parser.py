@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from dataclasses import dataclass
-from typing import Any, NoReturn
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron.config.presets import PRESETS
-from megatron.config.problems import Problem, UserError
-from megatron.config.settings import GROUPS, SETTINGS, Setting
+from megatron.config.problems import Problem
+from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting
+from megatron.config.sources import Layer
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,64 @@ class Given:
         return self.setting.from_words(self.words) if self.constant is None else self.constant
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UserError([Problem("E002", message)])
+@dataclass(frozen=True)
+class Reading:
+    """A command line, taken apart.
+
+    Attributes:
+        known: ``preset``, ``config``, ``set``, ``check_config``, ``world_size``; the flags of fields as ``given``.
+        foreign: flags that are not ours, each with the words after it; and words that follow no flag.
+        malformed: what is wrong with the way in which flags are written.
+    """
+
+    known: argparse.Namespace
+    foreign: list[list[str]] = field(default_factory=list)
+    malformed: Layer = field(default_factory=Layer)
+
+    @property
+    def given(self) -> list[Given]:
+        """The flags of fields, in order."""
+        return self.known.given
+
+    @property
+    def spellings(self) -> set[str]:
+        """The flags that could be read, and those that are not ours."""
+        return {given.spelling for given in self.given} | {words[0] for words in self.foreign}
+
+
+def read(argv: Sequence[str]) -> Reading:
+    """Take a command line apart, flag by flag, so that one which cannot be read hides no other."""
+    parser = make_parser()
+    reading = Reading(parser.parse_args([]))
+    for words in _flags(argv):
+        try:
+            _, rest = parser.parse_known_args(words, reading.known)
+        except argparse.ArgumentError as error:
+            _refuse(reading.malformed, words[0].partition("=")[0], error.message)
+            continue
+        if rest:
+            reading.foreign.append(rest)
+    return reading
+
+
+def _flags(argv: Sequence[str]) -> Iterator[list[str]]:
+    """Each flag with the words after it; words before any flag come first."""
+    words: list[str] = []
+    for word in argv:
+        if word.startswith("--") and words:
+            yield words
+            words = []
+        words.append(word)
+    if words:
+        yield words
+
+
+def _refuse(layer: Layer, spelling: str, message: str) -> None:
+    setting = SPELLINGS.get(spelling)
+    if setting is None:
+        layer.problems.append(Problem("E002", f"{spelling}: {message}"))
+    else:  # words after the flag of a field are judged later; only a constant's flag is refused by the parser
+        layer.refuse(setting, spelling, ValueError("takes no value"))
 
 
 class _Note(argparse.Action):
@@ -57,7 +114,6 @@ class _Note(argparse.Action):
         values: Any,
         option_string: str | None = None,
     ) -> None:
-        namespace.given = getattr(namespace, "given", [])
         namespace.given.append(Given(option_string or "", SETTINGS[self.dest], tuple(values), self.const))
 
 
@@ -74,13 +130,15 @@ class _Help(argparse.HelpFormatter):
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser, with one group of flags for each configuration class."""
-    parser = _Parser(
+    parser = argparse.ArgumentParser(
         prog="pretrain_gpt.py",
         usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
         description="Pretrain a GPT. Flags are spelled as Megatron-LM spells them.",
         allow_abbrev=False,
+        exit_on_error=False,
         formatter_class=_Help,
     )
+    parser.set_defaults(given=[])
     _add_sources(parser.add_argument_group("sources", "Later ones win: preset, config, flags, set."))
     for group, cls in GROUPS.items():
         arguments = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0])
@@ -102,7 +160,15 @@ def _add_sources(group: Any) -> None:
     assignment = "Set a field; null empties it."
     group.add_argument("--set", nargs="+", action="extend", default=[], metavar="GROUP.FIELD=VALUE", help=assignment)
     group.add_argument("--check-config", action="store_true", help="Check everything, print a summary and stop.")
-    group.add_argument("--world-size", type=int, metavar="N", help="Ranks to check for. Default: as many as launched.")
+    ranks = "Ranks to check for. Default: as many as launched."
+    group.add_argument("--world-size", type=_whole, metavar="N", help=ranks)
+
+
+def _whole(text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {NOUNS[int]}") from None
 
 
 def _add(group: Any, setting: Setting) -> None:

@@ -104,11 +104,15 @@ class TrainingConfig:
     cross_entropy_chunk_size: int = option(1024, "Tokens whose logits exist at once in the loss.", at_least=1)
 
 
+MOMENTS = {"adam": 2, "sgd": 1}
+"""Update rules, and the tensors of a parameter's size that each keeps for it."""
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """The optimizer and its schedules. Steps of a schedule are counted in samples."""
 
-    optimizer: str = option("adam", "Update rule; adam is AdamW.", choices=("adam", "sgd"))
+    optimizer: str = option("adam", "Update rule; adam is AdamW.", choices=tuple(MOMENTS))
     lr: float = option(1e-4, "Peak learning rate.", at_least=0)
     min_lr: float = option(0.0, "Learning rate at the end of the decay.", at_least=0)
     lr_decay_style: str = option(

@@ -178,4 +178,5 @@ def _all_settings() -> dict[str, Setting]:
 
 
 SETTINGS = _all_settings()
+SPELLINGS = {spelling: setting for setting in SETTINGS.values() for spelling in setting.spellings}
 GROUPS: dict[str, type] = get_type_hints(RunConfig)

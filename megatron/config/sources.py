@@ -53,7 +53,7 @@ def example(setting: Setting) -> tuple[str, ...]:
         return (f"{setting.flag} {'|'.join(setting.option.choices)}",)
     if setting.kind.length:
         return (f"{setting.flag} {' '.join(['N'] * setting.kind.length)}",)
-    return ()
+    return (setting.flag, setting.negative) if setting.kind.scalar is bool else ()
 
 
 def from_tree(tree: Mapping[str, Any], source: str) -> Layer:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from megatron.config.batch import batch_stages, global_batch, total_samples, total_steps
+from megatron.config.batch import batch_stages, global_batch, total_steps, trained_samples
+from megatron.config.memory import rank_parameters, shown, state_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.parallel.shard import padded_vocabulary
 
 
 def summary(config: RunConfig, world_size: int) -> str:
-    """At most ten lines: ranks, model, batch and its ramp, length, learning rate, precision."""
+    """At most nine lines: ranks, model, memory, batch and its ramp, length, learning rate, precision."""
     rows = {
         "ranks": _ranks(config, world_size),
         "model": _model(config.model),
         "parameters": _parameters(config),
+        "memory": _memory(config),
         "batch": _batch(config, world_size),
         "ramp": _ramp(config, world_size),
         "length": _length(config, world_size),
@@ -49,25 +51,12 @@ def _parameters(config: RunConfig) -> str:
     return f"{m.num_parameters():,} ({held:,} on each rank){padding}"
 
 
-def rank_parameters(m: ModelConfig, tp: int) -> int:
-    """Elements of the parameters on the fullest of ``tp`` tensor-parallel ranks, vocabulary padding included."""
-    rows = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp) // tp
-    embeddings = rows * m.hidden_size * (2 if m.untie_embeddings_and_output_weights else 1)
-    if m.position_embedding_type == "learned_absolute":
-        embeddings += (m.max_position_embeddings or 0) * m.hidden_size
-    return embeddings + m.num_layers * _rank_layer(m, tp) + m.norm_parameters()
-
-
-def _rank_layer(m: ModelConfig, tp: int) -> int:
-    """One block's share: columns and rows are cut, norms and the biases of row-parallel linears are not."""
-    h, d, bias = m.hidden_size, m.head_dim, int(m.add_bias_linear)
-    queries, groups = m.num_attention_heads // tp, max(1, m.kv_groups // tp)
-    attention = (queries + 2 * groups) * d * (h + int(m.qkv_bias)) + queries * d * h + bias * h
-    if m.qk_layernorm:
-        attention += 2 * d * (2 if m.normalization == "LayerNorm" else 1)
-    width = m.ffn // tp
-    mlp = width * (2 if m.gated else 1) * (h + bias) + width * h + bias * h
-    return attention + mlp + 2 * m.norm_parameters()
+def _memory(config: RunConfig) -> str:
+    if config.model.vocab_size is None:
+        return ""
+    parts = {name: held for name, held in state_bytes(config).items() if held}
+    by_part = ", ".join(f"{name} {shown(held)}" for name, held in parts.items())
+    return f"{shown(sum(parts.values()))} on each rank, without activations: {by_part}"
 
 
 def _batch(config: RunConfig, world_size: int) -> str:
@@ -93,7 +82,7 @@ def _ramp(config: RunConfig, world_size: int) -> str:
 
 def _length(config: RunConfig, world_size: int) -> str:
     t, dp = config.training, config.parallel.data_parallel_size(world_size)
-    steps, samples = total_steps(t, dp), total_samples(t, dp)
+    steps, samples = total_steps(t, dp), trained_samples(t, dp)
     row = f"{steps:,} steps, {samples:,} samples, {samples * t.seq_length:,} tokens"
     if t.eval_iters:
         often = f"every {t.eval_interval} steps and at the end" if t.eval_interval else "at the end"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from megatron.config.batch import global_batch, total_samples, total_steps
+from megatron.config.batch import global_batch, total_samples, total_steps, trained_samples
 from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.dataset import Dataset, Sample
 from megatron.data.errors import DataError
@@ -31,6 +31,7 @@ class DataSource:
     Attributes:
         datasets: by split name, those asked for that need samples.
         requested: samples each of them was built for; they fix its order, so a run that resumes must ask for the same.
+        used: samples that the run reads of each of them.
         seq_length: tokens of a sample.
         micro_batch_size: samples of a micro-batch.
         vocab_size: entries of the model's vocabulary; no id may be beyond.
@@ -38,15 +39,16 @@ class DataSource:
 
     datasets: Mapping[str, Dataset]
     requested: Mapping[str, int]
+    used: Mapping[str, int]
     seq_length: int
     micro_batch_size: int
     vocab_size: int
 
     def summary(self) -> list[str]:
-        """A line per split: its samples, and where they come from."""
+        """A line per split, in the form of the configuration's summary: its samples, and where they come from."""
         return [
-            f"{name}: {count:,} samples, {self.datasets[name].describe(count * self.seq_length)}"
-            for name, count in self.requested.items()
+            f"{name:<11}{count:,} samples, {self.datasets[name].describe(count * self.seq_length)}"
+            for name, count in self.used.items()
         ]
 
     def step_batches(
@@ -102,6 +104,12 @@ def requested_samples(training: TrainingConfig, dp_size: int) -> dict[str, int]:
     return {"train": total_samples(training, dp_size), "valid": evaluations * evaluation, "test": evaluation}
 
 
+def used_samples(training: TrainingConfig, dp_size: int) -> dict[str, int]:
+    """Samples of each split that such a run reads: those of whole steps, and the same at every evaluation."""
+    evaluation = training.eval_iters * global_batch(training, dp_size)
+    return {"train": trained_samples(training, dp_size), "valid": evaluation, "test": evaluation}
+
+
 def build_data(
     data: DataConfig,
     training: TrainingConfig,
@@ -116,10 +124,11 @@ def build_data(
             split that is needed has no data.
     """
     vocabulary(data, vocab_size)
-    requested = requested_samples(training, dp_size)
+    requested, used = requested_samples(training, dp_size), used_samples(training, dp_size)
     needed = {name: requested[name] for name in splits if requested[name] > 0}
+    read = {name: used[name] for name in needed}
     datasets = _mock(needed, training, vocab_size) if data.mock_data else _from_files(needed, data, training)
-    return DataSource(datasets, needed, training.seq_length, training.micro_batch_size, vocab_size)
+    return DataSource(datasets, needed, read, training.seq_length, training.micro_batch_size, vocab_size)
 
 
 def _mock(needed: Mapping[str, int], training: TrainingConfig, vocab_size: int) -> dict[str, Dataset]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from megatron.config.batch import total_samples, total_steps
+from megatron.config.batch import total_steps, trained_samples
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.training.records import TrainRecord
@@ -93,7 +93,7 @@ class Yardstick:
         data_parallel_size = world_size // config.parallel.model_ranks
         return cls(
             total_iterations=total_steps(config.training, data_parallel_size),
-            total_samples=total_samples(config.training, data_parallel_size),
+            total_samples=trained_samples(config.training, data_parallel_size),
             seq_length=config.training.seq_length,
             world_size=world_size,
             flops_per_token=flops_per_token(config.model, config.training.seq_length),

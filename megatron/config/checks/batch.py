@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.batch import batch_stages, global_batch, total_steps
+from megatron.config.batch import batch_at, batch_stages, global_batch, total_samples, total_steps, trained_samples
 from megatron.config.numbers import beside, divisors, multiples_beside, offers
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
@@ -70,6 +70,15 @@ def length(config: RunConfig, world_size: int) -> Iterator[Problem]:
         first = batch_stages(t, ranks)[0][1]
         sentence = f"{t.train_samples} samples do not fill one step of {first}"
         yield Problem("E305", sentence, (f"--train-samples {first}",))
+
+
+def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A line on samples that were asked for and are not trained on."""
+    t, ranks = config.training, config.parallel.data_parallel_size(world_size)
+    left = total_samples(t, ranks) - trained_samples(t, ranks)
+    if left:
+        last = batch_at(t, ranks, trained_samples(t, ranks))
+        yield f"train_samples {t.train_samples:,}: the last {left:,} do not fill a step of {last:,} and are left out"
 
 
 def recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -50,6 +50,7 @@ CASES = (
     Case("--num-atention-heads 6 --no-sequence-paralel"),
     Case("--frobnicate 3"),
     Case("stray words"),
+    Case("--world-size x --frobnicate 1 --sequence-parallel=yes --config --lr fast --preset"),
     Case("--lr 1e-4 3e-4"),
     Case("--lr"),
     Case("--lr fast --seq-length 1e3 --hidden-size 12.5"),

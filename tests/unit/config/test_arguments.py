@@ -159,6 +159,33 @@ def test_a_check_without_ranks_takes_the_fewest_and_says_so() -> None:
     assert parse([*RUN, "--check-config", "--world-size", "6"], {}).world_size == 6
 
 
+def test_flags_that_are_ignored_for_one_reason_share_a_note() -> None:
+    (note,) = accepted("--use-mcore-models", "--transformer-impl", "local").notes
+    assert note.startswith("ignored: --use-mcore-models, --transformer-impl local because there is one implementation")
+
+
+def test_samples_that_fill_no_step_are_noted_and_not_counted() -> None:
+    argv = ["--set", "train_iters=null", "--global-batch-size", "64", "--train-samples"]
+    parsed = accepted(*argv, "1000")
+    assert parsed.notes == ("train_samples 1,000: the last 40 do not fill a step of 64 and are left out",)
+    assert "\nlength     15 steps, 960 samples, " in parsed.summary()
+    assert accepted(*argv, "960").notes == ()
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(1, False), (4, True)])
+def test_what_a_distributed_optimizer_would_save_is_said(ranks: int, told: bool) -> None:
+    notes = accepted("--use-distributed-optimizer", "--bf16", ranks=ranks).notes
+    assert "more memory per rank" in notes[0]
+    assert any("of masters and moments, not" in note for note in notes) is told
+
+
+def test_words_belong_to_the_flag_before_them() -> None:
+    with pytest.raises(UserError) as caught:
+        accepted("--frobnicate", "1", "--bf16", "stray", "--nonsense=2")
+    sentences = [problem.sentence for problem in caught.value.problems]
+    assert sentences == ["--frobnicate: no such flag", "stray: belongs to no flag", "--nonsense: no such flag"]
+
+
 def test_an_argument_a_boolean_does_not_take_is_an_error() -> None:
     assert codes("--sequence-parallel=yes") == ["E002"]
 

@@ -7,7 +7,7 @@ from fractions import Fraction
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.batch import batch_at, batch_stages, global_batch, total_samples, total_steps
+from megatron.config.batch import batch_at, batch_stages, global_batch, total_samples, total_steps, trained_samples
 from megatron.config.run import TrainingConfig
 
 
@@ -53,6 +53,7 @@ def test_ramp(config: TrainingConfig) -> None:
         assert total_samples(config, 1) == sum(size for _, size in taken)
     else:
         assert total_samples(config, 1) == config.train_samples
+    assert trained_samples(config, 1) == sum(size for _, size in taken)
 
 
 @given(ramps())

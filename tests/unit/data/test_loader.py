@@ -173,6 +173,14 @@ def test_summary_counts_epochs() -> None:
     indexed = IndexedDataset(GOLDEN)
     once = int(indexed.lengths[:180].sum())
     (train, valid) = build_data(FILES, TRAINING, 1000, 1).summary()
-    assert train == f"train: 400 samples, 12,800 tokens = {12800 / once:.2f} epochs of {once:,} in {GOLDEN}"
-    assert valid.startswith("valid: 72 samples, 2,304 tokens = ")
-    assert build_data(MOCK, TRAINING, 300, 1).summary()[0] == "train: 400 samples, 12,800 generated tokens over 256 ids"
+    assert train == f"train      400 samples, 12,800 tokens = {12800 / once:.2f} epochs of {once:,} in {GOLDEN}"
+    assert valid.startswith("valid      24 samples, 768 tokens = "), "every evaluation reads the same 3 batches of 8"
+    (train, _) = build_data(MOCK, TRAINING, 300, 1).summary()
+    assert train == "train      400 samples, 12,800 generated tokens over 256 ids"
+
+
+def test_summary_counts_what_whole_steps_read() -> None:
+    by_samples = replace(TRAINING, train_iters=None, train_samples=403, eval_iters=0)
+    source = build_data(MOCK, by_samples, 300, 1)
+    assert source.summary() == ["train      400 samples, 12,800 generated tokens over 256 ids"]
+    assert len(source.datasets["train"]) == 403, "what is asked for fixes the order"

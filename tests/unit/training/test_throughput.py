@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -131,6 +132,8 @@ def test_yardstick_of_a_run() -> None:
     assert yardstick.mfu(record()) == pytest.approx(100 * per_token / 312e12)
     assert yardstick.seconds_left(record()) == pytest.approx(90 * 0.5)
     assert yardstick.seconds_left(record(consumed_samples=400)) == 0
+    by_samples = replace(config, training=replace(config.training, train_iters=None, train_samples=403))
+    assert Yardstick.from_config(by_samples, 8, "cpu").seconds_left(record(consumed_samples=400)) == 0
     cpu = Yardstick.from_config(config, 2, "cpu")
     assert cpu.mfu(record()) is None
     assert not cpu.on_gpu

@@ -1,0 +1,56 @@
+"""What a rank holds for the whole run, in closed form. Activations come on top of it."""
+
+from __future__ import annotations
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import MOMENTS, RunConfig
+from megatron.parallel.shard import padded_vocabulary
+
+BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
+"""Of a number in each format."""
+
+
+def state_bytes(config: RunConfig) -> dict[str, int]:
+    """Bytes on the fullest rank, by part, the alignment of gradient buffers left out.
+
+    fp32 and fp64 weights are their own masters.
+
+    Raises:
+        ValueError: while the vocabulary's size is not known.
+    """
+    elements = rank_parameters(config.model, config.parallel.tensor_model_parallel_size)
+    narrow = BYTES[config.precision.params_dtype]
+    wide = max(narrow, BYTES["fp32"])
+    return {
+        "weights": elements * narrow,
+        "gradients": elements * wide,
+        "masters": elements * wide if narrow < wide else 0,
+        "moments": elements * wide * MOMENTS[config.optimizer.optimizer],
+    }
+
+
+def rank_parameters(m: ModelConfig, tp: int) -> int:
+    """Elements of the parameters on the fullest of ``tp`` tensor-parallel ranks, vocabulary padding included."""
+    rows = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp) // tp
+    embeddings = rows * m.hidden_size * (2 if m.untie_embeddings_and_output_weights else 1)
+    if m.position_embedding_type == "learned_absolute":
+        embeddings += (m.max_position_embeddings or 0) * m.hidden_size
+    return embeddings + m.num_layers * _rank_layer(m, tp) + m.norm_parameters()
+
+
+def _rank_layer(m: ModelConfig, tp: int) -> int:
+    """One block's share: columns and rows are cut, norms and the biases of row-parallel linears are not."""
+    h, d, bias = m.hidden_size, m.head_dim, int(m.add_bias_linear)
+    queries, groups = m.num_attention_heads // tp, max(1, m.kv_groups // tp)
+    attention = (queries + 2 * groups) * d * (h + int(m.qkv_bias)) + queries * d * h + bias * h
+    if m.qk_layernorm:
+        attention += 2 * d * (2 if m.normalization == "LayerNorm" else 1)
+    width = m.ffn // tp
+    mlp = width * (2 if m.gated else 1) * (h + bias) + width * h + bias * h
+    return attention + mlp + 2 * m.norm_parameters()
+
+
+def shown(count: float) -> str:
+    """Bytes as people say them, in units of 2^20 or 2^30 as memory is sold: ``12.50 MB``, ``1.87 GB``."""
+    unit, name = (2**30, "GB") if count >= 0.1 * 2**30 else (2**20, "MB")
+    return f"{count / unit:,.2f} {name}"

@@ -1,0 +1,83 @@
+"""The closed formulas of what a rank holds against the objects of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.arguments import parse
+from megatron.config.memory import BYTES, rank_parameters, shown, state_bytes
+from megatron.config.model import ModelConfig
+from megatron.config.run import MOMENTS, TrainingConfig
+from megatron.model.gpt import GPTChunk
+from megatron.optim.buckets import ALIGNMENT
+from megatron.parallel.build import BuildContext
+from megatron.parallel.comm import Group
+from megatron.parallel.grads import GradSink
+from megatron.training.setup import build
+
+
+def shapes() -> list[ModelConfig]:
+    base = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=8, vocab_size=50, max_position_embeddings=16)
+    switches = product((1, 2, 8), ("gelu", "swiglu"), ((True, "RMSNorm"), (False, "LayerNorm")))
+    models = [
+        replace(
+            base,
+            num_query_groups=groups,
+            activation=activation,
+            qk_layernorm=extras,
+            normalization=norm,
+            untie_embeddings_and_output_weights=extras,
+        )
+        for groups, activation, (extras, norm) in switches
+    ]
+    return [*models, *(replace(m, add_bias_linear=False, add_qkv_bias=m.qk_layernorm) for m in models)]
+
+
+@dataclass(frozen=True)
+class FirstRank:
+    """As much of a mesh as building takes."""
+
+    tp: Group
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("model", shapes(), ids=repr)
+def test_parameters_on_a_rank_are_those_of_the_model_it_builds(model: ModelConfig, tp: int) -> None:
+    mesh: Any = FirstRank(Group(tuple(range(tp))))
+    context = BuildContext(mesh, GradSink(), device=torch.device("meta"))
+    chunk = GPTChunk(model, TrainingConfig(), context, range(model.num_layers))
+    assert rank_parameters(model, tp) == sum(p.numel() for p in chunk.parameters())
+
+
+def nbytes(tensors: Iterable[Tensor]) -> int:
+    return sum(t.nbytes for t in tensors)
+
+
+@pytest.mark.parametrize("optimizer", MOMENTS)
+@pytest.mark.parametrize("dtype", BYTES)
+def test_bytes_of_each_part_are_those_of_the_objects_of_a_run(dtype: str, optimizer: str) -> None:
+    argv = ["--mock-data", "--vocab-size", "257", "--train-iters", "1", "--seq-length", "16", "--device", "cpu"]
+    config = parse([*argv, "--params-dtype", dtype, "--optimizer", optimizer], {}).config
+    trainer, expected = build(config, 0, 1), state_bytes(config)
+    params, masters = trainer.optimizer.params, trainer.optimizer.masters
+    assert nbytes(params.values()) == expected["weights"]
+    own = [m for name, m in masters.items() if m.data_ptr() != params[name].data_ptr()]
+    assert nbytes(own) == expected["masters"]
+    state = [rule.state for _, rule in trainer.optimizer.rules.values()]
+    moments = [t for kinds in state for kind, tensors in kinds.items() if kind != "step" for t in tensors]
+    assert nbytes(moments) == expected["moments"]
+    buffers = [bucket.buffer for bucket in trainer.buckets.buckets]
+    alignment = (len(params) + len(buffers)) * ALIGNMENT * buffers[0].itemsize
+    assert expected["gradients"] <= nbytes(buffers) < expected["gradients"] + alignment
+
+
+def test_bytes_are_shown_in_the_unit_that_fits() -> None:
+    megabytes = {0.5: "0.50 MB", 102: "102.00 MB", 103: "0.10 GB", 1.5 * 2**20: "1,536.00 GB"}
+    assert {n: shown(n * 2**20) for n in megabytes} == megabytes
