@@ -22,13 +22,15 @@ def progress_line(record: TrainRecord, yardstick: Yardstick, width: int | None =
     """The line of one log step, at most ``width`` characters wide (None: all columns).
 
     ``1240/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/s/gpu MFU 44.0% | mem 27/80G | ETA 8d7h``
+
+    Loss, time and speed are means over the steps since the line before; all else is of the last of them.
     """
     total = str(yardstick.total_iterations)
     mfu = yardstick.mfu(record)
     columns = [
         Column(f"{record.iteration:>{len(total)}}/{total}", 0, 0),
         Column(f"{compact(record.consumed_tokens)} tok", 0, 5),
-        Column(f"loss {record.loss:.4f}", 1, 0),
+        Column(f"loss {loss(record.loss)}", 1, 0),
         Column(f"gnorm {plain(record.grad_norm)}", 1, 3),
         Column(f"lr {exponent(record.learning_rate)}", 1, 6),
         Column(step_time(record.seconds_per_step), 2, 4),
@@ -49,7 +51,7 @@ def progress_line(record: TrainRecord, yardstick: Yardstick, width: int | None =
 def validation_line(record: ValidationRecord) -> str:
     """The line of one evaluation."""
     return (
-        f"validation at {record.iteration}: loss {record.loss:.4f} ppl {plain(record.perplexity)}"
+        f"validation at {record.iteration}: loss {loss(record.loss)} ppl {plain(record.perplexity)}"
         f" ({compact(record.consumed_tokens)} tok)"
     )
 
@@ -69,6 +71,11 @@ def _join(columns: list[Column]) -> str:
     for column in columns:
         groups.setdefault(column.group, []).append(column.text)
     return " | ".join(" ".join(texts) for texts in groups.values())
+
+
+def loss(nats: float) -> str:
+    """Four decimals; ``-`` where there is no finite loss to tell."""
+    return f"{nats:.4f}" if math.isfinite(nats) else "-"
 
 
 def speed(record: TrainRecord, yardstick: Yardstick) -> str:

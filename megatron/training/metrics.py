@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import resource
 import sys
@@ -68,14 +69,14 @@ class StepWindow:
         losses, norms, skips, scales = torch.stack(self._steps, dim=1).tolist()
         now = time.perf_counter()
         steps, samples, seconds = len(self._steps), sum(self._samples), now - self._since
-        good = [loss for loss, skip in zip(losses, skips) if not skip]
+        finite = [loss for loss in losses if math.isfinite(loss)]
         first = iteration - steps + 1
         memory, memory_total = memory_bytes(self.device)
         record = TrainRecord(
             iteration=iteration,
             consumed_samples=consumed_samples,
             consumed_tokens=consumed_samples * self.seq_length,
-            loss=sum(good) / len(good) if good else float("nan"),
+            loss=sum(finite) / len(finite) if finite else math.nan,
             grad_norm=norms[-1],
             learning_rate=learning_rate,
             weight_decay=weight_decay,

@@ -14,7 +14,7 @@ class TrainRecord:
         iteration: number of the last step, from 1.
         consumed_samples: samples of all steps so far.
         consumed_tokens: tokens of all steps so far.
-        loss: mean over the steps whose update was not skipped; NaN if all were.
+        loss: mean over the steps with a finite loss, skipped updates included; NaN if there is none.
         grad_norm: of the last step, before clipping.
         learning_rate: of the last step.
         weight_decay: of the last step.

@@ -41,7 +41,7 @@ def test_a_window_becomes_one_record(clock: Clock) -> None:
     clock.now += 6.0
     record = window.read(iteration=30, consumed_samples=100, learning_rate=0.1, weight_decay=0.01)
     assert (record.iteration, record.consumed_samples, record.consumed_tokens) == (30, 100, 1000)
-    assert record.loss == 3.0  # of the two steps that were not skipped
+    assert record.loss == 3.0  # of the two steps that have one
     assert record.skipped == (29,)
     assert (record.grad_norm, record.loss_scale, record.batch_size) == (0.25, 8.0, 6)
     assert (record.learning_rate, record.weight_decay) == (0.1, 0.01)
@@ -60,9 +60,19 @@ def test_reading_starts_a_new_window(clock: Clock) -> None:
         window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0)
 
 
-def test_all_steps_skipped_is_no_loss(clock: Clock) -> None:
+def test_a_skipped_update_has_a_loss(clock: Clock) -> None:
+    """A gradient that overflows in 16 bits says nothing against the loss."""
     window = StepWindow(CPU, seq_length=1)
-    window.add(step(3.0, skipped=True), samples=1)
+    window.add(step(3.0, grad_norm=math.inf, skipped=True), samples=1)
+    clock.now += 1.0
+    record = window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0)
+    assert (record.loss, record.skipped) == (3.0, (1,))
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_no_finite_loss_is_no_loss(clock: Clock, loss: float) -> None:
+    window = StepWindow(CPU, seq_length=1)
+    window.add(step(loss, skipped=True), samples=1)
     clock.now += 1.0
     assert math.isnan(window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0).loss)
 
