@@ -38,18 +38,22 @@ class History:
         train: log lines.
         validation: evaluations.
         restarts: consumed tokens at which the run was started again.
+        errors: consumed tokens at which it ended by an error.
         unreadable: numbers of lines that make no sense (a crash can cut a line off).
     """
 
     train: list[TrainPoint] = field(default_factory=list)
     validation: list[ValidationPoint] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
+    errors: list[int] = field(default_factory=list)
     unreadable: list[int] = field(default_factory=list)
 
     def add(self, line: dict[str, Any]) -> None:
         """Take the next line of the file."""
         if line.get("event") == "start":
             self._restart(line["iteration"], line["consumed-tokens"])
+        elif line.get("event") == "error":
+            self.errors.append(int(line["consumed-tokens"]))
         elif "lm loss" in line:
             self.train.append(_train_point(line))
         elif "lm loss validation" in line:
@@ -60,6 +64,7 @@ class History:
         self.train = [point for point in self.train if point.iteration <= iteration]
         self.validation = [point for point in self.validation if point.iteration <= iteration]
         self.restarts = [at for at in self.restarts if at < tokens]
+        self.errors = [at for at in self.errors if at <= tokens]
         if self.train:
             self.restarts.append(tokens)
 

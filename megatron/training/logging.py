@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
 
@@ -52,26 +52,42 @@ class RunLog:
         self.enabled = enabled
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
         self._file: run_folder.JsonLines | None = None
+        self._pending: Callable[[], TrainRecord] | None = None
+        tokens = consumed_samples * config.training.seq_length
+        self._place = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
         if not enabled:
             return
         name = device_name(device)
         self.yardstick = Yardstick.from_config(config, world_size, name)
-        if self.folder is None:
-            return
+        if self.folder is not None:
+            self._open(self.folder, to_yaml(config), name, world_size)
+
+    def _open(self, folder: Path, resolved_config: str, device: str, world_size: int) -> None:
+        """Prepare the folder and write its first lines."""
+        metrics = folder / run_folder.METRICS
+        used_before = metrics.exists()
         try:
-            run_folder.prepare(self.folder, to_yaml(config), name, world_size)
-            self._file = run_folder.JsonLines(self.folder / run_folder.METRICS, warn=_warn)
+            kept = run_folder.prepare(folder, resolved_config, device, world_size)
+            self._file = run_folder.JsonLines(metrics, warn=_warn)
         except OSError as error:
-            sentence = f"the run folder {self.folder} cannot be written: {error.strerror}"
+            sentence = f"the run folder {folder} cannot be written: {error.strerror}"
             raise UserError([Problem("E701", sentence, ("--run-dir ANOTHER_FOLDER",))]) from error
-        tokens = consumed_samples * config.training.seq_length
-        start = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
-        self._write({"event": "start", **start, "world-size": world_size})
+        self._write({"event": "start", **self._place, "world-size": world_size})
+        if used_before:
+            names = ", ".join(path.name for path in kept)
+            old = f", what it wrote otherwise is now {names}" if kept else ""
+            self.note(f"{folder} holds an earlier start: {metrics.name} goes on below it{old}")
+
+    def pending(self, read: Callable[[], TrainRecord]) -> None:
+        """Say how to ``read`` the steps since the last log line: should the run fail before the next, they count too."""
+        self._pending = read
 
     def train(self, record: TrainRecord) -> None:
         """Report the steps since the last log line."""
+        self._pending = None
         if not self.enabled:
             return
+        self._place = record.place()
         _say(progress_line(record, self.yardstick, _width()))
         teraflops = self.yardstick.flops_per_second(record) / 1e12
         self._write({**record.values(), "throughput": teraflops, "mfu": self.yardstick.mfu(record)})
@@ -108,7 +124,18 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self.enabled:
+            self._failed(error)
         self.close()
+
+    def _failed(self, error: BaseException) -> None:
+        """Report the steps that no line has told of yet, and where the run ended."""
+        if self._pending is not None:
+            try:
+                self.train(self._pending())
+            except Exception as lost:  # a device that failed may not give its numbers away any more
+                _warn(f"the steps since the last line are lost: {lost}")
+        self._write({"event": "error", **self._place, "text": f"{type(error).__name__}: {error}"})
 
     def _write(self, values: Mapping[str, object]) -> None:
         if self._file is not None:

@@ -42,12 +42,18 @@ class TrainRecord:
     memory_bytes: int | None = None
     memory_total_bytes: int | None = None
 
-    def values(self) -> dict[str, object]:
-        """The record under Megatron-LM's metric names, and names like them for what it does not have."""
+    def place(self) -> dict[str, int]:
+        """How far the run is."""
         return {
             "iteration": self.iteration,
             "consumed-samples": self.consumed_samples,
             "consumed-tokens": self.consumed_tokens,
+        }
+
+    def values(self) -> dict[str, object]:
+        """The record under Megatron-LM's metric names, and names like them for what it does not have."""
+        return {
+            **self.place(),
             "lm loss": self.loss,
             "grad-norm": self.grad_norm,
             "learning-rate": self.learning_rate,

@@ -19,10 +19,11 @@ METRICS, LOSS_CURVE = "metrics.jsonl", "loss.png"
 PACKAGES = ("torch", "numpy", "transformers", "megatron-pretrain")
 
 
-def prepare(folder: Path, resolved_config: str, device_name: str, world_size: int) -> None:
+def prepare(folder: Path, resolved_config: str, device_name: str, world_size: int) -> list[Path]:
     """Make the folder and write what can be known before the first step.
 
-    A file that an earlier start wrote differently is kept beside the new one as ``name.1.ext``, ``name.2.ext``...
+    Returns:
+        Where that is now which an earlier start had written otherwise.
 
     Raises:
         OSError: when the folder cannot be made or written.
@@ -30,21 +31,27 @@ def prepare(folder: Path, resolved_config: str, device_name: str, world_size: in
     folder.mkdir(parents=True, exist_ok=True)
     commit, diff = git_state(Path(__file__).parent)
     facts = environment(device_name, world_size) | {"git_commit": commit, "git_uncommitted_changes": bool(diff)}
-    _write(folder / CONFIG, resolved_config)
-    _write(folder / COMMAND, command_line(os.environ, sys.argv, world_size))
-    _write(folder / ENVIRONMENT, json.dumps(facts, indent=2) + "\n")
-    if diff:
-        _write(folder / DIFF, diff)
+    texts = {
+        CONFIG: resolved_config,
+        COMMAND: command_line(os.environ, sys.argv, world_size),
+        ENVIRONMENT: json.dumps(facts, indent=2) + "\n",
+        DIFF: diff,
+    }
+    kept = _set_aside(folder, texts)
+    for name, text in texts.items():
+        if text:
+            (folder / name).write_text(text)
+    return kept
 
 
-def _write(path: Path, text: str) -> None:
-    """Write ``text``; an older file with another text moves out of the way."""
-    if path.exists() and path.read_text() != text:
-        number = 1
-        while (older := path.with_stem(f"{path.stem}.{number}")).exists():
-            number += 1
-        path.rename(older)
-    path.write_text(text)
+def _set_aside(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Rename the files with another text: to ``name.1.ext``, those of the next start to ``name.2.ext``..."""
+    paths = [folder / name for name in texts]
+    number = 1
+    while any(path.with_stem(f"{path.stem}.{number}").exists() for path in paths):
+        number += 1
+    changed = [path for path in paths if path.exists() and path.read_text() != texts[path.name]]
+    return [path.rename(path.with_stem(f"{path.stem}.{number}")) for path in changed]
 
 
 def command_line(variables: Mapping[str, str], argv: Sequence[str], world_size: int) -> str:

@@ -70,6 +70,15 @@ def test_a_run_from_the_start_in_the_same_folder_is_no_restart(tmp_path: Path) -
     assert history.restarts == []
 
 
+def test_errors_after_a_restart_are_thrown_away(tmp_path: Path) -> None:
+    def error(iteration: int) -> dict[str, Any]:
+        return {"event": "error", "iteration": iteration, "consumed-tokens": 40 * iteration, "text": "E: x"}
+
+    failed = (start(0), train(10), error(10), start(10), train(20), error(20), start(15), train(20), error(25))
+    history = read(tmp_path / "m.jsonl", *failed)
+    assert (history.errors, history.restarts, history.unreadable) == ([400, 1000], [400, 600], [])
+
+
 @pytest.mark.parametrize("bad", ['{"iterat', "[1]", "7", "", '{"lm loss": 1}', '{"event": "start"}', "\ufffd"])
 def test_lines_that_make_no_sense_are_counted(tmp_path: Path, bad: str) -> None:
     history = read(tmp_path / "m.jsonl", train(10), bad, train(20))

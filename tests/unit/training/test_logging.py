@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,8 +113,20 @@ def test_a_second_start_continues_the_file(tmp_path: Path) -> None:
     with run_log(tmp_path, iteration=10, consumed_samples=40) as log:
         log.note("again")
     events = [line.get("event") for line in lines(tmp_path)]
-    assert events == ["start", None, "start", "note"]
+    assert events == ["start", None, "start", "note", "note"]
     assert lines(tmp_path)[2]["consumed-tokens"] == 4000
+
+
+def test_a_folder_used_again_says_what_it_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for config in ("", "another"):
+        run_log(tmp_path).close()
+        (tmp_path / "config.yaml").write_text(config)
+    assert "earlier start" in capsys.readouterr().out
+    run_log(tmp_path).close()
+    (said,) = [line for line in capsys.readouterr().out.splitlines() if "earlier start" in line]
+    told = f"{tmp_path} holds an earlier start: metrics.jsonl goes on below it, what it wrote otherwise is now config.2.yaml"
+    assert said.startswith(told)
+    assert (tmp_path / "config.2.yaml").read_text() == "another"
 
 
 def test_a_folder_that_cannot_be_made_is_an_error_before_the_run(tmp_path: Path) -> None:
@@ -131,6 +144,39 @@ def test_a_run_without_log_lines_ends_without_a_picture(tmp_path: Path, capsys: 
 def test_closing_does_not_hide_what_ended_the_run(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="cause"), run_log(tmp_path):
         raise KeyError("cause")
+
+
+def test_an_error_is_told_after_the_steps_that_no_line_told_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KeyError), run_log(tmp_path) as log:
+        log.train(RECORD)
+        log.pending(lambda: replace(RECORD, iteration=13, consumed_samples=52, consumed_tokens=5200))
+        raise KeyError("cause")
+    _, first, second, error = lines(tmp_path)
+    assert (first["iteration"], second["iteration"]) == (10, 13)
+    assert (error["event"], error["iteration"], error["consumed-tokens"]) == ("error", 13, 5200)
+    assert error["text"] == "KeyError: 'cause'"
+    assert " 13/100 " in capsys.readouterr().out
+
+
+def test_a_step_is_told_once(tmp_path: Path) -> None:
+    with pytest.raises(KeyError), run_log(tmp_path) as log:
+        log.pending(lambda: RECORD)
+        log.train(RECORD)
+        raise KeyError
+    assert [line.get("event") for line in lines(tmp_path)] == ["start", None, "error"]
+
+
+def test_steps_that_cannot_be_read_do_not_hide_the_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def read() -> TrainRecord:
+        raise RuntimeError("no device")
+
+    with pytest.raises(KeyError), run_log(tmp_path) as log:
+        log.pending(read)
+        raise KeyError
+    assert [line["event"] for line in lines(tmp_path)] == ["start", "error"]
+    assert "the steps since the last line are lost: no device" in capsys.readouterr().err
 
 
 def test_lines_fit_a_terminal_and_are_whole_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -96,13 +96,32 @@ def test_the_folder_holds_what_is_needed_to_run_again(tmp_path: Path, monkeypatc
     assert (facts["device"], facts["world_size"]) == ("cpu", 1)
 
 
-def test_a_second_start_keeps_what_the_first_one_wrote(tmp_path: Path) -> None:
-    for config in ("a", "b", "b", "c"):
-        prepare(tmp_path, config, "cpu", world_size=1)
+@pytest.fixture
+def git_says(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str | None, str]]:
+    """The answers of git, one for each start."""
+    answers: list[tuple[str | None, str]] = []
+    monkeypatch.setattr(run_folder, "git_state", lambda source: answers.pop(0))
+    return answers
+
+
+def test_a_second_start_keeps_what_the_first_one_wrote(tmp_path: Path, git_says: list[tuple[str | None, str]]) -> None:
+    git_says += [("f00", "")] * 4
+    kept = [prepare(tmp_path, config, "cpu", world_size=1) for config in ("a", "b", "b", "c")]
+    assert kept == [[], [tmp_path / "config.1.yaml"], [], [tmp_path / "config.2.yaml"]]
     assert (tmp_path / "config.yaml").read_text() == "c"
     assert (tmp_path / "config.1.yaml").read_text() == "a"
     assert (tmp_path / "config.2.yaml").read_text() == "b"
     assert not (tmp_path / "config.3.yaml").exists()
+
+
+def test_files_of_one_start_are_kept_under_one_number(tmp_path: Path, git_says: list[tuple[str | None, str]]) -> None:
+    git_says += [("f00", "+dirty"), ("f00", "+dirty"), ("f00", "")]
+    for config in ("a", "b", "b"):
+        kept = prepare(tmp_path, config, "cpu", world_size=1)
+    assert [path.name for path in kept] == ["environment.2.json", "uncommitted.2.diff"]
+    assert json.loads((tmp_path / "environment.2.json").read_text())["git_uncommitted_changes"]
+    assert (tmp_path / "uncommitted.2.diff").read_text() == "+dirty"
+    assert not (tmp_path / "uncommitted.diff").exists()  # which would say that this start had changes too
 
 
 def test_the_command_can_be_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
