@@ -79,7 +79,7 @@ class RunLog:
             self.note(f"{folder} holds an earlier start: {metrics.name} goes on below it{old}")
 
     def pending(self, read: Callable[[], TrainRecord]) -> None:
-        """Say how to ``read`` the steps since the last log line: should the run fail before the next, they count too."""
+        """Say how to ``read`` the steps since the last log line, in case the run fails before the next."""
         self._pending = read
 
     def train(self, record: TrainRecord) -> None:
