@@ -6,36 +6,39 @@ from dataclasses import replace
 from typing import Any
 
 from megatron.config.run import OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.config.settings import SETTINGS
 from tests.distributed.drive import GLOBAL_BATCH, MODEL, Case
 from tests.distributed.pairwise import Choice
 
+
+def choices(name: str) -> tuple[str, ...]:
+    """The words that a field allows: what is added to them is compared too."""
+    return SETTINGS[name].option.choices or ()
+
+
+NEEDS: dict[str, dict[str, Any]] = {"yarn": {"rotary_scaling_factor": 4.0, "yarn_original_max_position_embeddings": 32}}
+"""What a kind of positions does not work without."""
+
 POSITIONS: dict[str, dict[str, Any]] = {
-    "learned": {"position_embedding_type": "learned_absolute"},
-    "rope": {"position_embedding_type": "rope"},
-    "llama3": {
-        "position_embedding_type": "rope",
-        "use_rope_scaling": True,
-        "rope_original_max_position": 64,
-    },
-    "yarn": {
-        "position_embedding_type": "yarn",
-        "rotary_scaling_factor": 4.0,
-        "yarn_original_max_position_embeddings": 32,
-    },
-    "none": {"position_embedding_type": "none"},
+    **{kind: {"position_embedding_type": kind, **NEEDS.get(kind, {})} for kind in choices("position_embedding_type")},
+    "llama3": {"position_embedding_type": "rope", "use_rope_scaling": True, "rope_original_max_position": 64},
 }
+ROTATING = {kind for kind, values in POSITIONS.items() if replace(MODEL, **values).rotary_dim}
 
 ROTARY: dict[str, dict[str, Any]] = {
     "plain": {},
     "partial interleaved": {"rotary_percent": 0.5, "rotary_interleaved": True},
 }
 
+
+def _selective(*modules: str) -> dict[str, Any]:
+    return {"recompute_granularity": "selective", "recompute_modules": modules}
+
+
 RECOMPUTE: dict[str, dict[str, Any]] = {
     "nothing": {},
-    "layernorm": {"recompute_granularity": "selective", "recompute_modules": ("layernorm",)},
-    "activation": {"recompute_granularity": "selective", "recompute_modules": ("activation",)},
-    "core_attn": {"recompute_granularity": "selective", "recompute_modules": ("core_attn",)},
-    "mlp": {"recompute_granularity": "selective", "recompute_modules": ("mlp",)},
+    **{module: _selective(module) for module in choices("recompute_modules")},
+    "all modules": _selective(*choices("recompute_modules")),
     "uniform 2": {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
     "block 1": {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
 }
@@ -64,10 +67,10 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "kv_heads": (4, 2, 1),  # MHA, GQA and MQA; fewer than TP 4 in both of the latter
     "kv_channels": (None, 12),
     "vocab": (128, 101, 13),  # even, odd, and so small that a rank of TP 4 holds nothing
-    "norm": ("LayerNorm", "RMSNorm"),
+    "norm": choices("normalization"),
     "qk_norm": (False, True),
     "biases": tuple(BIASES),
-    "activation": ("gelu", "gelu_tanh", "swiglu", "relu2"),
+    "activation": choices("activation"),
     "window": (None, 5),
     "documents": (False, True),
     "masked": (True, False),
@@ -76,7 +79,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "loss_chunk": (1024, 7),
     "overlap": (True, False),
     "bucket": (4000, 40_000_000),
-    "optimizer": ("adam", "sgd"),
+    "optimizer": choices("optimizer"),
     "clip": (1.0, 0.0),
 }
 
@@ -85,8 +88,7 @@ def valid(choice: Choice) -> bool:
     """Whether a choice, complete or not, breaks no rule."""
     if choice.get("micro_batch", 1) * choice.get("dp", 1) > GLOBAL_BATCH:
         return False
-    rotates = choice.get("positions") not in ("learned", "none")
-    return rotates or choice.get("rotary", "plain") == "plain"
+    return choice.get("positions", "rope") in ROTATING or choice.get("rotary", "plain") == "plain"
 
 
 def case_of(choice: Choice) -> Case:

@@ -1,14 +1,18 @@
 """Every Python block of docs/extending.md runs and does what the page says."""
 
 import re
+import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from megatron.config.model import ModelConfig
-from megatron.config.run import OptimizerConfig, ParallelConfig, RunConfig
+from megatron.config.run import MOMENTS, OptimizerConfig, ParallelConfig
+from megatron.config.settings import SETTINGS
+from megatron.data.errors import DataError
+from megatron.data.loader import DataSource
 from megatron.layers.mlp import ACTIVATIONS
 from megatron.optim.rules import RULES
 from megatron.parallel.build import BuildContext
@@ -31,11 +35,27 @@ def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_tables_match_the_choices_of_the_flags() -> None:
-    def choices(config: Any, name: str) -> set[str]:
-        return set(config.__dataclass_fields__[name].metadata["option"].choices)
+    for table, name in ((ACTIVATIONS, "activation"), (RULES, "optimizer")):
+        assert set(table) == set(SETTINGS[name].option.choices or ())
 
-    assert set(ACTIVATIONS) == choices(ModelConfig, "activation")
-    assert set(RULES) == choices(RunConfig().optimizer.__class__, "optimizer")
+
+@pytest.mark.parametrize(
+    ("name", "factor"),
+    [
+        ("activation", "activation"),
+        ("normalization", "norm"),
+        ("optimizer", "optimizer"),
+        ("position_embedding_type", "positions"),
+        ("recompute_modules", "recompute"),
+    ],
+)
+def test_what_is_added_to_the_choices_is_in_the_layout_matrix(
+    monkeypatch: pytest.MonkeyPatch, name: str, factor: str
+) -> None:
+    setting = SETTINGS[name]
+    more = replace(setting.option, choices=(*(setting.option.choices or ()), "new"))
+    monkeypatch.setitem(SETTINGS, name, replace(setting, option=more))
+    assert "new" in runpy.run_module("tests.distributed.grid")["FACTORS"][factor]
 
 
 def test_activation(page: dict[str, Any]) -> None:
@@ -43,6 +63,12 @@ def test_activation(page: dict[str, Any]) -> None:
     assert torch.equal(ACTIVATIONS["silu"](x), x * torch.sigmoid(x)) or torch.allclose(
         ACTIVATIONS["silu"](x), x * torch.sigmoid(x)
     )
+
+
+def test_optimizer_keeps_as_many_moments_as_is_said(page: dict[str, Any]) -> None:
+    for name, count in {**MOMENTS, "lion": 1}.items():
+        state = RULES[name]([torch.zeros(3)], OptimizerConfig()).state
+        assert sum(t.numel() == 3 for tensors in state.values() for t in tensors) == count
 
 
 def test_optimizer_moves_by_the_sign_and_obeys_skips(page: dict[str, Any]) -> None:
@@ -67,6 +93,10 @@ def test_layer_declares_its_parameter(page: dict[str, Any]) -> None:
 
 
 def test_dataset(page: dict[str, Any]) -> None:
-    sample = page["Counting"](10, 4, 100)[8]
-    assert sample.tokens.tolist() == [8, 9, 0, 1]
-    assert sample.labels.tolist() == [9, 0, 1, 2]
+    source = DataSource({"train": page["Counting"](10, 4, 100)}, {"train": 100}, {"train": 96}, 4, 2, 10)
+    assert source.summary() == ["train      96 samples, 384 tokens, counted up to 10"]
+    (batch,) = source.step_batches("train", 8, 2, 0, 1, step=4)
+    assert batch.tokens.tolist() == [[8, 9, 0, 1], [9, 0, 1, 2]]
+    assert batch.labels.tolist() == [[9, 0, 1, 2], [0, 1, 2, 3]]
+    with pytest.raises(DataError, match="this run has 100"):
+        source.step_batches("train", 99, 2, 0, 1, step=4)
