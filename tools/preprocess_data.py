@@ -32,9 +32,13 @@ def build_parser() -> argparse.ArgumentParser:
         metavar=".EXT",
         help="which files to take from a folder, in the order of their paths (.jsonl .json .txt)",
     )
-    read.add_argument("--exclude", nargs="+", default=[], metavar="NAME", help="folders to pass over inside a folder")
+    read.add_argument(
+        "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to pass over inside a folder"
+    )
     tokens = parser.add_argument_group("tokenizer")
-    tokens.add_argument("--tokenizer-type", required=True, choices=TOKENIZER_TYPES, help="how text becomes ids")
+    tokens.add_argument(
+        "--tokenizer-type", required=True, metavar="TYPE", help=f"how text becomes ids: {' or '.join(TOKENIZER_TYPES)}"
+    )
     tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer")
     tokens.add_argument("--append-eod", action="store_true", help="end every document that is not empty with an end id")
     write = parser.add_argument_group("output")
@@ -69,21 +73,28 @@ def reporter(interval: int) -> Callable[[Progress], None]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the files and print what and where they are; returns the exit status."""
+    """Write the files and print what and where they are.
+
+    Returns:
+        The exit status: 1 when the input is not what it should be, 2 for wrong flags.
+    """
     args = build_parser().parse_args(argv)
+    try:
+        tokenizer = make_tokenizer(args.tokenizer_type, args.vocab_size)
+    except DataError as error:
+        return _fail(error, 2)
     try:
         files = find_files(args.input, args.suffix, args.exclude)
         done = write_dataset(
             (document for file in files for document in read_documents(file, args.json_keys)),
             args.json_keys,
             args.output_prefix,
-            make_tokenizer(args.tokenizer_type, args.vocab_size),
+            tokenizer,
             args.append_eod,
             reporter(args.log_interval),
         )
     except (DataError, OSError) as error:
-        print(f"preprocess_data: {error}", file=sys.stderr)
-        return 1
+        return _fail(error, 1)
     print(
         f"files: {len(files):,}, documents: {done.documents:,}, "
         f"input bytes: {done.input_bytes:,}, tokens: {done.tokens:,}"
@@ -91,6 +102,11 @@ def main(argv: Sequence[str]) -> int:
     for key in args.json_keys:
         print(f"--data-path {output_prefix(args.output_prefix, key)}")
     return 0
+
+
+def _fail(error: Exception, status: int) -> int:
+    print(f"preprocess_data: {error}", file=sys.stderr)
+    return status
 
 
 if __name__ == "__main__":

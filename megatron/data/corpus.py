@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import codecs
 import glob
 import json
 import os
+import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +16,16 @@ from megatron.data.errors import DataError
 JSON_LINES = (".jsonl", ".json")
 PLAIN_TEXT = (".txt",)
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
+UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+JSON_KINDS: dict[type, str] = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "a boolean",
+    type(None): "null",
+}
 
 
 class Document(NamedTuple):
@@ -33,8 +45,8 @@ class Document(NamedTuple):
 def find_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
     """Files named by ``inputs``: each a file, a pattern like ``data/*.jsonl``, or a folder.
 
-    Of a folder, these are the files below it that end in one of ``suffixes``, in the order of their paths; folders
-    called one of ``exclude`` are passed over. Patterns are sorted too.
+    Of a folder, these are the files below it that end in one of ``suffixes``, in the order of their paths; files and
+    folders called one of ``exclude`` are passed over. Patterns are sorted too.
 
     Raises:
         DataError: when an input gives no file.
@@ -58,7 +70,8 @@ def _walk(folder: Path, suffixes: tuple[str, ...], exclude: Collection[str]) -> 
     found = []
     for path, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = [f for f in folders if f not in exclude]
-        found += [Path(path, n) for n in names if n.endswith(suffixes) and os.path.isfile(os.path.join(path, n))]
+        wanted = [Path(path, name) for name in names if name.endswith(suffixes) and name not in exclude]
+        found += [file for file in wanted if file.is_file()]
     return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
 
 
@@ -67,10 +80,11 @@ def _raise(error: OSError) -> None:
 
 
 def read_documents(file: Path, keys: Sequence[str]) -> Iterator[Document]:
-    """Documents of one file: a JSON object per line of ``.jsonl`` and ``.json``, else the whole file.
+    """Documents of one file: a JSON object per line of ``.jsonl`` and ``.json`` (blank lines aside), else all of it.
 
     Raises:
-        DataError: when a line is no JSON object with text under each of ``keys``, naming file and line.
+        DataError: when a line is no JSON object with text under each of ``keys``, naming file and line; when there is
+            no object; when the file is compressed or binary.
     """
     if file.suffix in COMPRESSED:
         raise DataError(f"{file} is compressed", "decompress it first")
@@ -79,27 +93,56 @@ def read_documents(file: Path, keys: Sequence[str]) -> Iterator[Document]:
     elif len(keys) > 1:
         raise DataError(f"{file} is one plain text, not {len(keys)} texts: {', '.join(keys)}", "--json-keys text")
     else:
-        text = file.read_bytes()
-        yield Document((text,), str(file), len(text))
+        yield _plain_text(file)
+
+
+def _plain_text(file: Path) -> Document:
+    text = file.read_bytes()
+    if text.startswith(UTF_16):
+        raise DataError(f"{file} is UTF-16, not UTF-8 text", _recode(file, "UTF-16"))
+    if b"\0" in text:
+        seen = f"{file} is not text: byte {text.index(0):,} is NUL"
+        raise DataError(seen, "remove this file", f"--exclude {shlex.quote(file.name)}")
+    return Document((text,), str(file), len(text))
 
 
 def _json_lines(file: Path, keys: Sequence[str]) -> Iterator[Document]:
+    empty = True
     with open(file, "rb") as lines:
         for number, line in enumerate(lines, 1):
-            source = f"{file}:{number}"
-            try:
-                record = json.loads(line)
-            except ValueError as error:
-                raise DataError(f"{source} is not JSON: {error}", "mend or remove this line") from error
+            if line.isspace():
+                continue
+            source, empty = f"{file}:{number}", False
+            record = _json_object(line, file, source)
             yield Document(tuple(_text(record, key, source) for key in keys), source, len(line))
+    if empty:
+        raise DataError(f"{file} holds no document", "remove this file", f"--exclude {shlex.quote(file.name)}")
 
 
-def _text(record: object, key: str, source: str) -> str:
+def _json_object(line: bytes, file: Path, source: str) -> dict[str, object]:
+    try:
+        record = json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        encoding = "UTF-16" if line.startswith(UTF_16) else "LATIN1"
+        raise DataError(f"{source} is not UTF-8 text: {error.reason}", _recode(file, encoding)) from error
+    except ValueError as error:
+        raise DataError(f"{source} is not JSON: {error}", "mend or remove this line") from error
     if not isinstance(record, dict):
-        raise DataError(f"{source} holds a JSON {type(record).__name__}, not an object", "mend or remove this line")
+        raise DataError(f"{source} holds {JSON_KINDS[type(record)]}, not an object", "mend or remove this line")
+    return record
+
+
+def _recode(file: Path, encoding: str) -> str:
+    """The command that makes UTF-8 of a file."""
+    name, new = shlex.quote(str(file)), shlex.quote(str(file.with_stem(f"{file.stem}.utf8")))
+    return f"iconv -f {encoding} -t UTF-8 {name} > {new}"
+
+
+def _text(record: dict[str, object], key: str, source: str) -> str:
     if key not in record:
         has = ", ".join(list(record)[:8]) or "none"
         raise DataError(f"{source} has no key '{key}'; its keys: {has}", "--json-keys KEY", "mend or remove this line")
-    if not isinstance(record[key], str):
-        raise DataError(f"{source}: '{key}' holds a {type(record[key]).__name__}, not text", "mend or remove this line")
-    return str(record[key])
+    text = record[key]
+    if not isinstance(text, str):
+        raise DataError(f"{source}: '{key}' holds {JSON_KINDS[type(text)]}, not a string", "mend or remove this line")
+    return text

@@ -64,7 +64,7 @@ def write_dataset(
             progress.tokens = sum(w.num_tokens for w in writers)
             report(progress)
         if not progress.tokens:
-            raise DataError(f"{progress.documents} documents without a token are no dataset", "another --input")
+            raise DataError(f"the documents of the input are all empty ({progress.documents:,})", "another --input")
     return progress
 
 

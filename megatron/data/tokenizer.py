@@ -107,7 +107,11 @@ def build_tokenizer(tokenizer_type: str, vocab_size: int | None = None) -> Token
         return ByteTokenizer()
     if tokenizer_type != "NullTokenizer":
         raise DataError(
-            f"there is no tokenizer '{tokenizer_type}'", *(f"--tokenizer-type {t}" for t in TOKENIZER_TYPES)
+            f"there is no {tokenizer_type}: text is read by ByteTokenizer; ids that another tokenizer made, by "
+            "NullTokenizer (as decimal numbers) or from the .bin and .idx of Megatron-LM's preprocessing",
+            "--tokenizer-type ByteTokenizer",
+            "--tokenizer-type NullTokenizer --vocab-size N",
+            "pretrain_gpt.py --data-path PREFIX_OF_BIN_AND_IDX --vocab-size N",
         )
     if vocab_size is None or vocab_size < 1:
         raise DataError("NullTokenizer must be told how many ids there are", "--vocab-size 50257")

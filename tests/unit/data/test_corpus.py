@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -34,6 +35,7 @@ def test_a_folder_gives_its_files_sorted_by_path(tree: Path) -> None:
     expected = ["a-b/d.py", "a.py", "a/skip/w.py", "a/z.py", "b.py", "skip/x.py"]
     assert names(tree, [str(tree)]) == expected
     assert names(tree, [str(tree)], (".py", ".txt"), ("skip", "a-b")) == ["a.py", "a/y.txt", "a/z.py", "b.py"]
+    assert names(tree, [str(tree)], (".py",), ("skip", "z.py", "a.py")) == ["a-b/d.py", "b.py"]
 
 
 def test_the_order_of_the_file_system_does_not_matter(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,11 +106,12 @@ def test_json_lines(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"text": "cut', "is not JSON"),
-        (b"", "is not JSON"),
-        (b'{"text": "\xff"}', "is not JSON"),
-        (b'["text"]', "holds a JSON list, not an object"),
+        (b'["text"]', "holds an array, not an object"),
+        (b"null", "holds null, not an object"),
         (b'{"txt": "a", "id": 1}', "has no key 'text'; its keys: txt, id"),
-        (b'{"text": null}', "'text' holds a NoneType, not text"),
+        (b'{"text": null}', "'text' holds null, not a string"),
+        (b'{"text": 7}', "'text' holds a number, not a string"),
+        (b'{"text": true}', "'text' holds a boolean, not a string"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
@@ -118,6 +121,48 @@ def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
         list(read_documents(path, ["text"]))
     assert str(caught.value).startswith(f"{path}:2")
     assert message in str(caught.value)
+
+
+def test_blank_lines_are_no_documents(tmp_path: Path) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(b'\n{"text": "a"}\n\n  \r\n{"text": ""}\n\n')
+    assert [(d.texts, d.source) for d in read_documents(path, ["text"])] == [
+        (("a",), f"{path}:2"),
+        (("",), f"{path}:5"),
+    ]
+
+
+@pytest.mark.parametrize("content", [b"", b"\n \n"])
+def test_a_file_without_a_document_is_refused(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "x.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.jsonl holds no document\n  fix: .*--exclude x\.jsonl"):
+        list(read_documents(path, ["text"]))
+
+
+@pytest.mark.parametrize(
+    ("name", "encoding"), [("a b.jsonl", "LATIN1"), ("a b.jsonl", "UTF-16"), ("a b.txt", "UTF-16")]
+)
+def test_the_fix_for_another_encoding_works(tmp_path: Path, name: str, encoding: str) -> None:
+    path = tmp_path / name
+    record = json.dumps({"text": "café"}, ensure_ascii=False)
+    path.write_bytes(record.encode(encoding))
+    with pytest.raises(DataError, match="UTF-8 text") as caught:
+        list(read_documents(path, ["text"]))
+    subprocess.run(["sh", "-c", str(caught.value).split("fix: ")[1]], check=True)
+    (document,) = read_documents(path.with_stem("a b.utf8"), ["text"])
+    assert document.texts == ("café" if name.endswith(".jsonl") else record.encode(),)
+
+
+def test_a_mark_of_utf_8_is_no_text(tmp_path: Path) -> None:
+    (tmp_path / "x.jsonl").write_bytes('{"text": "é"}\n'.encode("utf-8-sig"))
+    assert [d.texts for d in read_documents(tmp_path / "x.jsonl", ["text"])] == [("é",)]
+
+
+def test_a_binary_file_is_not_taken_for_text(tmp_path: Path) -> None:
+    (tmp_path / "x.txt").write_bytes(b"PK\3\4\0\0")
+    with pytest.raises(DataError, match=r"x\.txt is not text: byte 4 is NUL\n  fix: .*--exclude x\.txt"):
+        list(read_documents(tmp_path / "x.txt", ["text"]))
 
 
 def test_a_compressed_file_is_not_taken_for_text(tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_every_name_builds_a_tokenizer_of_that_name(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("GPT2BPE", None, "no tokenizer 'GPT2BPE'\n  fix: --tokenizer-type ByteTokenizer | "),
+        ("GPT2BPE", None, "there is no GPT2BPE: text is read by ByteTokenizer"),
         ("NullTokenizer", None, "must be told how many ids"),
         ("NullTokenizer", 0, "must be told how many ids"),
     ],

@@ -57,11 +57,11 @@ def test_every_key_gets_its_own_files(corpus: Path, tmp_path: Path) -> None:
 
 
 def test_a_folder_of_sources_in_a_folder_that_is_not_there_yet(tmp_path: Path) -> None:
-    for name, text in {"b.py": b"\xff\xfe", "a.py": b"import os\n", "c.txt": b"no"}.items():
+    for name, text in {"b.py": b"\xff\xe9", "a.py": b"import os\n", "c.txt": b"no"}.items():
         (tmp_path / name).write_bytes(text)
     new = tmp_path / "new" / "deep"
     assert run(new, "--input", str(tmp_path), "--suffix", ".py", "--append-eod") == 0
-    assert documents(new / "out_text_document") == [[*b"import os\n", 256], [255, 254, 256]]
+    assert documents(new / "out_text_document") == [[*b"import os\n", 256], [255, 233, 256]]
 
 
 def test_ids_written_as_text(tmp_path: Path) -> None:
@@ -79,8 +79,6 @@ def test_ids_written_as_text(tmp_path: Path) -> None:
         ('{"txt": "a"}', [], "c.jsonl:5 has no key 'text'"),
         ("", ["--json-keys", "text", "text"], "a key is named twice"),
         ("", ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "c.jsonl:1: NullTokenizer reads ids 0..8"),
-        ("", ["--tokenizer-type", "NullTokenizer"], "must be told how many ids"),
-        ("", ["--vocab-size", "300"], "ByteTokenizer has 257 ids, not 300"),
         ("", ["--input", "nothing.jsonl"], "--input nothing.jsonl: there is no such file"),
     ],
 )
@@ -95,10 +93,29 @@ def test_a_mistake_is_told_in_a_sentence_and_leaves_no_files(
     assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
 
 
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--tokenizer-type", "NullTokenizer"], "must be told how many ids"),
+        (["--vocab-size", "300"], "ByteTokenizer has 257 ids, not 300"),
+        (
+            ["--tokenizer-type", "HuggingFaceTokenizer"],
+            "there is no HuggingFaceTokenizer: text is read by ByteTokenizer",
+        ),
+    ],
+)
+def test_a_tokenizer_that_cannot_be_made_is_a_wrong_flag(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert run(tmp_path, "--input", str(corpus), *flags) == 2
+    assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
+
+
 def test_nothing_to_learn_from_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "c.jsonl").write_text('{"text": ""}\n' * 3)
     assert run(tmp_path, "--input", str(tmp_path / "c.jsonl")) == 1
-    assert "3 documents without a token are no dataset" in capsys.readouterr().err
+    assert "the documents of the input are all empty (3)" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
 
 
