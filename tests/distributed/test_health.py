@@ -71,6 +71,11 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
         ((1, bad_gradient, (FC1,)),),
         f"rank 1: gradient of {FC1}.bias, micro-batch 0",
     ),
+    "tp2, a gradient that does not spread": (
+        TP2,
+        ((1, bad_gradient, ("embedding",)),),
+        "rank 1: gradient of embedding.position_embeddings.weight, micro-batch 0",
+    ),
     "dp2": (DP2, ((1, bad_weight, (FC1,)),), f"rank 1: output of {FC1}, micro-batch 0, samples [2, 3]"),
     "dp2, gradient": (DP2, ((1, bad_gradient, (FC1,)),), f"rank 1: gradient of {FC1}.bias, micro-batch 0"),
     "dp2, the earlier micro-batch": (
