@@ -97,12 +97,13 @@ def trace_steps(trainer: Trainer, steps: int) -> list[RankTrace]:
 def trace_step(trainer: Trainer, metrics: StepMetrics) -> RankTrace:
     """Note the step just taken. No communication."""
     specs, first = trainer.chunk.specs, trainer.mesh.replicas.rank == 0
-    grads = {name: _held(spec, trainer.buckets.grads[name], first) for name, spec in specs.items()}
-    weights = {name: _held(spec, trainer.optimizer.masters[name], first) for name, spec in specs.items()}
+    grads = {name: hold(spec, trainer.buckets.grads[name], first) for name, spec in specs.items()}
+    weights = {name: hold(spec, trainer.optimizer.masters[name], first) for name, spec in specs.items()}
     return RankTrace(metrics.loss.item(), metrics.grad_norm.item(), grads, weights)
 
 
-def _held(spec: ShardSpec, local: Tensor, first_replica: bool) -> list[Held]:
+def hold(spec: ShardSpec, local: Tensor, first_replica: bool) -> list[Held]:
+    """The pieces of ``local`` (``spec.local_shape``), with their values where this rank answers for them."""
     view = local.detach().cpu().view(spec.local_view)
     out = []
     for piece in spec.pieces:

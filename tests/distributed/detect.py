@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -12,16 +13,16 @@ import torch.nn.functional as F
 
 from megatron.config.run import ParallelConfig, TrainingConfig
 from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
-from megatron.parallel.assemble import assemble
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.shard import Init, Shard
 from megatron.training.health import explain_nonfinite
 from megatron.training.setup import build
+from megatron.training.step import train_step
 from megatron.training.stop import StopRequest
 from megatron.training.verify import RankTrace, join
-from tests.distributed.drive import MODEL, Case, batches_of, compare_with_twin, run_case
+from tests.distributed.drive import LR, MODEL, WEIGHT_DECAY, Case, batches_of, compare_with_twin, run_case
+from tests.distributed.faults import infinite_gradient
 
 TOLERANCE = 1e-8
 
@@ -63,10 +64,13 @@ def explain(rank: int, world_size: int, case: Case) -> str:
     return explain_nonfinite(trainer, batches_of(trainer, case, 0))
 
 
-def assemble_rows(rank: int, world_size: int) -> list[float]:
-    mesh = Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=world_size), world_size), rank)
-    spec = Shard(rank, world_size).split((2 * world_size,), 0, Init())
-    return assemble(spec, torch.tensor([2.0 * rank, 2.0 * rank + 1.0]), mesh.tp).tolist()
+def skip_together(rank: int, world_size: int, case: Case) -> bool:
+    """The last rank's gradient is infinite; whether this rank's weights stay as they are, as everyone's must."""
+    trainer = build(case.config(), rank, world_size)
+    before = [weight.clone() for weight in trainer.optimizer.masters.values()]
+    with infinite_gradient() if rank == world_size - 1 else nullcontext():
+        train_step(trainer, batches_of(trainer, case, 0), LR, WEIGHT_DECAY)
+    return all(map(torch.equal, before, trainer.optimizer.masters.values()))
 
 
 def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
@@ -125,5 +129,5 @@ DETECTORS: dict[str, Detector] = {
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
     "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [15, 15]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
-    "assemble": Detector(2, assemble_rows, (), lambda ranks: list(ranks) == [[0.0, 1.0, 2.0, 3.0]] * 2),
+    "overflow": Detector(2, skip_together, (TP2,), lambda ranks: list(ranks) == [True, True]),
 }

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron.config.run import ParallelConfig, PrecisionConfig, TrainingConfig
-from megatron.parallel.grads import GradSink, Rows
 from megatron.training.setup import build
 from megatron.training.step import train_step
 from tests.distributed.drive import LR, MODEL, WEIGHT_DECAY, Case, batches_of, reference, run_on
+from tests.distributed.faults import infinite_gradient
 from tests.distributed.pool import Pool
 
 CASE = Case(
@@ -52,21 +51,12 @@ def run_scaled(rank: int, world_size: int, case: Case, overflow_on: int | None) 
     trainer = build(case.config(), rank, world_size)
     out = Scaling([], [], [])
     for step in range(case.steps):
-        with overflow() if (rank, step) == (overflow_on, 3) else nullcontext():
+        with infinite_gradient() if (rank, step) == (overflow_on, 3) else nullcontext():
             metrics = train_step(trainer, batches_of(trainer, case, step), LR, WEIGHT_DECAY)
         out.scales.append(metrics.loss_scale.item())
         out.skipped.append(bool(metrics.skipped.item()))
         out.weights.append(sum(m.double().abs().sum().item() for m in trainer.optimizer.masters.values()))
     return out
-
-
-def overflow() -> AbstractContextManager[object]:
-    original = GradSink.add
-
-    def add(self: GradSink, name: str, x: Rows, dy: Rows) -> None:
-        original(self, name, x, Rows(dy.wait() * float("inf")) if name == "layers.0.mlp.linear_fc1.weight" else dy)
-
-    return patch.object(GradSink, "add", add)
 
 
 def test_all_ranks_keep_the_same_loss_scale(pool: Pool) -> None:
