@@ -11,10 +11,17 @@ from typing import Any
 
 @dataclass(frozen=True)
 class TrainPoint:
-    """One log line of training; ``skipped`` holds the consumed tokens at which updates were skipped."""
+    """One log line of training.
+
+    Attributes:
+        tokens: consumed.
+        last_step_from: consumed before the last step, which had this ``batch_size``.
+        skipped: consumed at which updates were skipped.
+    """
 
     iteration: int
     tokens: int
+    last_step_from: float
     loss: float
     learning_rate: float
     batch_size: int
@@ -97,6 +104,7 @@ def _train_point(line: dict[str, Any]) -> TrainPoint:
     return TrainPoint(
         iteration=iteration,
         tokens=tokens,
+        last_step_from=tokens - tokens_per_step,
         loss=_number(line["lm loss"]),
         learning_rate=_number(line["learning-rate"]),
         batch_size=batch_size,

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 TRAIN, VALIDATION, RATE, BATCH = "#2563eb", "#ea580c", "#0d9488", "#7c3aed"
-SKIPPED, RESTART = "#dc2626", "#52606d"
-LOSS_TICKS = (0.1, 0.2, 0.5, 0.8, 1, 1.25, 1.5, 1.75, 2, 2.25, 2.5, 3, 3.5, 4, 5, 6, 8, 10, 12, 15, 20, 50, 100)
+SKIPPED, RESTART, ERROR = "#dc2626", "#52606d", "#111827"
+FEW = 30  # fewer points are not smoothed, and each is marked
 STYLE: Any = {
     "font.size": 10,
     "text.color": INK,
@@ -40,7 +40,8 @@ STYLE: Any = {
 def draw_history(history: History, title: str, out: Path) -> None:
     """Draw loss over tokens (raw faint, smoothed bold, validation as points) above learning rate and batch size.
 
-    Skipped updates and restarts are verticals. ``out`` is replaced only once the picture is complete.
+    Skipped updates, restarts and errors are verticals; where a log line has no finite loss, there is a cross at the
+    lower edge. ``out`` is replaced only once the picture is complete.
 
     Raises:
         ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
@@ -57,9 +58,12 @@ def draw_history(history: History, title: str, out: Path) -> None:
         _draw_loss(loss, history)
         _draw_rate(rate, history)
         skipped = [at for point in history.train for at in point.skipped]
-        _draw_verticals((loss, rate), skipped, "skipped update", color=SKIPPED)
-        _draw_verticals((loss, rate), history.restarts, "restart", color=RESTART, dashed=True)
+        _draw_verticals((loss, rate), skipped, "skipped update", color=SKIPPED, style="-")
+        _draw_verticals((loss, rate), history.restarts, "restart", color=RESTART, style="--")
+        _draw_verticals((loss, rate), history.errors, "error", color=ERROR, style=":")
         _label(loss, rate, history, title)
+        if handles := loss.get_legend_handles_labels()[0]:
+            figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=9)
         partial = out.with_name(f".partial-{out.name}")
         try:
             figure.savefig(partial)
@@ -72,7 +76,7 @@ def smooth(values: np.ndarray) -> np.ndarray:
     """A running mean ``[n]`` of ``values`` ``[n]`` whose width grows from 1 at the (steep) start to n/15."""
     n = len(values)
     at = np.arange(n)
-    half = np.minimum(at // 4, n // 30)
+    half = np.minimum(at // 4, n // FEW)
     low, high = at - half, np.minimum(at + half, n - 1) + 1
     for _ in range(2):  # a second pass takes the corners off the first
         total = np.concatenate([[0.0], np.cumsum(values)])
@@ -84,52 +88,73 @@ def _draw_loss(axes: Axes, history: History) -> None:
     points = [(p.tokens, p.loss) for p in history.train if np.isfinite(p.loss)]
     if points:
         tokens, losses = np.array(points).T
-        smoothed = smooth(losses)
         axes.plot(tokens, losses, color=TRAIN, alpha=0.3, linewidth=0.9)
-        (bold,) = axes.plot(tokens, smoothed, color=TRAIN, linewidth=2.2, label=f"training {smoothed[-1]:.3f}")
-        bold.set_marker("o" if len(points) == 1 else "")  # a line of one point would not be seen
+        smoothed, few = smooth(losses), len(points) < FEW
+        last = f"{losses[-1]:.3f}"
+        label = f"training: {last}" if few else f"training, smoothed: {smoothed[-1]:.3f} (last raw value {last})"
+        axes.plot(tokens, smoothed, color=TRAIN, linewidth=2.2, marker="o" * few, markersize=4, label=label)
     evaluations = [(p.tokens, p.loss) for p in history.validation if np.isfinite(p.loss)]
     if evaluations:
         tokens, losses = np.array(evaluations).T
         axes.plot(tokens, losses, color=VALIDATION, linewidth=0.8, alpha=0.6)
-        label = f"validation {losses[-1]:.3f}"
+        label = f"validation: {losses[-1]:.3f}"
         axes.plot(tokens, losses, "o", color=VALIDATION, markersize=5, markeredgecolor="white", label=label)
     _scale_loss(axes, [loss for _, loss in points + evaluations])
+    _mark_lost(axes, [p.tokens for p in history.train if not np.isfinite(p.loss)])
 
 
 def _scale_loss(axes: Axes, losses: list[float]) -> None:
     """Logarithmic where the first steps would otherwise squeeze all that follows into the lower edge."""
-    if losses and max(losses) > 3 * min(losses) > 0:
-        axes.set_yscale("log")
-        axes.set_yticks(LOSS_TICKS, [f"{tick:g}" for tick in LOSS_TICKS])
-        axes.set_yticks([], minor=True)
-        axes.set_ylim(0.95 * min(losses), 1.05 * max(losses))
+    if not losses or not max(losses) > 3 * min(losses) > 0:
+        return
+    from matplotlib.ticker import LogLocator, NullLocator
+
+    axes.set_yscale("log")
+    low, high = min(losses) / 1.05, max(losses) * 1.05
+    axes.set_ylim(low, high)
+    for steps in ((1.0,), (1.0, 2.0, 5.0), (1.0, 1.5, 2.0, 3.0, 5.0, 7.0)):
+        axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=99))
+        if sum(low <= tick <= high for tick in axes.get_yticks()) >= 4:
+            break
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+
+
+def _mark_lost(axes: Axes, tokens: Sequence[int]) -> None:
+    if tokens:
+        height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
+        label = f"{len(tokens)} log line{'' if len(tokens) == 1 else 's'} without a finite loss"
+        axes.plot(tokens, [0.02] * len(tokens), "x", color=SKIPPED, label=label, transform=height, clip_on=False)
 
 
 def _draw_rate(axes: Axes, history: History) -> None:
     tokens = [p.tokens for p in history.train]
-    axes.plot(tokens, [p.learning_rate for p in history.train], color=RATE, linewidth=1.6)
+    few = len(tokens) < FEW
+    axes.plot(
+        tokens, [p.learning_rate for p in history.train], color=RATE, linewidth=1.6, marker="o" * few, markersize=3
+    )
     axes.set_ylim(bottom=0)
     axes.margins(y=0.15)
     axes.yaxis.set_major_formatter(lambda value, _: exponent(value))
     axes.set_ylabel("learning rate", color=RATE)
-    batch = axes.twinx()
-    batch.step(tokens, [p.batch_size for p in history.train], where="pre", color=BATCH, linewidth=1.2, linestyle="--")
-    batch.set_ylim(0, 1.3 * max(p.batch_size for p in history.train))
+    batch, sizes = axes.twinx(), [p.batch_size for p in history.train]
+    starts = [p.last_step_from for p in history.train]
+    batch.step([*starts, tokens[-1]], [*sizes, sizes[-1]], where="post", color=BATCH, linewidth=1.2, linestyle="--")
+    batch.set_ylim(0, 1.3 * max(sizes))
     batch.set_ylabel("batch size", color=BATCH)
     batch.grid(visible=False)
 
 
 def _draw_verticals(
-    panels: tuple[Axes, Axes], positions: Sequence[float], noun: str, *, color: str, dashed: bool = False
+    panels: tuple[Axes, Axes], positions: Sequence[float], noun: str, *, color: str, style: str
 ) -> None:
     if not positions:
         return
     label = f"{len(positions)} {noun}{'' if len(positions) == 1 else 's'}"
     for axes in panels:
         height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
-        lines = axes.vlines(positions, 0, 1, colors=color, linewidth=0.9, alpha=0.7, label=label, transform=height)
-        lines.set_linestyle("--" if dashed else "-")
+        lines = axes.vlines(positions, 0, 1, color, linewidth=0.9, alpha=0.7, label=label, transform=height)
+        lines.set_linestyle(style)
 
 
 def _label(loss: Axes, rate: Axes, history: History, title: str) -> None:
@@ -137,7 +162,5 @@ def _label(loss: Axes, rate: Axes, history: History, title: str) -> None:
     loss.set_title(title, loc="left", fontweight="bold")
     loss.set_title(f"{last.iteration:,} steps, {compact(last.tokens)} tokens", loc="right", color=MUTED, fontsize=10)
     loss.set_ylabel("loss per token (nats)")
-    if loss.get_legend_handles_labels()[0]:
-        loss.legend(loc="upper right")
     rate.set_xlabel("tokens")
     rate.xaxis.set_major_formatter(lambda value, _: compact(value, trim=True))

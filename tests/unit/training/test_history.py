@@ -49,6 +49,7 @@ def test_reads_what_a_run_wrote(tmp_path: Path) -> None:
     assert math.isnan(history.train[1].loss)
     assert history.train[1].skipped == (18 * 40,)
     assert (history.train[0].learning_rate, history.train[0].batch_size) == (1e-3, 4)
+    assert (history.train[0].tokens, history.train[0].last_step_from) == (400, 360)
     assert [(point.tokens, point.loss) for point in history.validation] == [(800, 3.0)]
     assert (history.restarts, history.unreadable) == ([], [])
 

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 
+from megatron.training import plot
 from megatron.training.history import History, TrainPoint, ValidationPoint
 from megatron.training.plot import draw_history, smooth
 from tools.plot_run import main
@@ -17,10 +20,13 @@ ROOT = Path(__file__).parents[3]
 
 def history(points: int = 40, loss: float | None = None) -> History:
     train = [
-        TrainPoint(i, 100 * i, 2 + 8 / i if loss is None else loss, 1e-3, 4, (100.0 * i,) if i == 7 else ())
+        TrainPoint(
+            *(i, 100 * i, 100 * i - 100, 2 + 8 / i if loss is None else loss),
+            *(1e-3, 4 if i < 5 else 8, (100.0 * i,) if i == 7 else ()),
+        )
         for i in range(1, points + 1)
     ]
-    return History(train, [ValidationPoint(points, 100 * points, 2.5)], [1500])
+    return History(train, [ValidationPoint(points, 100 * points, 2.5)], [1500], [2500])
 
 
 def test_smoothing_keeps_straight_lines_and_calms_noise() -> None:
@@ -68,9 +74,69 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     with rc_context({"svg.fonttype": "none"}):
         draw_history(history(), "my run", tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
-    legend = ("training 2.2", "validation 2.500", "1 skipped update<", "1 restart<")
-    for words in (*legend, "my run", "40 steps, 4.00K tokens", "learning rate", "batch size"):
+    legend = ("training, smoothed: 2.2", "(last raw value 2.200)", "validation: 2.500")
+    verticals = ("1 skipped update<", "1 restart<", "1 error<")
+    for words in (*legend, *verticals, "my run", "40 steps, 4.00K tokens", "learning rate", "batch size"):
         assert words in text
+
+
+@pytest.fixture
+def axes() -> Axes:
+    return Figure().subplots()
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.02, 0.11), (1.9, 5.8), (2.3, 10.8), (0.01, 11.0), (4.0, 13.0), (1, 5e6)])
+def test_a_logarithmic_axis_has_ticks_over_the_data(axes: Axes, low: float, high: float) -> None:
+    plot._scale_loss(axes, [low, high])
+    assert axes.get_yscale() == "log"
+    seen = [tick for tick in axes.get_yticks() if low / 1.05 <= tick <= high * 1.05]
+    assert 3 <= len(seen) <= 12
+    labels = [plain.get_text() for plain in axes.yaxis.get_majorticklabels()]
+    assert f"{seen[0]:g}" in labels
+
+
+def test_losses_close_together_are_on_a_linear_axis(axes: Axes) -> None:
+    plot._scale_loss(axes, [2.0, 5.9])
+    assert axes.get_yscale() == "linear"
+
+
+@pytest.mark.parametrize(("points", "marker"), [(2, "o"), (29, "o"), (30, "")])
+def test_few_points_are_marked(axes: Axes, points: int, marker: str) -> None:
+    plot._draw_loss(axes, history(points))
+    (bold,) = [line for line in axes.lines if str(line.get_label()).startswith("training")]
+    assert bold.get_marker() == marker
+    assert str(bold.get_label()).startswith("training, smoothed" if marker == "" else "training: ")
+
+
+def test_lines_without_a_loss_are_marked(axes: Axes) -> None:
+    lost = history(3, loss=float("nan")).train
+    plot._draw_loss(axes, History([*history(2).train, lost[2]]))
+    (crosses,) = [line for line in axes.lines if line.get_marker() == "x"]
+    assert list(crosses.get_xdata()) == [300]
+    assert crosses.get_label() == "1 log line without a finite loss"
+
+
+def test_the_batch_size_changes_where_its_first_step_begins(axes: Axes) -> None:
+    plot._draw_rate(axes, history(10))
+    (line,) = axes.figure.axes[1].lines
+    assert line.get_drawstyle() == "steps-post"
+    assert dict(zip(line.get_xdata(), line.get_ydata()))[400] == 8  # step 5
+    assert dict(zip(line.get_xdata(), line.get_ydata()))[300] == 4
+    assert line.get_xdata()[-1] == 1000
+
+
+def test_the_legend_is_beside_the_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    overlaps = []
+    savefig = Figure.savefig
+
+    def look(figure: Figure, path: Path) -> None:
+        savefig(figure, path)
+        (legend,) = figure.legends
+        overlaps.extend(legend.get_window_extent().overlaps(axes.get_window_extent()) for axes in figure.axes)
+
+    monkeypatch.setattr(Figure, "savefig", look)
+    draw_history(history(), "run", tmp_path / "a.png")
+    assert overlaps == [False] * 3
 
 
 def run_dir(folder: Path, *, extra: str = "") -> Path:
