@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -39,6 +40,9 @@ MISSING = {
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 FLOOR = {"fp64": 1e-5, "fp32": 1e-2}
 """A gradient counts as at least this share of all gradients: some are zero in exact arithmetic and rounding here."""
+
+LARGE = 20_000_000
+"""Parameters above which a person may wonder whether anything happens."""
 
 
 @dataclass(frozen=True)
@@ -108,11 +112,13 @@ def prepare(flags: Sequence[str], world_size: int, steps: int, dtype: str, shrin
     """
     config, assumed = read(flags, world_size)
     notes = [f"not given, so assumed: {' '.join(flag)}" for flag in assumed]
+    smaller = shrunk(config, world_size)
     if shrink:
-        smaller = shrunk(config, world_size)
         notes.append("shrunk: " + (", ".join(smaller) or "nothing, it is small already"))
         config, _ = read([*flags, *(word for flag in assumed for word in flag), "--set", *smaller], world_size)
     model = replace(config.model, vocab_size=vocabulary(config.data, config.model.vocab_size))
+    if not shrink and smaller and model.num_parameters() > LARGE:
+        notes.append(f"{model.num_parameters():,} parameters take long on CPUs; --shrink runs {', '.join(smaller)}")
     training = replace(config.training, device="cpu", rampup_batch_size=None)
     layout = replace(
         config,
@@ -144,11 +150,18 @@ def read(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[tuple[s
             return parse(asked, environ={}).config, list(assumed.values())
         except UserError as error:
             found = {p.code for p in error.problems}
-            lacking = {code: MISSING[code] for code in found & set(MISSING) - set(assumed)}
+            lacking = {code: flag for code, flag in MISSING.items() if code in found and code not in assumed}
             if not lacking or not found <= set(MISSING):
-                left = [p for p in error.problems if p.code not in MISSING or p.code in assumed]
+                left = [started_here(p) for p in error.problems if p.code not in MISSING or p.code in assumed]
                 raise UserError(left) from None
             assumed |= lacking
+
+
+def started_here(problem: Problem) -> Problem:
+    """The problem with fixes for a tool that starts the ranks itself."""
+    launch = re.compile(r"torchrun --nproc-per-node (\d+)|start (\d+) ranks")
+    fixes = (launch.sub(lambda found: f"--world-size {found[1] or found[2]}", fix) for fix in problem.fixes)
+    return replace(problem, fixes=tuple(fixes))
 
 
 def shrunk(config: RunConfig, world_size: int) -> list[str]:
@@ -176,7 +189,10 @@ def compare(check: Check, launch: Launcher) -> int:
     dp, tp = parallel.data_parallel_size(check.world_size), parallel.tensor_model_parallel_size
     sharing = " + sequence parallel" if parallel.sequence_parallel else ""
     print(f"1 process against {check.world_size}: DP {dp} x TP {tp}{sharing}")
+    steps_each = f"{check.steps} step{'' if check.steps == 1 else 's'}"
+    print(f"reference: {steps_each} on 1 process ...", flush=True)
     reference = [join([step]) for step in trace_steps(build(check.reference, 0, 1), check.steps)]
+    print(f"layout: {steps_each} on {check.world_size} processes ...", flush=True)
     ranks = launch(check.layout, check.world_size, check.steps)
     steps = [join(step) for step in zip(*ranks)]
     dtype, lr = check.layout.precision.params_dtype, check.layout.optimizer.lr

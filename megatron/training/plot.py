@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -146,7 +146,7 @@ def _draw_rate(axes: Axes, history: History) -> None:
 
 
 def _draw_verticals(
-    panels: tuple[Axes, Axes], positions: Sequence[float], noun: str, *, color: str, style: str
+    panels: tuple[Axes, Axes], positions: Sequence[float], noun: str, *, color: str, style: Literal["-", "--", ":"]
 ) -> None:
     if not positions:
         return

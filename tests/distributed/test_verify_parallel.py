@@ -18,7 +18,7 @@ from megatron.training.verify import RankTrace, trace_steps
 from tests.distributed import faults
 from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
-from tools.verify_parallel import Launcher, main
+from tools.verify_parallel import Launcher, main, prepare
 
 FLAGS = [
     *("--preset", "tiny-llama", "--world-size", "2", "--tensor-model-parallel-size", "2", "--sequence-parallel"),
@@ -59,8 +59,10 @@ def on(pool: Pool, fault: str = "no_fault") -> Launcher:
 def test_a_right_layout_passes(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(FLAGS, on(pool)) == 0
     out = capsys.readouterr().out
-    assert "note: not given, so assumed: --mock-data\n" in out
+    notes = [line.removeprefix("note: not given, so assumed: ") for line in out.splitlines()[:3]]
+    assert notes == ["--train-iters 100", "--mock-data", "--vocab-size 257"]
     assert "1 process against 2: DP 1 x TP 2 + sequence parallel\n" in out
+    assert "reference: 2 steps on 1 process ...\nlayout: 2 steps on 2 processes ...\n" in out
     assert "equal: 15 gradients agree to 1e-10, copies to the bit\n" in out
 
 
@@ -93,6 +95,24 @@ def test_flags_that_cannot_work_are_refused(capsys: pytest.CaptureFixture[str]) 
     err = capsys.readouterr().err
     assert err.startswith("E203 8 heads do not divide over TP 3\n  fix: ")
     assert "E501" not in err  # missing data are assumed, not complained about
+
+
+@pytest.mark.parametrize(("size", "fix"), [("3", "--world-size 6"), ("16", "--world-size 16")])
+def test_fixes_speak_of_the_ranks_that_this_tool_starts(
+    capsys: pytest.CaptureFixture[str], size: str, fix: str
+) -> None:
+    flags = ["--preset", "tiny-llama", "--num-attention-heads", "48", "--hidden-size", "192"]
+    assert main(["--world-size", "4", *flags, "--tensor-model-parallel-size", size]) == 2
+    err = capsys.readouterr().err
+    assert f"E202 4 ranks are not a multiple of TP = {size}\n  fix: --tensor-model-parallel-size" in err
+    assert f" | {fix}\n" in err
+
+
+def test_large_models_are_told_of_the_short_way() -> None:
+    layers = ["--preset", "gpt2-124m", "--global-batch-size", "2"]
+    for flags, shrink, hints in ((layers, False, 1), (layers, True, 0), (["--preset", "tiny-llama"], False, 0)):
+        notes = prepare(flags, world_size=2, steps=1, dtype="fp64", shrink=shrink).notes
+        assert sum("parameters take long on CPUs; --shrink runs num_layers=2" in note for note in notes) == hints
 
 
 def test_long_runs_are_made_short_on_request(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
