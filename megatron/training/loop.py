@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megatron.training.health import NonFiniteError, explain_nonfinite
 from megatron.training.logging import RunLog
 from megatron.training.metrics import StepWindow
@@ -29,22 +31,24 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
         metrics = train_step(t, batches, lr, weight_decay)
         if config.on_nonfinite == "stop" and metrics.skipped.item() and not t.scaler.can_shrink(metrics.loss_scale):
             raise NonFiniteError(explain_nonfinite(t, batches))
-        window.add(metrics, samples)
         t.iteration += 1
         t.consumed_samples += samples
+
+        window.add(metrics, samples)
+        progress = {"iteration": t.iteration, "consumed_samples": t.consumed_samples}
+        read = partial(window.read, **progress, learning_rate=lr, weight_decay=weight_decay)
+        log.pending(read)  # told even if the run fails before its next line
 
         signalled = stop.agreed()
         last = t.iteration == t.total_steps
         leave = signalled or last or _every(config.exit_interval, t.iteration)
         if leave or _every(t.config.logging.log_interval, t.iteration):
-            progress = {"iteration": t.iteration, "consumed_samples": t.consumed_samples}
-            log.train(window.read(**progress, learning_rate=lr, weight_decay=weight_decay))
+            log.train(read())
         if config.eval_iters and not signalled and (last or _every(config.eval_interval, t.iteration)):
             with window.paused():
                 loss = evaluate(t).item()
-            log.validation(
-                ValidationRecord(t.iteration, t.consumed_samples, t.consumed_samples * config.seq_length, loss)
-            )
+            tokens = t.consumed_samples * config.seq_length
+            log.validation(ValidationRecord(t.iteration, t.consumed_samples, tokens, loss))
         if leave and not last:
             why = f"signal {signalled}" if signalled else f"--exit-interval {config.exit_interval}"
             log.note(f"stopped by {why} after step {t.iteration} of {t.total_steps}")

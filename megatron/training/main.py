@@ -51,8 +51,8 @@ def join_and_train(config: RunConfig, notes: Sequence[str]) -> int:
     stop = StopRequest(trainer.mesh.world, trainer.device)
     try:
         with RunLog(config, world_size=world_size, device=trainer.device, enabled=rank == 0) as log:
-            for note in (*notes, summary(config, world_size)):
-                log.note(note)
+            for text in (*notes, "\n".join([summary(config, world_size), *trainer.data.summary()])):
+                log.note(text)
             return train(trainer, log, stop)
     finally:
         stop.restore()

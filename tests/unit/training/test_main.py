@@ -14,7 +14,7 @@ from megatron.config.problems import Problem, UserError
 from megatron.data.errors import DataError
 from megatron.training import main
 from megatron.training.health import NonFiniteError
-from tests.runs import FLAGS, tiny_run
+from tests.runs import FLAGS, column, tiny_run
 
 ROOT = Path(__file__).parents[3]
 GLOO = "[x/gloo/transport/tcp/pair.cc:537] Read error [127.0.0.1]:51376: Connection reset by peer"
@@ -46,7 +46,10 @@ def test_the_status_is_that_of_the_loop(
     monkeypatch.setattr(main, "train", lambda *arguments: status)
     assert main.run(tiny_run(tmp_path), ["a note"]) == status
     assert left == ["left"]
-    assert '"text": "a note"' in (tmp_path / "metrics.jsonl").read_text()
+    note, summary = column(tmp_path, "text", "text")
+    assert note == "a note"
+    assert summary.startswith("ranks      1 = ")
+    assert summary.endswith("\ntrain      24 samples, 192 generated tokens over 31 ids")
 
 
 @pytest.mark.parametrize("error", [USER, DataError("no such sample"), NonFiniteError("step 3 is not finite")])
