@@ -34,7 +34,7 @@ class Block(nn.Module):
         self.input_layernorm = norm(context.at("input_layernorm"))
         self.self_attention = SelfAttention(config, context.at("self_attention"), output_std, "core_attn" in recomputed)
         self.pre_mlp_layernorm = norm(context.at("pre_mlp_layernorm"))
-        drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP has nothing left to drop
+        drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP keeps nothing
         self.mlp = MLP(config, context.at("mlp"), output_std, drop_activation)
 
     def forward(self, x_SBH: Tensor, scene: Scene) -> Tensor:
