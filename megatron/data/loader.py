@@ -20,8 +20,11 @@ from megatron.data.gpt_dataset import SPLITS, GPTDataset, build_order, split_ran
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockDataset
 from megatron.data.sampler import micro_batches
-from megatron.data.vocabulary import dataset_prefix, vocabulary
+from megatron.data.vocabulary import dataset_prefix, unused_entries, vocabulary
 from megatron.parallel.microbatch import MicroBatch
+
+WORDS = {"train": "training", "valid": "validation", "test": "test"}
+FEW_EPOCHS = 4  # up to here repeated text is worth almost as much as new text (Muennighoff et al., arXiv 2305.16264)
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,7 @@ class DataSource:
         seq_length: tokens of a sample.
         micro_batch_size: samples of a micro-batch.
         vocab_size: entries of the model's vocabulary; no id may be beyond.
+        notes: what a person may not have meant, a sentence each.
     """
 
     datasets: Mapping[str, Dataset]
@@ -43,13 +47,15 @@ class DataSource:
     seq_length: int
     micro_batch_size: int
     vocab_size: int
+    notes: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
-        """A line per split, in the form of the configuration's summary: its samples, and where they come from."""
-        return [
+        """Lines in the form of the configuration's summary: a split's samples and where they come from, then notes."""
+        splits = [
             f"{name:<11}{count:,} samples, {self.datasets[name].describe(count * self.seq_length)}"
             for name, count in self.used.items()
         ]
+        return splits + [f"{'note':<11}{note}" for note in self.notes]
 
     def step_batches(
         self,
@@ -70,10 +76,11 @@ class DataSource:
             DataError: when the split has no such samples, or holds ids beyond the vocabulary.
         """
         if split not in self.datasets:
-            raise DataError(f"there are no {split} samples in this run: it has {', '.join(self.datasets) or 'none'}")
+            has = " and ".join(WORDS[name] for name in self.datasets)
+            raise DataError(f"there are no {WORDS[split]} samples in this run: it has {has or 'none'}")
         last = consumed_samples + global_batch
         if last > len(self.datasets[split]):
-            raise DataError(f"{split} sample {last - 1} was asked for; this run has {len(self.datasets[split])}")
+            raise DataError(f"{WORDS[split]} sample {last - 1} was asked for; this run has {len(self.datasets[split])}")
         groups = micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size)
         return [self._micro_batch(split, places, step, device) for places in groups]
 
@@ -90,7 +97,7 @@ class DataSource:
         low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
         if low < 0 or high >= self.vocab_size:
             raise DataError(
-                f"{split} sample {i} holds id {low if low < 0 else high}, "
+                f"{WORDS[split]} sample {i} holds id {low if low < 0 else high}, "
                 f"but the vocabulary has ids 0..{self.vocab_size - 1}",
                 f"--vocab-size {high + 1} or more, or the data of this model's tokenizer",
             )
@@ -128,7 +135,18 @@ def build_data(
     needed = {name: requested[name] for name in splits if requested[name] > 0}
     read = {name: used[name] for name in needed}
     datasets = _mock(needed, training, vocab_size) if data.mock_data else _from_files(needed, data, training)
-    return DataSource(datasets, needed, read, training.seq_length, training.micro_batch_size, vocab_size)
+    found = (repeated(datasets, used["train"] * training.seq_length), unused_entries(data, vocab_size))
+    notes = tuple(note for note in found if note)
+    return DataSource(datasets, needed, read, training.seq_length, training.micro_batch_size, vocab_size, notes)
+
+
+def repeated(datasets: Mapping[str, Dataset], tokens: int) -> str | None:
+    """A note where ``tokens`` tokens of training are more than a few epochs."""
+    train = datasets.get("train")
+    if not isinstance(train, GPTDataset) or tokens <= FEW_EPOCHS * train.order.tokens:
+        return None
+    epochs = tokens / train.order.tokens
+    return f"training reads its data {epochs:,.1f} times; beyond {FEW_EPOCHS}, more text is worth more than more epochs"
 
 
 def _mock(needed: Mapping[str, int], training: TrainingConfig, vocab_size: int) -> dict[str, Dataset]:
@@ -156,7 +174,7 @@ def _empty_split(name: str, count: int, split: str, indexed: IndexedDataset, nee
     train = len(indexed) - sum(others)
     fixes = [f"--split {train},{others[0]},{others[1]}"] if train > 0 else []
     return DataError(
-        f"--split '{split}' leaves no {name} data of the {len(indexed)} sequences in {indexed.prefix}, "
+        f"--split '{split}' leaves no {WORDS[name]} data of the {len(indexed)} sequences in {indexed.prefix}, "
         f"but {count} samples are needed",
         *fixes,
         f"a dataset of more documents than {len(indexed)}",

@@ -41,6 +41,21 @@ def vocabulary(data: DataConfig, vocab_size: int | None) -> int:
     return size
 
 
+def unused_entries(data: DataConfig, vocab_size: int) -> str | None:
+    """A note where the model's vocabulary is more than twice what the tokenizer of the data can write.
+
+    Raises:
+        DataError: when the record beside the data is damaged or names another tokenizer than ``data`` does.
+    """
+    tokenizer = None if data.mock_data else _tokenizer(data, vocab_size)
+    if tokenizer is None or vocab_size <= 2 * tokenizer.vocab_size:
+        return None
+    return (
+        f"the vocabulary has {vocab_size:,} entries, but the data only the {tokenizer.vocab_size} ids of "
+        f"{type(tokenizer).__name__}: the others cost memory and time (--vocab-size {tokenizer.vocab_size})"
+    )
+
+
 def _tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
     """The one recorded beside the data, else the one named; None when neither says."""
     recorded = None if data.mock_data else recorded_tokenizer(dataset_prefix(data), data.tokenizer_type)

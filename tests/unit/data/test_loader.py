@@ -91,24 +91,24 @@ def test_splits_are_different_text() -> None:
 def test_without_evaluation_no_validation_data_is_needed() -> None:
     source = build_data(replace(FILES, split="1,0,0"), replace(TRAINING, eval_iters=0), 1000, 1)
     assert list(source.datasets) == ["train"]
-    with pytest.raises(DataError, match="no valid samples in this run: it has train"):
+    with pytest.raises(DataError, match="no validation samples in this run: it has training"):
         source.step_batches("valid", 0, 8, 0, 1, step=0)
 
 
 def test_reading_past_the_end_is_refused() -> None:
     source = build_data(MOCK, TRAINING, 300, 1)
     assert len(source.step_batches("train", 392, 8, 0, 1, step=49)) == 4
-    with pytest.raises(DataError, match="train sample 400 was asked for; this run has 400"):
+    with pytest.raises(DataError, match="training sample 400 was asked for; this run has 400"):
         source.step_batches("train", 393, 8, 0, 1, step=50)
 
 
 @pytest.mark.parametrize(
     ("split", "sequences", "missing", "fix"),
     [
-        ("969, 30, 1", 10, "valid", "--split 9,1,0"),
-        ("1,0,0", 10, "valid", "--split 9,1,0"),
-        ("0,1,0", 10, "train", "--split 9,1,0"),
-        ("1,1,0", 1, "train", "a dataset of more documents than 1"),
+        ("969, 30, 1", 10, "validation", "--split 9,1,0"),
+        ("1,0,0", 10, "validation", "--split 9,1,0"),
+        ("0,1,0", 10, "training", "--split 9,1,0"),
+        ("1,1,0", 1, "training", "a dataset of more documents than 1"),
     ],
 )
 def test_an_empty_split_is_named_and_the_fix_works(
@@ -145,7 +145,7 @@ def test_an_id_beyond_the_vocabulary_is_named(tmp_path: Path, at: int, bad: int,
     text[at] = bad
     data = write(tmp_path / "x", [text])
     with pytest.raises(
-        DataError, match=f"train sample 0 holds id {bad}, but the vocabulary has ids 0..{vocab_size - 1}"
+        DataError, match=f"training sample 0 holds id {bad}, but the vocabulary has ids 0..{vocab_size - 1}"
     ):
         build_data(data, ONE_SAMPLE, vocab_size, 1).step_batches("train", 0, 1, 0, 1, step=0)
 
@@ -184,3 +184,18 @@ def test_summary_counts_what_whole_steps_read() -> None:
     source = build_data(MOCK, by_samples, 300, 1)
     assert source.summary() == ["train      400 samples, 12,800 generated tokens over 256 ids"]
     assert len(source.datasets["train"]) == 403, "what is asked for fixes the order"
+
+
+@pytest.mark.parametrize(("epochs", "told"), [(4, []), (5, ["5.0 times"])])
+def test_many_epochs_are_told(tmp_path: Path, epochs: int, told: list[str]) -> None:
+    data = write(tmp_path / "x", [[1] * 32] * 8)
+    training = replace(TRAINING, global_batch_size=8, train_iters=epochs, eval_iters=0)
+    notes = build_data(data, training, 1000, 1).summary()[1:]
+    assert len(notes) == len(told)
+    assert all(note.startswith("note       training reads") and words in note for note, words in zip(notes, told))
+
+
+def test_a_vocabulary_that_the_data_do_not_use_is_told(tmp_path: Path) -> None:
+    data = replace(write(tmp_path / "x", [[1] * 50]), tokenizer_type="ByteTokenizer")
+    (note,) = build_data(data, ONE_SAMPLE, 50257, 1).notes
+    assert note.startswith("the vocabulary has 50,257 entries, but the data only the 257 ids of ByteTokenizer")

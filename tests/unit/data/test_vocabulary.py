@@ -9,7 +9,7 @@ import pytest
 from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import RECORD, NullTokenizer, TokenizerRecord
-from megatron.data.vocabulary import dataset_prefix, vocabulary
+from megatron.data.vocabulary import dataset_prefix, unused_entries, vocabulary
 
 
 @pytest.fixture
@@ -22,6 +22,14 @@ def test_the_record_says_it_and_a_larger_size_may_be_asked_for(recorded: DataCon
     assert [vocabulary(recorded, size) for size in (None, 500, 512)] == [500, 500, 512]
     with pytest.raises(DataError, match=r"499 is too small for NullTokenizer.*\n  fix: --vocab-size 500"):
         vocabulary(recorded, 499)
+
+
+def test_entries_that_no_text_can_use(recorded: DataConfig, tmp_path: Path) -> None:
+    """Padding and a few ids for later are meant; most of a vocabulary is not."""
+    assert [unused_entries(recorded, size) for size in (500, 512, 1000)] == [None, None, None]
+    assert "1,001 entries, but the data only the 500 ids of NullTokenizer" in (unused_entries(recorded, 1001) or "")
+    assert unused_entries(DataConfig(data_path=(str(tmp_path / "no record"),)), 10**6) is None
+    assert unused_entries(DataConfig(mock_data=True, tokenizer_type="ByteTokenizer"), 10**6) is None  # uses them all
 
 
 @pytest.mark.parametrize("mock", [True, False])
