@@ -6,9 +6,10 @@ set -euo pipefail
 
 usage() {
     cat <<END
-usage: bash examples/quickstart.sh [--input-dir DIR] [--steps N] [--out DIR] [-- FLAG...]
+usage: bash examples/quickstart.sh [--input-dir DIR] [--json-keys KEY] [--steps N] [--out DIR] [-- FLAG...]
 
   --input-dir DIR  text to train on: sources, .txt, .md and .jsonl files below DIR (the Python standard library)
+  --json-keys KEY  where the text is in the objects of .jsonl files (text)
   --steps N        training steps (300)
   --out DIR        folder for the token files, metrics and the loss curve (runs/quickstart)
   -- FLAG...       more flags for pretrain_gpt.py, such as: -- --lr 3e-4 --num-layers 6
@@ -21,13 +22,14 @@ fail() {
 }
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-input='' steps=300 out=$root/runs/quickstart
+input='' key=text steps=300 out=$root/runs/quickstart
 while [ $# -gt 0 ]; do
     case $1 in
-        --input-dir | --steps | --out) [ -n "${2:-}" ] || fail "$1 needs a value (see --help)" ;;
+        --input-dir | --json-keys | --steps | --out) [ -n "${2:-}" ] || fail "$1 needs a value (see --help)" ;;
     esac
     case $1 in
         --input-dir) input=$2 && shift 2 ;;
+        --json-keys) key=$2 && shift 2 ;;
         --steps) steps=$2 && shift 2 ;;
         --out) out=$2 && shift 2 ;;
         --) shift && break ;;
@@ -57,9 +59,10 @@ else
 fi
 echo "corpus: $input"
 python tools/preprocess_data.py --input "$input" --suffix "${suffixes[@]}" \
-    --exclude "${excluded[@]}" --tokenizer-type ByteTokenizer --append-eod --output-prefix "$out/data/corpus"
+    --exclude "${excluded[@]}" --json-keys "$key" \
+    --tokenizer-type ByteTokenizer --append-eod --output-prefix "$out/data/corpus"
 
-corpus=$out/data/corpus_text_document
+corpus=$out/data/corpus_${key}_document
 flags=(
     --preset tiny-llama --device cpu
     --tensor-model-parallel-size 2 --sequence-parallel
@@ -78,3 +81,13 @@ fi
 # First without torchrun: a mistake in the flags is then told once, and without its traceback.
 python pretrain_gpt.py --check-config --world-size 2 "${flags[@]}" "$@" >/dev/null
 torchrun --standalone --nproc-per-node 2 pretrain_gpt.py "${flags[@]}" "$@"
+
+cat <<END
+
+next: with your own text,
+  cd $(printf %q "$root") && . .venv/bin/activate
+  python tools/preprocess_data.py --input TEXT.jsonl --tokenizer-type ByteTokenizer --append-eod --output-prefix data/mine
+  torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --preset tiny-llama --tensor-model-parallel-size 2 \\
+      --data-path data/mine_text_document --train-iters 1000 --micro-batch-size 8 --log-interval 10 --run-dir runs/mine
+  python tools/plot_run.py runs/mine # draws it while it runs
+END

@@ -8,6 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config.arguments import parse
+from megatron.data.preprocess import output_prefix
+from tools.preprocess_data import build_parser
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -71,6 +75,31 @@ def test_a_few_steps_on_two_processes(tmp_path: Path, checkout: Path) -> None:
     assert losses[1] < losses[0]
     assert [line["iteration"] for line in lines if "lm loss validation" in line] == [5, 10]
     assert (tmp_path / "run" / "loss.png").stat().st_size > 0
+    told = done.stdout.split("\nnext: ")[1].replace("\\\n", "")
+    commands_can_be_pasted(told, tmp_path / "run" / "data" / "corpus_text_document")
+
+
+def commands_can_be_pasted(text: str, dataset: Path) -> None:
+    """The programs take the flags that they are told to be started with; ``dataset`` stands in for what they make."""
+    commands = [shlex.split(line, comments=True) for line in text.splitlines() if ".py" in line]
+    (_, preprocess, *how), (*_, plot, folder) = commands[0], commands[2]
+    assert (preprocess, plot) == ("tools/preprocess_data.py", "tools/plot_run.py")
+    made = output_prefix(build_parser().parse_args(how).output_prefix, "text")
+    flags = commands[1][commands[1].index("pretrain_gpt.py") + 1 :]
+    flags[flags.index(made)] = str(dataset)
+    assert parse([*flags, "--check-config", "--world-size", "2"], environ={}).config.logging.run_dir == folder
+
+
+def test_text_under_another_key(tmp_path: Path, checkout: Path) -> None:
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "a.jsonl").write_text('{"body": "the quick brown fox"}\n' * 200)
+    flags = ["--input-dir", "text", "--steps", "1", "--out", "run"]
+    refused = quickstart(*flags, cwd=tmp_path, root=checkout)
+    assert refused.returncode == 1
+    assert "a.jsonl:1 has no key 'text'; its keys: body\n  fix: --json-keys KEY" in refused.stderr
+    done = quickstart(*flags, "--json-keys", "body", "--", "--check-config", cwd=tmp_path, root=checkout)
+    assert (tmp_path / "run" / "data" / "corpus_body_document.idx").exists()
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow  # makes the project's .venv where there is none
