@@ -31,6 +31,8 @@ from megatron.config.arguments import parse
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
 from tests.parity.families import copy_into, from_gpt2
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
