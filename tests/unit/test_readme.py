@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config.presets import PRESETS
+from tests.distributed.grid import FACTORS, valid
+from tests.distributed.pairwise import covering
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -46,3 +48,10 @@ def test_presets_are_all_named() -> None:
     row = next(line for line in PAGES[0].read_text().splitlines() if line.startswith("| presets"))
     families = re.findall(r"(\w+)-([\w./]+)", row)
     assert {f"{family}-{size}" for family, sizes in families for size in sizes.split("/")} == set(PRESETS)
+
+
+def test_the_layout_matrix_is_as_large_as_it_says() -> None:
+    text = " ".join(PAGES[0].read_text().split())
+    assert (
+        f"CI runs {len(covering(FACTORS, valid))} further ones that cover every pair of {len(FACTORS)} factors" in text
+    )
