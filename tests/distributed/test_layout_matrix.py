@@ -101,7 +101,7 @@ LARGE = Case(
     optimizer=OptimizerConfig(clip_grad=1.0, adam_eps=1e-3),
     steps=1,
 )
-"""A tied embedding of 12.9 million elements, and one step of Adam. Its eps is about the size of the gradients, because a
+"""A tied embedding of 12.9 million elements, and one step of Adam. Its eps is about the size of the gradients: a
 smaller one would make a whole step of what is zero up to rounding."""
 
 
