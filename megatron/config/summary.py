@@ -62,12 +62,13 @@ def _memory(config: RunConfig) -> str:
 def _batch(config: RunConfig, world_size: int) -> str:
     t, dp = config.training, config.parallel.data_parallel_size(world_size)
     full = global_batch(t, dp)
-    count = full // (t.micro_batch_size * dp)
-    plural = "micro-batch" if count == 1 else "micro-batches"
+    count = _counted(full // (t.micro_batch_size * dp), "micro-batch", "micro-batches")
     tokens = f"{full * t.seq_length:,} tokens"
-    return (
-        f"{full:,} samples x {t.seq_length} = {tokens} a step: {count} {plural} of {t.micro_batch_size} on each DP rank"
-    )
+    return f"{full:,} samples x {t.seq_length} = {tokens} a step: {count} of {t.micro_batch_size} on each DP rank"
+
+
+def _counted(count: int, one: str, many: str) -> str:
+    return f"{count:,} {one if count == 1 else many}"
 
 
 def _ramp(config: RunConfig, world_size: int) -> str:
@@ -86,7 +87,7 @@ def _length(config: RunConfig, world_size: int) -> str:
     row = f"{steps:,} steps, {samples:,} samples, {samples * t.seq_length:,} tokens"
     if t.eval_iters:
         often = f"every {t.eval_interval} steps and at the end" if t.eval_interval else "at the end"
-        row += f"; evaluation on {t.eval_iters} batches {often}"
+        row += f"; evaluation on {_counted(t.eval_iters, 'batch', 'batches')} {often}"
     return row
 
 

@@ -19,6 +19,7 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from tests.distributed import grid
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -55,7 +56,7 @@ def test_what_is_added_to_the_choices_is_in_the_layout_matrix(
     setting = SETTINGS[name]
     more = replace(setting.option, choices=(*(setting.option.choices or ()), "new"))
     monkeypatch.setitem(SETTINGS, name, replace(setting, option=more))
-    assert "new" in runpy.run_module("tests.distributed.grid")["FACTORS"][factor]
+    assert "new" in runpy.run_path(grid.__file__)["FACTORS"][factor]
 
 
 def test_activation(page: dict[str, Any]) -> None:
