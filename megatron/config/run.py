@@ -166,7 +166,9 @@ class DataConfig:
 class LoggingConfig:
     """What a run prints and leaves behind."""
 
-    log_interval: int = option(10, "Steps between progress lines.", at_least=1)
+    log_interval: int = option(
+        10, "Steps between progress lines; the loss is their mean, the gradient norm the last one's.", at_least=1
+    )
     run_dir: str | None = option(None, "Folder for the resolved config, metrics.jsonl and the loss curve.")
 
 
