@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from typing import Any, NoReturn
 
 from megatron.config.checks import batch, data, idle, layout, model, optimizer
-from megatron.config.problems import Problem, UserError
+from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, Setting
 from megatron.config.sources import flat
@@ -36,13 +36,6 @@ def problems(config: RunConfig, world_size: int, doubtful: Set[str] = frozenset(
         except _UnknownError:
             continue
     return found
-
-
-def require(config: RunConfig, world_size: int) -> None:
-    """Raise ``UserError`` with all problems, if there are any."""
-    found = problems(config, world_size)
-    if found:
-        raise UserError(found)
 
 
 def _numbers(config: RunConfig) -> Iterator[tuple[Setting, Any]]:

@@ -91,8 +91,8 @@ class GPTChunk(nn.Module):
         self.config, self.context, self.sums = config, context, Sums()
         self.specs, self.params = context.specs, context.params
         self.plan = Recompute.from_config(training, len(layers))
-        self.first, self.last = layers.start == 0, layers.stop == config.num_layers
-        self.embedding = Embedding(config, context.at("embedding")) if self.first else None
+        self.last = layers.stop == config.num_layers
+        self.embedding = Embedding(config, context.at("embedding")) if layers.start == 0 else None
         self.layers = nn.ModuleDict(
             {str(i): Block(config, context.at(f"layers.{i}"), self.plan.modules) for i in layers}
         )

@@ -71,7 +71,7 @@ class GradSink:
         self._targets, self._contributed = targets, contributed
 
     def attach(self, name: str, parameter: nn.Parameter) -> None:
-        """Collect what plain autograd computes for ``parameter`` (norms, position embeddings)."""
+        """Collect what plain autograd computes for ``parameter`` (norms)."""
 
         def collect(p: Tensor) -> None:
             grad, p.grad = p.grad, None
