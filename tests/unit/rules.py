@@ -16,8 +16,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard"),
     ("megatron.parallel",),
     ("megatron.layers",),
-    ("megatron.model", "megatron.optim", "megatron.data"),
-    ("megatron.training",),
+    ("megatron.model", "megatron.optim", "megatron.data", "megatron.checkpoint"),
+    ("megatron.convert",),
+    ("megatron.training", "megatron.inference"),
     ("pretrain_gpt", "tools"),
 )
 """Bottom to top. A module belongs to the longest prefix of its name. Imports go to lower layers or stay in it;
