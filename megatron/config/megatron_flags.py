@@ -106,11 +106,7 @@ _DOCUMENTS = "attention and positions run across document boundaries"
 
 # Flag -> (why not, what to paste instead; nothing but leaving it out where that is empty).
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "--save": (_NO_CHECKPOINTS, ()),
-    "--load": (_NO_CHECKPOINTS, ()),
-    "--save-interval": (_NO_CHECKPOINTS, ()),
-    "--persistent-save-interval": (_NO_CHECKPOINTS, ()),
-    "--finetune": (_NO_CHECKPOINTS, ()),
+    "--persistent-save-interval": ("it is spelled shorter", ("--save-interval N",)),
     "--yaml-cfg": ("its file has another form", ("--config FILE.yaml",)),
     "--encoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
     "--decoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
@@ -148,10 +144,6 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--step-batch-size-schedule": ("the batch grows linearly", ("--rampup-batch-size START INCREMENT SAMPLES",)),
     "--decrease-batch-size-if-needed": ("the batch is never changed silently", ("--global-batch-size N",)),
     "--distribute-saved-activations": ("saved activations are not spread over ranks", ("--sequence-parallel",)),
-    "--exit-duration-in-mins": (
-        "a run is not ended by the clock",
-        ("send it SIGTERM: it ends cleanly after the step", "--exit-interval N"),
-    ),
     "--exit-signal": ("SIGTERM and SIGINT end the run cleanly, no other", ()),
     "--exit-signal-handler-for-dataloader": ("there are no data loader processes", ()),
     "--distributed-timeout-seconds-after-init": ("one timeout holds", ("--distributed-timeout-minutes N",)),
@@ -210,7 +202,7 @@ FAMILIES = {
     "--async-": _NO_CHECKPOINTS,
     "--non-persistent-": _NO_CHECKPOINTS,
     "--use-checkpoint-": _NO_CHECKPOINTS,
-    "--override-": _NO_CHECKPOINTS,
+    "--override-ckpt-": _NO_CHECKPOINTS,
     "--replication": _NO_CHECKPOINTS,
     "--tensorboard-": _NO_DASHBOARDS,
     "--wandb-": _NO_DASHBOARDS,

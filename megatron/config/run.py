@@ -75,6 +75,9 @@ class TrainingConfig:
     eval_interval: int | None = option(None, "Steps between evaluations. Default: only at the end.", at_least=1)
     eval_iters: int = option(0, "Global batches of one evaluation; 0 turns evaluation off.", at_least=0)
     exit_interval: int | None = option(None, "Stop cleanly after a step that is a multiple of this.", at_least=1)
+    exit_duration_in_mins: float | None = option(
+        None, "Stop cleanly, with exit status 124, after the step that ends this long after the start.", above=0
+    )
     seed: int = option(1234, "Seed of initialisation, dropout and sample order.", at_least=0, below=2**32)
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
     on_nonfinite: str = option(
@@ -162,6 +165,45 @@ class DataConfig:
     )
 
 
+RESUME_MODES = ("exact", "new-schedule", "weights-only")
+"""What a run takes over from the checkpoint it starts from, most first."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Where checkpoints go, which are kept, and what a run starts from."""
+
+    save: str | None = option(
+        None, "Folder for this run's checkpoints. A run whose folder holds some continues from the newest valid one."
+    )
+    save_interval: int | None = option(
+        None, "Steps between checkpoints. Default: only when the run ends or is stopped.", at_least=1
+    )
+    keep_last: int | None = option(
+        None, "Checkpoints to keep; older ones are deleted after each save. Default: all.", at_least=1
+    )
+    keep_every: int | None = option(
+        None, "With keep_last: checkpoints of steps that are a multiple of this are never deleted.", at_least=1
+    )
+    load: str | None = option(
+        None,
+        "What to start from while the save folder holds no checkpoint: a folder of checkpoints or one of them, written "
+        "in any layout, or hf:DIR, the weights and the shape of a Hugging Face model.",
+    )
+    ckpt_step: int | None = option(None, "Step of the checkpoint to load. Default: the newest valid one.", at_least=0)
+    resume_mode: str = option(
+        "exact",
+        "What to take over from load: everything; everything, with batch, length, optimizer numbers and schedules as "
+        "flagged now; or nothing but the weights.",
+        choices=RESUME_MODES,
+        aliases={
+            "--finetune": "weights-only",
+            "--override-opt-param-scheduler": "new-schedule",
+            "--override-opt_param-scheduler": "new-schedule",
+        },
+    )
+
+
 @dataclass(frozen=True)
 class LoggingConfig:
     """What a run prints and leaves behind."""
@@ -182,4 +224,5 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

@@ -80,7 +80,7 @@ def test_flags_that_are_ours_take_the_same_kind_of_value(flag: Flag) -> None:
 
 
 # Megatron-LM reads these as whole numbers, or as floats what is one: every value it takes is taken here.
-WIDER = {"--rotary-base", "--distributed-timeout-minutes", "--loss-scale-window"}
+WIDER = {"--rotary-base", "--distributed-timeout-minutes", "--loss-scale-window", "--exit-duration-in-mins"}
 
 
 def test_defaults_are_those_of_megatron_or_differ_for_a_reason() -> None:
