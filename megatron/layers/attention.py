@@ -1,6 +1,7 @@
 """Self-attention with any number of key/value heads, through SDPA.
 
-Shapes: S sequence, B batch, H hidden, G this rank's key/value heads, N this rank's query heads, D channels of a head.
+Shapes: S sequence, T what a cache holds and the sequence, B batch, H hidden, G this rank's key/value heads, N this
+rank's query heads, D channels of a head.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.layers.cache import KVCache
 from megatron.layers.dropout import dropout_attention
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.norm import Norm
@@ -29,27 +31,32 @@ class Scene:
     Attributes:
         batch: the micro-batch.
         rotation: of queries and keys; None without rotary positions.
-        mask: boolean ``[B or 1, 1, S, S]``, True where a query may look; None for plain causal attention.
+        mask: boolean ``[B or 1, 1, S, T]``, True where a query may look; None for plain causal attention.
+        cache: of the keys and values read before; None outside generation, where T is S.
     """
 
     batch: MicroBatch
     rotation: Rotation | None = None
     mask: Tensor | None = None
+    cache: KVCache | None = None
 
 
 def attention_mask(
-    seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device
+    seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device, first_query: int = 0
 ) -> Tensor | None:
-    """Who may look at whom: causal, within the window, within the document. None when plain causal says it all."""
-    if window is None and documents_BS is None:
+    """Who may look at whom: causal, within the window, within the document. None when plain causal says it all.
+
+    Queries are the tokens from ``first_query`` on, keys all ``seq_length``.
+    """
+    if window is None and documents_BS is None and first_query == 0:
         return None
-    q, k = torch.arange(seq_length, device=device).view(-1, 1), torch.arange(seq_length, device=device)
+    q, k = torch.arange(first_query, seq_length, device=device).view(-1, 1), torch.arange(seq_length, device=device)
     mask = k <= q
     if window is not None:
         mask = mask & (q - k < window)
-    mask = mask.view(1, 1, seq_length, seq_length)
+    mask = mask.view(1, 1, seq_length - first_query, seq_length)
     if documents_BS is not None:
-        mask = mask & (documents_BS[:, None, :, None] == documents_BS[:, None, None, :])
+        mask = mask & (documents_BS[:, None, first_query:, None] == documents_BS[:, None, None, :])
     return mask
 
 
@@ -86,6 +93,8 @@ class SelfAttention(nn.Module):
             q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
         if scene.rotation is not None:
             q_SBND, k_SBGD = scene.rotation.apply(q_SBND), scene.rotation.apply(k_SBGD)
+        if scene.cache is not None:
+            k_SBGD, v_SBGD = scene.cache.extend(self.site, k_SBGD, v_SBGD)
         if self.recompute_core:
             y_SBH = recompute(self._attend, q_SBND, k_SBGD, v_SBGD, scene)
         else:

@@ -3,7 +3,7 @@
 Logits exist for one chunk of tokens at a time; the gradient is taken while they are there, so neither full fp32
 logits nor their gradient ever do.
 
-Shapes: T tokens, C tokens of a chunk, H hidden, V this rank's vocabulary rows.
+Shapes: T tokens, C tokens of a chunk, H hidden, V this rank's vocabulary rows, P ranks.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class OutputLayer(nn.Module):
         self.context, self.loss = context, loss
         spec = vocabulary_spec(config, context)
         held = sum(piece.place.size[0] for piece in spec.pieces)
+        self.entries = spec.shape[0]
         self.vocabulary = Vocabulary(context.tp.rank * spec.local_view[0], held, context.tp)
         owner = context.root.at("embedding.word_embeddings") if spec.tied else context
         self.name, self.weight = owner.name("weight"), owner.parameter("weight", spec)
@@ -74,6 +75,20 @@ class OutputLayer(nn.Module):
         return linear_cross_entropy(
             x_TH, self.weight, labels_T, mask_T, self.vocabulary, self.loss, self.context.sink, self.name
         )
+
+    @torch.no_grad()
+    def logits(self, x_SBH: Tensor) -> Tensor:
+        """``[S, B, H]`` -> ``[S, B, entries of the vocabulary]`` in at least fp32, the same on all TP ranks.
+
+        Raises:
+            ValueError: with sequence parallelism, where a rank has only some of the rows.
+        """
+        if self.context.sequence_parallel:
+            raise ValueError("logits are for inference, which runs without sequence parallelism")
+        wide = torch.promote_types(x_SBH.dtype, torch.float32)
+        local_SBV = x_SBH.matmul(self.weight.t()).to(wide)
+        parts_PSBV = collectives.gather_rows(local_SBV.unsqueeze(0), self.context.tp)
+        return parts_PSBV.movedim(0, 2).flatten(2)[..., : self.entries]
 
 
 def linear_cross_entropy(

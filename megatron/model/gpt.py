@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.layers.attention import Scene, attention_mask
+from megatron.layers.cache import KVCache
 from megatron.layers.dropout import dropout_rows
 from megatron.layers.embedding import Embedding
 from megatron.layers.loss import LossConfig, OutputLayer
@@ -117,10 +118,32 @@ class GPTChunk(nn.Module):
         wide = torch.promote_types(out.dtype, torch.float32)
         return out, torch.zeros((), dtype=wide, device=out.device)
 
-    def _scene(self, batch: MicroBatch) -> Scene:
+    @torch.no_grad()
+    def logits(self, tokens_BS: Tensor, cache: KVCache | None = None, last: int = 0) -> Tensor:
+        """What the whole model says of each token's successor: ``[S, B, vocab]`` in at least fp32, without dropout.
+
+        Args:
+            tokens_BS: int64 ids; with a cache, those that follow what it holds.
+            cache: of what was read before; takes these tokens too.
+            last: how many of the last tokens are asked about; 0 for all.
+
+        Raises:
+            ValueError: when the chunk is not the whole model, or not in evaluation mode.
+        """
+        if self.embedding is None or self.final_layernorm is None or self.output_layer is None or self.training:
+            raise ValueError("logits are those of a whole model after .eval()")
+        batch = MicroBatch.of_tokens(tokens_BS, cache.positions(tokens_BS) if cache is not None else None)
+        x_SBH = self._run_blocks(self._embed(self.embedding, batch), self._scene(batch, cache))
+        if cache is not None:
+            cache.advance(tokens_BS.shape[1])
+        return self.output_layer.logits(self.final_layernorm(x_SBH[-last:] if last else x_SBH))
+
+    def _scene(self, batch: MicroBatch, cache: KVCache | None = None) -> Scene:
         s, device = batch.tokens.shape[1], batch.tokens.device
         rotation = self.rotary(s, batch.positions) if self.rotary is not None else None
-        return Scene(batch, rotation, attention_mask(s, self.config.window_size, batch.documents, device))
+        before, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
+        mask = attention_mask(before + s, self.config.window_size, documents, device, before)
+        return Scene(batch, rotation, mask, cache)
 
     def _embed(self, embedding: Embedding, batch: MicroBatch) -> Tensor:
         x_SBH = embedding(batch.tokens, batch.positions)

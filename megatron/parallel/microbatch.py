@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 
@@ -28,3 +29,10 @@ class MicroBatch:
     step: int = 0
     positions: Tensor | None = None
     documents: Tensor | None = None
+
+    @classmethod
+    def of_tokens(cls, tokens: Tensor, positions: Tensor | None = None) -> MicroBatch:
+        """Tokens ``[b, s]`` to be read, not learned from: no label counts."""
+        mask = torch.zeros_like(tokens, dtype=torch.float32)
+        samples = torch.arange(tokens.shape[0], device=tokens.device)
+        return cls(tokens, tokens, mask, samples, positions=positions)
