@@ -37,27 +37,48 @@ def batch_at(config: TrainingConfig, data_parallel_size: int, consumed_samples: 
     return next(b for at, b in reversed(batch_stages(config, data_parallel_size)) if at <= consumed_samples)
 
 
-def total_samples(config: TrainingConfig, data_parallel_size: int) -> int:
-    """Samples the whole run is planned for: ``train_samples``, or what ``train_iters`` steps consume."""
-    return config.train_samples or trained_samples(config, data_parallel_size)
+def total_samples(
+    config: TrainingConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0
+) -> int:
+    """Samples the whole run is planned for: ``train_samples``, or what ``train_iters`` steps consume.
+
+    Args:
+        config: how long, and in which batches.
+        data_parallel_size: copies of the model.
+        iteration: steps taken before the run goes on with ``config``, perhaps in other batches.
+        consumed_samples: samples they used.
+
+    """
+    return config.train_samples or trained_samples(config, data_parallel_size, iteration, consumed_samples)
 
 
-def trained_samples(config: TrainingConfig, data_parallel_size: int) -> int:
-    """Samples that the whole steps of the run consume: up to a batch fewer than ``train_samples``."""
-    consumed, left = 0, total_steps(config, data_parallel_size)
+def trained_samples(
+    config: TrainingConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0
+) -> int:
+    """Samples consumed when the run ends, up to a batch fewer than ``train_samples``; see `total_samples`."""
+    return _end(config, data_parallel_size, iteration, consumed_samples)[1]
+
+
+def total_steps(config: TrainingConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0) -> int:
+    """Steps taken when the run ends; a last step that is not full is not taken. See `total_samples`."""
+    return _end(config, data_parallel_size, iteration, consumed_samples)[0]
+
+
+def _end(config: TrainingConfig, data_parallel_size: int, iteration: int, consumed: int) -> tuple[int, int]:
+    """Steps and samples at the end of a run that goes on after ``iteration`` steps and ``consumed`` samples.
+
+    That point need not be one where a run with this ramp would have been: the step that crosses into the next stage
+    is then taken whole, as `batch_at` has it.
+    """
     stages = batch_stages(config, data_parallel_size)
-    for (at, size), (end, _) in zip(stages, stages[1:]):
-        steps = min(left, (end - at) // size)
-        consumed, left = consumed + steps * size, left - steps
-    return consumed + left * stages[-1][1]
-
-
-def total_steps(config: TrainingConfig, data_parallel_size: int) -> int:
-    """Steps of the whole run; a last step that is not full is not taken."""
-    if config.train_samples is None:
-        return config.train_iters or 0
-    steps, stages = 0, batch_stages(config, data_parallel_size)
-    ends = [at for at, _ in stages[1:]] + [config.train_samples]
-    for (at, size), end in zip(stages, ends):
-        steps += max(0, min(end, config.train_samples) - at) // size
-    return steps
+    ends = [at for at, _ in stages[1:]]
+    for i, (_, size) in enumerate(stages):
+        if config.train_samples is None:
+            steps = (config.train_iters or 0) - iteration
+        else:
+            steps = (config.train_samples - consumed) // size
+        if i < len(ends):
+            steps = min(steps, -(-(ends[i] - consumed) // size))
+        steps = max(0, steps)
+        iteration, consumed = iteration + steps, consumed + steps * size
+    return iteration, consumed

@@ -56,6 +56,34 @@ def test_ramp(config: TrainingConfig) -> None:
     assert trained_samples(config, 1) == sum(size for _, size in taken)
 
 
+@given(ramps(), st.integers(0, 10**6))
+def test_a_run_that_goes_on_from_any_of_its_steps_ends_where_it_would_have(config: TrainingConfig, dice: int) -> None:
+    full, ramp = config.global_batch_size, config.rampup_batch_size
+    assert full is not None
+    assert ramp is not None
+    taken = walk(ramp, full, config.train_samples, config.train_iters)
+    iteration = dice % (len(taken) + 1)
+    point = (iteration, sum(size for _, size in taken[:iteration]))
+    for measure in (total_steps, total_samples, trained_samples):
+        assert measure(config, 1, *point) == measure(config, 1)
+
+
+@given(ramps(), st.integers(0, 700), st.integers(0, 1500))
+def test_a_run_may_go_on_from_where_it_has_never_been(config: TrainingConfig, iteration: int, consumed: int) -> None:
+    """After a change of batch, walked through step by step: the counts of steps and of samples need not fit."""
+    steps, samples = iteration, consumed
+    while True:
+        size = batch_at(config, 1, samples)
+        if config.train_samples is None and steps >= (config.train_iters or 0):
+            break
+        if config.train_samples is not None and samples + size > config.train_samples:
+            break
+        steps, samples = steps + 1, samples + size
+    assert total_steps(config, 1, iteration, consumed) == steps
+    assert trained_samples(config, 1, iteration, consumed) == samples
+    assert total_samples(config, 1, iteration, consumed) == (config.train_samples or samples)
+
+
 @given(ramps())
 def test_stages_are_whole_steps_in_order(config: TrainingConfig) -> None:
     stages = batch_stages(config, 1)
