@@ -1,0 +1,192 @@
+"""A Hugging Face ``config.json`` as the fields of `ModelConfig`, and back. No torch, no transformers.
+
+What a ``config.json`` asks for and no field of ours says is refused by name, and so is a key that nobody here has heard
+of: it may change what the model computes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config.hf_families import FAMILIES, Family, Json, RefusedError, Values, value_of
+from megatron.config.model import ModelConfig
+from megatron.config.problems import Problem, UserError
+
+
+def _words(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+_NOTES = _words(
+    """architectures model_type transformers_version _name_or_path name_or_path dtype torch_dtype use_cache
+    bos_token_id eos_token_id pad_token_id sep_token_id decoder_start_token_id tokenizer_class prefix
+    attn_implementation _attn_implementation _attn_implementation_autoset output_attentions output_hidden_states
+    return_dict torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward gradient_checkpointing
+    finetuning_task task_specific_params problem_type id2label label2id num_labels
+    summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
+    n_ctx pretraining_tp reorder_and_upcast_attn"""
+)
+"""Keys that do not change what a language model computes: notes, other heads, ways to compute the same."""
+
+_GENERATION = _words(
+    """max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
+    top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids
+    num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
+    remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"""
+)
+"""Settings of text generation, which older versions kept here."""
+
+_NOT_HERE: Mapping[str, tuple[Any, ...]] = {
+    "is_encoder_decoder": (False,),
+    "is_decoder": (False, True),  # a decoder-only model is one either way
+    "tie_encoder_decoder": (False,),
+    "cross_attention_hidden_size": (None,),
+    "pruned_heads": ({}, None),
+    "quantization_config": (None,),
+}
+"""Keys of every model type with the only values that we have."""
+
+_TIED = {"gpt2": True}
+"""Model types whose embedding and output projection are one unless ``tie_word_embeddings`` says otherwise."""
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The ``config.json`` of a folder.
+
+    Raises:
+        UserError: when there is none, or it holds no JSON object.
+    """
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        sentence = f"{folder} holds no config.json, so it is not a Hugging Face model"
+        raise UserError([Problem("E850", sentence, ("--load hf:FOLDER_WITH_CONFIG_JSON",))]) from None
+    except (OSError, ValueError) as error:
+        raise UserError([Problem("E850", f"{path} cannot be read as JSON: {error}")]) from None
+    if not isinstance(config, dict):
+        raise UserError([Problem("E850", f"{path} holds {type(config).__name__}, not an object")])
+    return config
+
+
+def family_of(config: Json, where: str) -> str:
+    """The model type a config.json names, a key of ``FAMILIES``.
+
+    Raises:
+        UserError: when it is none of them.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in FAMILIES:
+        sentence = f"{where}: model_type {kind!r} is not here; these are: {', '.join(FAMILIES)}"
+        raise UserError([Problem("E851", sentence)])
+    architectures = config.get("architectures")
+    if architectures and FAMILIES[kind].architecture not in architectures:
+        sentence = f"{where}: architectures {', '.join(map(str, architectures))}; here is {FAMILIES[kind].architecture}"
+        raise UserError([Problem("E851", sentence)])
+    return kind
+
+
+def model_values(config: Json, where: str) -> Values:
+    """Fields of `ModelConfig`, by name, that the contents of a config.json determine.
+
+    Sizes that are `ModelConfig`'s defaults in words (as many key/value heads as query heads, heads that share the
+    hidden size) are None, as they would be in a preset.
+
+    Args:
+        config: contents of config.json.
+        where: its path, for messages.
+
+    Raises:
+        UserError: naming every key that asks for what is not here.
+    """
+    kind = family_of(config, where)
+    family, values = FAMILIES[kind], Values()
+    problems = [Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _strangers(config, family)]
+    for read in (lambda c: _read_keys(c, family), family.read, lambda c: _read_tie(c, kind)):
+        try:
+            values |= read(config)
+        except RefusedError as refusal:
+            problems.append(Problem("E851", f"{where}: {refusal}"))
+    if problems:
+        raise UserError(problems)
+    return values
+
+
+def _strangers(config: Json, family: Family) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Keys with values that we do not have, and keys that are not known at all."""
+    fixed = {**_NOT_HERE, **family.fixed}
+    known = {key.theirs for key in family.keys} | {*family.reads, *fixed, "tie_word_embeddings"} | _NOTES | _GENERATION
+    for name, value in config.items():
+        if name in fixed and value not in fixed[name]:
+            yield f"{name} {json.dumps(value)} is not here", ()
+        elif name not in known:
+            remedy = (f"take {name} out of config.json if the model computes the same without it",)
+            yield f"{name} {json.dumps(value)} is not known here", remedy
+
+
+def _read_keys(config: Json, family: Family) -> Values:
+    values = {key.ours: value_of(key, config) for key in family.keys}
+    heads = values["num_attention_heads"]
+    if values.get("num_query_groups") == heads:
+        values["num_query_groups"] = None
+    if values.get("kv_channels") is not None and values["kv_channels"] * heads == values["hidden_size"]:
+        values["kv_channels"] = None
+    return {"num_query_groups": None, "kv_channels": None} | values
+
+
+def _read_tie(config: Json, kind: str) -> Values:
+    tied = config.get("tie_word_embeddings", _TIED.get(kind, False))
+    if not isinstance(tied, bool):
+        raise RefusedError(f"tie_word_embeddings is {tied!r}, not true or false")
+    return {"untie_embeddings_and_output_weights": not tied}
+
+
+def family_for(model: ModelConfig) -> str:
+    """The first model type of ``FAMILIES`` that computes exactly what ``model`` describes.
+
+    Raises:
+        UserError: when none does, naming the options in the way of the nearest ones.
+    """
+    lacking = {kind: [option for option, can in f.can.items() if not can(model)] for kind, f in FAMILIES.items()}
+    best = min(lacking, key=lambda kind: len(lacking[kind]))
+    if not lacking[best]:
+        return best
+    problems = []
+    for kind, options in lacking.items():
+        if len(options) == len(lacking[best]):
+            said = ", ".join(f"{option} {getattr(model, option)}" for option in options)
+            problems.append(Problem("E852", f"Hugging Face's {kind} has no {said}"))
+    raise UserError(problems)
+
+
+def config_json(model: ModelConfig, dtype: str = "float32", special: Mapping[str, int | None] | None = None) -> Values:
+    """The contents of the config.json that describes ``model``; dropout of training that a family lacks is left out.
+
+    Args:
+        model: with its vocabulary size and positions known.
+        dtype: of the stored weights, as torch spells it: ``bfloat16``.
+        special: ``bos_token_id``, ``eos_token_id`` and the like; null when not given.
+
+    Raises:
+        UserError: when no family computes exactly the same, or a size is not known.
+    """
+    kind = family_for(model)
+    family = FAMILIES[kind]
+    for name in ("vocab_size", "max_position_embeddings"):
+        if getattr(model, name) is None:
+            flag = f"--{name.replace('_', '-')} N"
+            raise UserError([Problem("E852", f"{name} is not known, and a config.json must say it", (flag,))])
+    derived = {"num_query_groups": model.kv_groups, "kv_channels": model.head_dim, "ffn_hidden_size": model.ffn}
+    return {
+        "architectures": [family.architecture],
+        "model_type": kind,
+        **{key.theirs: derived.get(key.ours, getattr(model, key.ours)) for key in family.keys},
+        **family.write(model),
+        **{name: allowed[0] for name, allowed in family.fixed.items()},
+        "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+        **{name: (special or {}).get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        "torch_dtype": dtype,
+    }
