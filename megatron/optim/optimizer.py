@@ -89,15 +89,44 @@ class Optimizer:
             bucket.buffer.mul_(factor)
         for decays, (names, rule) in self.rules.items():
             rule.update([self.buckets.grads[n] for n in names], lr, weight_decay if decays else 0.0, skipped)
-        self._publish()
+        self.publish()
         return Outcome(norm, skipped)
 
-    def _publish(self) -> None:
+    @torch.no_grad()
+    def publish(self) -> None:
         """Round the masters into the weights the model computes with."""
         copies = [(p.detach(), m) for p, m in zip(self.params.values(), self.masters.values()) if p.dtype != m.dtype]
         if copies:
             weights, masters = zip(*copies)
             torch._foreach_copy_(weights, masters)
+
+    def moments(self) -> dict[str, dict[str, Tensor]]:
+        """What the rule remembers of every parameter, by kind (``exp_avg``...) and name; of the masters' shapes."""
+        found: dict[str, dict[str, Tensor]] = {}
+        for names, rule in self.rules.values():
+            for kind, tensors in rule.state.items():
+                found.setdefault(kind, {}).update(zip(names, tensors))
+        return found
+
+    def steps_applied(self) -> int:
+        """Updates that were not skipped; waits for the device.
+
+        Raises:
+            RuntimeError: when parameters do not agree on it.
+
+        """
+        counts = {int(count.item()) for count in self._step_counts()}
+        if len(counts) > 1:
+            raise RuntimeError(f"parameters have had different numbers of updates: {sorted(counts)}")
+        return counts.pop() if counts else 0
+
+    def set_steps_applied(self, steps: int) -> None:
+        """Go on as after ``steps`` updates."""
+        for count in self._step_counts():
+            count.fill_(steps)
+
+    def _step_counts(self) -> list[Tensor]:
+        return [count for _, rule in self.rules.values() for count in rule.step_counts]
 
 
 def _master(param: nn.Parameter) -> Tensor:

@@ -17,7 +17,10 @@ class Rule(Protocol):
     """How parameters move along their gradients."""
 
     state: dict[str, list[Tensor]]
-    """Per-parameter state by kind (``exp_avg``...), in the order of the parameters."""
+    """Per-parameter state by kind (``exp_avg``...), in the order of the parameters and of their shapes."""
+
+    step_counts: list[Tensor]
+    """Updates so far, 0-d fp32, one for each parameter; empty where the rule does not depend on them."""
 
     def update(self, grads: Sequence[Tensor], lr: float, weight_decay: float, skip: Tensor) -> None:
         """Move the parameters, unless ``skip`` (fp32 scalar, 0 or 1) is 1: then nothing changes."""
@@ -29,7 +32,7 @@ class AdamW:
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
         self.params, self.config = list(params), config
         self.state = {kind: [torch.zeros_like(p) for p in self.params] for kind in ("exp_avg", "exp_avg_sq")}
-        self.state["step"] = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
+        self.step_counts = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
 
     def update(self, grads: Sequence[Tensor], lr: float, weight_decay: float, skip: Tensor) -> None:
         """One step of :class:`Rule`."""
@@ -41,7 +44,7 @@ class AdamW:
             self.state["exp_avg"],
             self.state["exp_avg_sq"],
             [],
-            self.state["step"],
+            self.step_counts,
             fused=True,
             found_inf=skip,
             amsgrad=False,
@@ -60,6 +63,7 @@ class SGD:
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
         self.params, self.config = list(params), config
         self.state = {"momentum_buffer": [torch.zeros_like(p) for p in self.params]}
+        self.step_counts: list[Tensor] = []
 
     def update(self, grads: Sequence[Tensor], lr: float, weight_decay: float, skip: Tensor) -> None:
         """One step of :class:`Rule`."""

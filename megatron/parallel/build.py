@@ -25,6 +25,7 @@ class BuildContext:
         device: where they live; ``meta`` builds shapes only.
         seed: of initialisation and dropout.
         sequence_parallel: whether activations between TP regions are sharded over the sequence.
+        initialised: whether parameters start from their random values; otherwise they are zero, to be loaded.
         specs: filled with every parameter's spec, by global name.
         params: filled with the parameters themselves.
         prefix: dotted name of the module.
@@ -36,6 +37,7 @@ class BuildContext:
     device: torch.device = torch.device("cpu")
     seed: int = 1234
     sequence_parallel: bool = False
+    initialised: bool = True
     specs: dict[str, ShardSpec] = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     prefix: str = ""
@@ -82,8 +84,8 @@ class BuildContext:
         if full in self.params:
             return self._use_again(full, spec)
         self.specs[full] = spec
-        parameter = nn.Parameter(torch.empty(spec.local_shape, dtype=self.dtype, device=self.device))
-        if self.device.type != "meta":
+        parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device))
+        if self.initialised and self.device.type != "meta":
             initialize(parameter, spec, full, self.seed)
         if autograd:
             self.sink.attach(full, parameter)

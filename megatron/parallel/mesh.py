@@ -123,6 +123,12 @@ def start_distributed(backend: str | None, timeout: timedelta, device: torch.dev
     dist.init_process_group(chosen, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
 
 
+def everyone(rank: int, world_size: int) -> Group:
+    """All ranks, as soon as they have joined: the group to agree in before there is a mesh."""
+    handle = dist.group.WORLD if world_size > 1 else None
+    return Group(tuple(range(world_size)), rank, handle)
+
+
 def leave_distributed() -> None:
     """Undo :func:`start_distributed`. Not after an error: NCCL would wait here for ranks that no longer answer."""
     if dist.is_initialized():
