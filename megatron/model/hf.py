@@ -1,0 +1,201 @@
+"""Weights of Hugging Face models as boxes of ours: one literal table per family, read both ways.
+
+A row names one of our tensors and the axes of its view, then the tensors of theirs that make it up. Theirs are
+described by the same axes: a comma separates the dimensions a tensor is stored with, and brackets say which part of an
+axis it is. So ``"h, x g d"`` is stored ``[h, x * g * d]``, and ``"g x[-1:] d, h"`` holds the last of each group's ``x``
+and is stored ``[g * d, h]``. Only views, permutations and slices can be said, so every row can be undone, and a box of
+ours is a set of slices of theirs.
+
+Axes: v vocabulary, t positions, h hidden, g key/value heads, x a group's queries, its key and its value, d channels of
+a head, o all heads' outputs, p gate and up, f the MLP's width.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import ParallelConfig, TrainingConfig
+from megatron.model.gpt import build_gpt
+from megatron.parallel.build import BuildContext
+from megatron.parallel.grads import GradSink
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import Box, ShardSpec
+
+Row = tuple[str, str, tuple[tuple[str, str], ...]]
+"""Our name, the axes of our view, and per tensor of theirs its name and axes; ``{i}`` is the layer."""
+
+_GPT2: tuple[Row, ...] = (
+    ("embedding.word_embeddings.weight", "v h", (("transformer.wte.weight", "v, h"),)),
+    ("embedding.position_embeddings.weight", "t h", (("transformer.wpe.weight", "t, h"),)),
+    ("layers.{i}.input_layernorm.weight", "h", (("transformer.h.{i}.ln_1.weight", "h"),)),
+    ("layers.{i}.input_layernorm.bias", "h", (("transformer.h.{i}.ln_1.bias", "h"),)),
+    ("layers.{i}.self_attention.linear_qkv.weight", "g x d h", (("transformer.h.{i}.attn.c_attn.weight", "h, x g d"),)),
+    ("layers.{i}.self_attention.linear_qkv.bias", "g x d", (("transformer.h.{i}.attn.c_attn.bias", "x g d"),)),
+    ("layers.{i}.self_attention.linear_proj.weight", "h o", (("transformer.h.{i}.attn.c_proj.weight", "o, h"),)),
+    ("layers.{i}.self_attention.linear_proj.bias", "h", (("transformer.h.{i}.attn.c_proj.bias", "h"),)),
+    ("layers.{i}.pre_mlp_layernorm.weight", "h", (("transformer.h.{i}.ln_2.weight", "h"),)),
+    ("layers.{i}.pre_mlp_layernorm.bias", "h", (("transformer.h.{i}.ln_2.bias", "h"),)),
+    ("layers.{i}.mlp.linear_fc1.weight", "f h", (("transformer.h.{i}.mlp.c_fc.weight", "h, f"),)),
+    ("layers.{i}.mlp.linear_fc1.bias", "f", (("transformer.h.{i}.mlp.c_fc.bias", "f"),)),
+    ("layers.{i}.mlp.linear_fc2.weight", "h f", (("transformer.h.{i}.mlp.c_proj.weight", "f, h"),)),
+    ("layers.{i}.mlp.linear_fc2.bias", "h", (("transformer.h.{i}.mlp.c_proj.bias", "h"),)),
+    ("final_layernorm.weight", "h", (("transformer.ln_f.weight", "h"),)),
+    ("final_layernorm.bias", "h", (("transformer.ln_f.bias", "h"),)),
+    ("output_layer.weight", "v h", (("lm_head.weight", "v, h"),)),
+)
+
+_LLAMA: tuple[Row, ...] = (
+    ("embedding.word_embeddings.weight", "v h", (("model.embed_tokens.weight", "v, h"),)),
+    ("layers.{i}.input_layernorm.weight", "h", (("model.layers.{i}.input_layernorm.weight", "h"),)),
+    (
+        "layers.{i}.self_attention.linear_qkv.weight",
+        "g x d h",
+        (
+            ("model.layers.{i}.self_attn.q_proj.weight", "g x[:-2] d, h"),
+            ("model.layers.{i}.self_attn.k_proj.weight", "g x[-2:-1] d, h"),
+            ("model.layers.{i}.self_attn.v_proj.weight", "g x[-1:] d, h"),
+        ),
+    ),
+    (
+        "layers.{i}.self_attention.linear_qkv.bias",
+        "g x d",
+        (
+            ("model.layers.{i}.self_attn.q_proj.bias", "g x[:-2] d"),
+            ("model.layers.{i}.self_attn.k_proj.bias", "g x[-2:-1] d"),
+            ("model.layers.{i}.self_attn.v_proj.bias", "g x[-1:] d"),
+        ),
+    ),
+    ("layers.{i}.self_attention.q_layernorm.weight", "d", (("model.layers.{i}.self_attn.q_norm.weight", "d"),)),
+    ("layers.{i}.self_attention.k_layernorm.weight", "d", (("model.layers.{i}.self_attn.k_norm.weight", "d"),)),
+    ("layers.{i}.self_attention.linear_proj.weight", "h o", (("model.layers.{i}.self_attn.o_proj.weight", "h, o"),)),
+    ("layers.{i}.self_attention.linear_proj.bias", "h", (("model.layers.{i}.self_attn.o_proj.bias", "h"),)),
+    ("layers.{i}.pre_mlp_layernorm.weight", "h", (("model.layers.{i}.post_attention_layernorm.weight", "h"),)),
+    (
+        "layers.{i}.mlp.linear_fc1.weight",
+        "p f h",
+        (
+            ("model.layers.{i}.mlp.gate_proj.weight", "p[:1] f, h"),
+            ("model.layers.{i}.mlp.up_proj.weight", "p[1:] f, h"),
+        ),
+    ),
+    (
+        "layers.{i}.mlp.linear_fc1.bias",
+        "p f",
+        (
+            ("model.layers.{i}.mlp.gate_proj.bias", "p[:1] f"),
+            ("model.layers.{i}.mlp.up_proj.bias", "p[1:] f"),
+        ),
+    ),
+    ("layers.{i}.mlp.linear_fc2.weight", "h f", (("model.layers.{i}.mlp.down_proj.weight", "h, f"),)),
+    ("layers.{i}.mlp.linear_fc2.bias", "h", (("model.layers.{i}.mlp.down_proj.bias", "h"),)),
+    ("final_layernorm.weight", "h", (("model.norm.weight", "h"),)),
+    ("output_layer.weight", "v h", (("lm_head.weight", "v, h"),)),
+)
+
+
+@dataclass(frozen=True)
+class Table:
+    """How one kind of Hugging Face model is stored.
+
+    Attributes:
+        rows: every tensor that such a model can have.
+        prefix: of all names but the head's; files written from a model without head lack it.
+        buffers: patterns of names, without the prefix, that hold no weights and may be passed over.
+    """
+
+    rows: tuple[Row, ...]
+    prefix: str
+    buffers: tuple[str, ...]
+
+
+_GPT2_TABLE = Table(_GPT2, "transformer.", (r"h\.\d+\.attn\.bias", r"h\.\d+\.attn\.masked_bias"))
+_LLAMA_TABLE = Table(_LLAMA, "model.", (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq"))
+TABLES: dict[str, Table] = {
+    "gpt2": _GPT2_TABLE,
+    "llama": _LLAMA_TABLE,
+    "mistral": _LLAMA_TABLE,
+    "qwen2": _LLAMA_TABLE,
+    "qwen3": _LLAMA_TABLE,
+}
+"""By transformers' ``model_type``, the keys of `megatron.config.hf_families.FAMILIES`."""
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One tensor of theirs in one of ours.
+
+    Attributes:
+        name: theirs.
+        shape: they store it with.
+        order: its axes in their order, as dimensions of our view.
+        box: of our view that it fills.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    order: tuple[int, ...]
+    box: Box
+
+    def arrange(self, theirs: Tensor) -> Tensor:
+        """Their tensor ``shape`` as our box ``box.size``: a view, nothing is copied or read."""
+        unfolded = theirs.view([self.box.size[axis] for axis in self.order])
+        return unfolded.permute([self.order.index(axis) for axis in range(len(self.order))])
+
+    def restore(self, ours: Tensor) -> Tensor:
+        """Our box ``box.size`` as their tensor ``shape``; copied where the order differs."""
+        return ours.permute(self.order).reshape(self.shape)
+
+
+def slots(kind: str, specs: Mapping[str, ShardSpec]) -> dict[str, tuple[Slot, ...]]:
+    """What each of our tensors is made of.
+
+    Args:
+        kind: key of ``TABLES``.
+        specs: of the model's tensors; only shapes are read.
+
+    Raises:
+        KeyError: when the table lacks one of them.
+    """
+    rows = {ours: (axes, theirs) for ours, axes, theirs in TABLES[kind].rows}
+    found = {}
+    for name, spec in specs.items():
+        layer = re.match(r"layers\.(\d+)\.", name)
+        axes, theirs = rows[name.replace(layer[0], "layers.{i}.", 1) if layer else name]
+        index = layer[1] if layer else ""
+        found[name] = tuple(_slot(their.replace("{i}", index), said, axes.split(), spec.view) for their, said in theirs)
+    return found
+
+
+def _slot(name: str, said: str, axes: list[str], view: tuple[int, ...]) -> Slot:
+    """Read ``said``, such as ``g x[:-2] d, h``."""
+    start, size, order, shape = [0] * len(view), list(view), [], []
+    for dimension in said.split(","):
+        parts = list(_axes(dimension))
+        for letter, part in parts:
+            axis = axes.index(letter)
+            first, stop, _ = part.indices(view[axis])
+            start[axis], size[axis] = first, stop - first
+            order.append(axis)
+        shape.append(prod(size[axes.index(letter)] for letter, _ in parts))
+    return Slot(name, tuple(shape), tuple(order), Box(tuple(start), tuple(size)))
+
+
+def _axes(dimension: str) -> Iterator[tuple[str, slice]]:
+    """The axes of one stored dimension, each with the part that is held: ``x[:-2]`` or all of it."""
+    for letter, first, stop in re.findall(r"(\w)(?:\[(-?\d*):(-?\d*)\])?", dimension):
+        yield letter, slice(int(first) if first else None, int(stop) if stop else None)
+
+
+def model_specs(model: ModelConfig) -> dict[str, ShardSpec]:
+    """The place of every tensor of the whole model, on one rank; nothing is allocated."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(), 1), 0)
+    context = BuildContext(mesh, GradSink(), device=torch.device("meta"))
+    return build_gpt(model, TrainingConfig(), context).specs
