@@ -125,3 +125,28 @@ def test_full_logits_never_exist() -> None:
     with Allocations() as made:
         F.cross_entropy(x.flatten(0, 1) @ output.weight.t(), batch.labels.flatten()).backward()
     assert made.largest >= full_logits
+
+
+def test_logits_are_those_of_the_loss() -> None:
+    """For every real entry of the vocabulary and none of its padding."""
+    config = tiny()
+    chunk = Solo.build(config).chunk.eval()
+    batch = random_batch(config)
+    logits = chunk.logits(batch.tokens)
+    assert logits.shape == (16, 2, config.vocab)
+    token_losses = F.cross_entropy(logits.permute(1, 2, 0), batch.labels, reduction="none")
+    with torch.no_grad():
+        expected, _ = chunk(None, batch)
+    assert (token_losses * batch.loss_mask).sum().item() == pytest.approx(expected.item(), rel=1e-13)
+    assert torch.equal(chunk.logits(batch.tokens, last=3), logits[-3:])
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.bfloat16, torch.float32), (torch.float64, torch.float64)], ids=str)
+def test_logits_are_wide(dtype: torch.dtype, wide: torch.dtype) -> None:
+    chunk = Solo.build(tiny(), dtype).chunk.eval()
+    assert chunk.logits(torch.zeros(1, 3, dtype=torch.long)).dtype == wide
+
+
+def test_logits_in_training_mode_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"after \.eval\(\)"):
+        Solo.build(tiny(hidden_dropout=0.1)).chunk.logits(torch.zeros(1, 3, dtype=torch.long))

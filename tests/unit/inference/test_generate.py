@@ -1,0 +1,135 @@
+"""Generation with a cache against reading the whole text anew for every token."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config.model import ModelConfig
+from megatron.inference.errors import InferenceError
+from megatron.inference.generate import generate
+from megatron.inference.sampling import Sampling, draw, sample
+from megatron.model.gpt import GPTChunk
+from tests.solo import Solo, tiny
+
+GREEDY = Sampling(0.0)
+LENGTHS = (7, 1, 3, 7, 5)
+NEW = 9
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "dropout-in-training": {"hidden_dropout": 0.3, "attention_dropout": 0.3},
+    "rope-gqa-qk-norm": {"position_embedding_type": "rope", "num_query_groups": 2, "qk_layernorm": True},
+    "rope-window": {"position_embedding_type": "rope", "window_size": 4, "num_query_groups": 1},
+    "interleaved-partial": {"position_embedding_type": "rope", "rotary_interleaved": True, "rotary_percent": 0.5},
+    "no-positions": {"position_embedding_type": "none", "window_size": 3},
+}
+
+
+def model(**changes: Any) -> GPTChunk:
+    return Solo.build(tiny(**changes)).chunk
+
+
+def prompts_of(config: ModelConfig, lengths: tuple[int, ...] = LENGTHS, seed: int = 0) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(0, config.vocab, (n,), generator=generator).tolist() for n in lengths]
+
+
+def reread(chunk: GPTChunk, prompt: list[int], number: int, sampling: Sampling, new: int = NEW) -> list[int]:
+    """A prompt alone, without a cache."""
+    chunk.eval()
+    ids = list(prompt)
+    for _ in range(new):
+        logits = chunk.logits(torch.tensor([ids]))[-1]
+        ids.append(int(sample(logits, sampling, torch.tensor([draw(sampling.seed, number, len(ids))]).double())))
+    return ids[len(prompt) :]
+
+
+@pytest.mark.parametrize("sampling", [GREEDY, Sampling(0.9, 40, 0.95, seed=3)], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_equals_reading_everything_anew(name: str, sampling: Sampling) -> None:
+    """In one batch of prompts of different lengths, in batches of two, and alone."""
+    chunk = model(**CONFIGS[name])
+    prompts = prompts_of(chunk.config)
+    expected = [reread(chunk, prompt, number, sampling) for number, prompt in enumerate(prompts)]
+    assert len({tuple(ids) for ids in expected}) > 1
+    for batch_size in (8, 2, 1):
+        assert generate(chunk, prompts, NEW, sampling, batch_size=batch_size) == expected
+
+
+class Noted(nn.Module):
+    """A model that notes the logits it gives."""
+
+    def __init__(self, chunk: GPTChunk) -> None:
+        super().__init__()
+        self.chunk, self.config, self.context = chunk, chunk.config, chunk.context
+        self.seen: list[Tensor] = []
+
+    def logits(self, *arguments: Any, **named: Any) -> Tensor:
+        self.seen.append(self.chunk.logits(*arguments, **named))
+        return self.seen[-1]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_logits_equal_those_without_a_cache(name: str) -> None:
+    chunk = model(**CONFIGS[name])
+    prompts = prompts_of(chunk.config)
+    noted = Noted(chunk)
+    chosen = generate(cast(GPTChunk, noted), prompts, NEW, GREEDY)
+    cached = torch.cat(noted.seen)
+    for row, (prompt, ids) in enumerate(zip(prompts, chosen)):
+        alone = chunk.logits(torch.tensor([prompt + ids]))[len(prompt) - 1 : -1, 0]
+        torch.testing.assert_close(cached[:, row], alone, rtol=1e-10, atol=1e-10)
+
+
+def test_a_stop_token_ends_its_prompt_only() -> None:
+    chunk = model()
+    prompts = prompts_of(chunk.config)
+    free = generate(chunk, prompts, NEW, GREEDY)
+    stop = free[2][4]
+    expected = [ids[: ids.index(stop) + 1] if stop in ids else ids for ids in free]
+    assert len(expected[2]) <= 5 < NEW
+    assert generate(chunk, prompts, NEW, GREEDY, stop_ids={stop}) == expected
+
+
+def test_tokens_are_told_one_by_one() -> None:
+    chunk = model()
+    prompts, told = prompts_of(chunk.config), []
+    new = generate(chunk, prompts, NEW, GREEDY, on_token=lambda *token: told.append(token), batch_size=2)
+    for number, ids in enumerate(new):
+        assert [token for prompt, token in told if prompt == number] == ids
+    assert [prompt for prompt, _ in told[:4]] == [0, 1, 0, 1]
+
+
+def test_nothing_new() -> None:
+    assert generate(model(), [[1], [2]], 0, GREEDY) == [[], []]
+    assert generate(model(), [], 5, GREEDY) == []
+
+
+@pytest.mark.parametrize(
+    ("prompts", "new", "message"),
+    [
+        ([[1], []], 3, "prompt 2 is empty"),
+        ([[1, 101]], 3, r"prompt 1 has id 101, but the model's ids are 0\.\.100"),
+        ([[1] * 10], 7, r"exceed the model's 16 positions\n  fix: --max-new-tokens 6"),
+        ([[1] * 16], 1, "has 16 positions, which must hold the new tokens too"),
+        ([[1]], -1, "-1 new tokens"),
+    ],
+)
+def test_what_cannot_be_continued_is_refused(prompts: list[list[int]], new: int, message: str) -> None:
+    with pytest.raises(InferenceError, match=message):
+        generate(model(), prompts, new, GREEDY)
+
+
+def test_as_many_as_fit() -> None:
+    assert len(generate(model(), [[1] * 10], 6, GREEDY)[0]) == 6
+
+
+def test_a_model_with_broken_weights_is_an_error() -> None:
+    chunk = model()
+    torch.nn.init.constant_(chunk.params["final_layernorm.weight"], float("inf"))
+    with pytest.raises(InferenceError, match="NaN or infinite"):
+        generate(chunk, [[1]], 3, GREEDY)
