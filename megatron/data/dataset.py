@@ -34,3 +34,10 @@ class Dataset(Protocol):
 
     def describe(self, tokens: int) -> str:
         """Where ``tokens`` tokens of it come from, for people."""
+
+    @property
+    def fingerprint(self) -> str:
+        """16 hexadecimal digits of what the samples are made from, wherever it lies and however many are drawn."""
+
+    def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """A number for each of the samples ``places [n]`` that changes where their order does."""

@@ -3,11 +3,16 @@
 The documents of a split are laid end to end, ``epochs`` times, each epoch shuffled; the line is cut every
 ``seq_length`` tokens (neighbouring samples share one token: the last label of one is the first token of the next),
 and the samples are shuffled. Three tables say all this (`SampleOrder`); building them is separate from reading.
+
+How many samples were asked for decides the order, so a run that goes on for longer than it was planned for does not
+ask anew: it appends an order of its own seed (`extend_order`), and no earlier sample changes its place.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from functools import cached_property, reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,6 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.dataset import Sample
+from megatron.data.digest import fingerprint, mix
 from megatron.data.errors import DataError
 from megatron.data.indexed import IndexedDataset
 
@@ -28,10 +34,12 @@ class SampleOrder(NamedTuple):
     Attributes:
         documents: int32 ``[epochs * sequences]``, sequence numbers in the order they are read.
         samples: int ``[n + 1, 2]``, sample ``j`` starts in the sequence at place ``samples[j, 0]`` of ``documents``,
-            at token ``samples[j, 1]``, and ends where the next one starts.
+            at token ``samples[j, 1]``, and ends where row ``j + 1`` says. (One row more for every order appended.)
         shuffle: uint32 ``[n]``, the sample at each place of the stream.
         epochs: passes over the split that were laid end to end.
         tokens: tokens of one pass.
+        part: the sequences of the split.
+        seq_length: tokens of a sample.
     """
 
     documents: NDArray[np.int32]
@@ -39,6 +47,8 @@ class SampleOrder(NamedTuple):
     shuffle: NDArray[Any]
     epochs: int
     tokens: int
+    part: range
+    seq_length: int
 
 
 class GPTDataset:
@@ -55,6 +65,19 @@ class GPTDataset:
         """How often ``tokens`` tokens go through the files."""
         once = self.order.tokens
         return f"{tokens:,} tokens = {tokens / once:.2f} epochs of {once:,} in {self._indexed.prefix}"
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Of the files' content, the sequences of the split and the length of a sample."""
+        return fingerprint("files", self._indexed.fingerprint, self.order.part, self.order.seq_length)
+
+    def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """Where the samples ``places [n]`` begin in which sequence, and in which sequence they end."""
+        rows = self.order.shuffle[places].astype(np.int64)
+        # take is five times as fast as indexing with rows
+        begin, end = (self.order.samples.take(at, axis=0) for at in (rows, rows + 1))
+        first, last = (self.order.documents.take(row[:, 0]).astype(np.uint64) for row in (begin, end))
+        return mix(first << np.uint64(32) | begin[:, 1].astype(np.uint64)) ^ last
 
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
@@ -107,7 +130,44 @@ def build_order(
     random = np.random.RandomState(seed)  # this generator is part of the order
     documents = _document_index(part, epochs, apart is not None, random)
     samples = _sample_index(lengths[documents], (epochs * tokens - 1) // seq_length, seq_length)
-    return SampleOrder(documents, samples, _shuffle_index(len(samples) - 1, apart, random), epochs, tokens)
+    shuffle = _shuffle_index(len(samples) - 1, apart, random)
+    return SampleOrder(documents, samples, shuffle, epochs, tokens, part, seq_length)
+
+
+def extend_order(
+    lengths: NDArray[np.int32], part: range, stretches: Sequence[int], used: int, seq_length: int, seed: int
+) -> tuple[SampleOrder, tuple[int, ...]]:
+    """The orders made for ``stretches`` samples each, end to end, and one more where they hold fewer than ``used``.
+
+    Stretch ``i`` is `build_order` with ``seed + i``; all its samples count, also those beyond the number it was made
+    for, so that what was begun of an epoch is read to its end. Returns the stretches with the one that was added.
+
+    Raises:
+        DataError: as `build_order`.
+    """
+    orders = [build_order(lengths, part, n, seq_length, _stretch_seed(seed, i)) for i, n in enumerate(stretches)]
+    missing = used - sum(len(order.shuffle) for order in orders)
+    if missing <= 0:
+        return reduce(_append, orders), tuple(stretches)
+    orders.append(build_order(lengths, part, missing, seq_length, _stretch_seed(seed, len(stretches))))
+    return reduce(_append, orders), (*stretches, missing)
+
+
+def _stretch_seed(seed: int, stretch: int) -> int:
+    return (seed + stretch) % 2**32
+
+
+def _append(one: SampleOrder, other: SampleOrder) -> SampleOrder:
+    """Two orders of one split, end to end; the rows of each point into its own part of the tables."""
+    documents = np.concatenate((one.documents, other.documents))
+    samples = np.concatenate((one.samples, other.samples + np.array((len(one.documents), 0))))
+    shuffle = np.concatenate((one.shuffle, other.shuffle + np.int64(len(one.samples))))
+    return one._replace(
+        documents=documents,
+        samples=samples.astype(_sample_dtype(len(documents))),
+        shuffle=shuffle.astype(_shuffle_dtype(len(samples))),
+        epochs=one.epochs + other.epochs,
+    )
 
 
 def _epochs(tokens: int, num_samples: int | None, seq_length: int) -> int:
@@ -148,11 +208,19 @@ def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> 
     places = np.searchsorted(ends, starts, side="right")
     places[0] = 0  # where an empty sequence comes first, the first sample starts in it
     offsets = starts - (ends[places] - lengths[places])
-    return np.stack((places, offsets), axis=1).astype(np.int32 if len(lengths) < 2**31 else np.int64)
+    return np.stack((places, offsets), axis=1).astype(_sample_dtype(len(lengths)))
+
+
+def _sample_dtype(documents: int) -> type[np.signedinteger[Any]]:
+    return np.int32 if documents < 2**31 else np.int64
+
+
+def _shuffle_dtype(samples: int) -> type[np.integer[Any]]:
+    return np.uint32 if samples < 2**32 - 2 else np.int64
 
 
 def _shuffle_index(samples: int, apart: int | None, random: np.random.RandomState) -> NDArray[Any]:
-    dtype = np.uint32 if samples < 2**32 - 2 else np.int64
+    dtype = _shuffle_dtype(samples)
     cuts = (0, samples) if apart is None else (0, apart, samples)
     runs = [np.arange(begin, end, dtype=dtype) for begin, end in zip(cuts, cuts[1:])]
     for run in runs:

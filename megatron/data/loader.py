@@ -6,7 +6,7 @@ function of the samples consumed before it, so a run that resumes has no state t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,8 +15,9 @@ import torch
 from megatron.config.batch import global_batch, total_samples, total_steps, trained_samples
 from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.dataset import Dataset, Sample
+from megatron.data.digest import PLACES_PER_BLOCK, digest
 from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import SPLITS, GPTDataset, build_order, split_ranges
+from megatron.data.gpt_dataset import SPLITS, GPTDataset, extend_order, split_ranges
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockDataset
 from megatron.data.sampler import micro_batches
@@ -33,7 +34,8 @@ class DataSource:
 
     Attributes:
         datasets: by split name, those asked for that need samples.
-        requested: samples each of them was built for; they fix its order, so a run that resumes must ask for the same.
+        stretches: by split name, the numbers of samples its order was made for, one after another. They fix the order:
+            a run that resumes gives them to `build_data`, and earlier samples keep their places however long it gets.
         used: samples that the run reads of each of them.
         seq_length: tokens of a sample.
         micro_batch_size: samples of a micro-batch.
@@ -42,7 +44,7 @@ class DataSource:
     """
 
     datasets: Mapping[str, Dataset]
-    requested: Mapping[str, int]
+    stretches: Mapping[str, tuple[int, ...]]
     used: Mapping[str, int]
     seq_length: int
     micro_batch_size: int
@@ -57,6 +59,48 @@ class DataSource:
         ]
         return splits + [f"{'note':<11}{note}" for note in self.notes]
 
+    @property
+    def fingerprints(self) -> dict[str, str]:
+        """By split name, 16 hexadecimal digits of what its samples are made from (`Dataset.fingerprint`)."""
+        return {name: dataset.fingerprint for name, dataset in self.datasets.items()}
+
+    def digest(self, split: str, first: int, stop: int) -> int:
+        """64 bits that say which samples are at places ``first .. stop - 1``, and what they are made from.
+
+        It is a sum modulo 2**64 over the places: digests of parts, in whatever order they were read, add up to that
+        of the whole.
+
+        Raises:
+            DataError: when the split has no such samples.
+        """
+        starts = range(first, stop, PLACES_PER_BLOCK)
+        return self.digest_places(split, (range(at, min(at + PLACES_PER_BLOCK, stop)) for at in starts))
+
+    def digest_places(self, split: str, groups: Iterable[range]) -> int:
+        """The `digest` of the places in all ``groups``, such as those of `share`.
+
+        Raises:
+            DataError: when the split has no such samples.
+        """
+        total = 0
+        for places in groups:
+            dataset = self._dataset(split, places)
+            numbers = np.array(places, dtype=np.int64)
+            total += digest(numbers, dataset.identities(numbers), int(dataset.fingerprint, 16))
+        return total % 2**64
+
+    def share(self, split: str, consumed_samples: int, global_batch: int, dp_rank: int, dp_size: int) -> list[range]:
+        """Places of this data-parallel rank's micro-batches of the global batch that starts at ``consumed_samples``.
+
+        Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run see the same
+        batches and their losses can be compared (Megatron-LM moves on through the validation data).
+
+        Raises:
+            DataError: when the split has no such samples.
+        """
+        self._dataset(split, range(consumed_samples, consumed_samples + global_batch))
+        return micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size)
+
     def step_batches(
         self,
         split: str,
@@ -67,29 +111,37 @@ class DataSource:
         step: int,
         device: torch.device | str = "cpu",
     ) -> list[MicroBatch]:
-        """This data-parallel rank's micro-batches of the global batch that starts at ``consumed_samples``.
-
-        Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run see the same
-        batches and their losses can be compared (Megatron-LM moves on through the validation data).
+        """The micro-batches of a rank's `share`.
 
         Raises:
             DataError: when the split has no such samples, or holds ids beyond the vocabulary.
         """
-        if split not in self.datasets:
-            has = " and ".join(WORDS[name] for name in self.datasets)
-            raise DataError(f"there are no {WORDS[split]} samples in this run: it has {has or 'none'}")
-        last = consumed_samples + global_batch
-        if last > len(self.datasets[split]):
-            raise DataError(f"{WORDS[split]} sample {last - 1} was asked for; this run has {len(self.datasets[split])}")
-        groups = micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size)
-        return [self._micro_batch(split, places, step, device) for places in groups]
+        groups = self.share(split, consumed_samples, global_batch, dp_rank, dp_size)
+        return [self.micro_batch(split, places, step, device) for places in groups]
 
-    def _micro_batch(self, split: str, places: range, step: int, device: torch.device | str) -> MicroBatch:
+    def micro_batch(self, split: str, places: range, step: int, device: torch.device | str = "cpu") -> MicroBatch:
+        """The samples at ``places``, read for step ``step``.
+
+        Raises:
+            DataError: when the split has no such samples, or holds ids beyond the vocabulary.
+        """
+        self._dataset(split, places)
         samples = [self._sample(split, i) for i in places]
         columns = [np.stack(column) for column in zip(*samples)]
         columns.append(np.array(places, dtype=np.int64))
         tokens, labels, sample_ids = (torch.from_numpy(c).to(device, non_blocking=True) for c in columns)
         return MicroBatch(tokens, labels, torch.ones(tokens.shape, device=device), sample_ids, step)
+
+    def _dataset(self, split: str, places: range) -> Dataset:
+        """The samples of a split, which has all of ``places``."""
+        if split not in self.datasets:
+            has = " and ".join(WORDS[name] for name in self.datasets)
+            raise DataError(f"there are no {WORDS[split]} samples in this run: it has {has or 'none'}")
+        dataset = self.datasets[split]
+        if places and (places[0] < 0 or places[-1] >= len(dataset)):
+            outside = places[0] if places[0] < 0 else places[-1]
+            raise DataError(f"{WORDS[split]} sample {outside} was asked for; this run has {len(dataset)}")
+        return dataset
 
     def _sample(self, split: str, i: int) -> Sample:
         """Sample ``i``, all of whose ids the model knows: others would crash an embedding, or silently read padding."""
@@ -104,17 +156,22 @@ class DataSource:
         return sample
 
 
-def requested_samples(training: TrainingConfig, dp_size: int) -> dict[str, int]:
-    """Samples of each split that Megatron-LM would build for such a run; they fix the order of the data."""
+def requested_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, int] = (0, 0)) -> dict[str, int]:
+    """Samples of each split that Megatron-LM would build for such a run; they fix the order of the data.
+
+    ``begin`` are the steps taken and the samples consumed where the run begins.
+    """
     evaluation = training.eval_iters * global_batch(training, dp_size)
-    evaluations = total_steps(training, dp_size) // training.eval_interval + 1 if training.eval_interval else 1
-    return {"train": total_samples(training, dp_size), "valid": evaluations * evaluation, "test": evaluation}
+    steps = total_steps(training, dp_size, *begin)
+    evaluations = steps // training.eval_interval + 1 if training.eval_interval else 1
+    train = total_samples(training, dp_size, *begin)
+    return {"train": train, "valid": evaluations * evaluation, "test": evaluation}
 
 
-def used_samples(training: TrainingConfig, dp_size: int) -> dict[str, int]:
+def used_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, int] = (0, 0)) -> dict[str, int]:
     """Samples of each split that such a run reads: those of whole steps, and the same at every evaluation."""
     evaluation = training.eval_iters * global_batch(training, dp_size)
-    return {"train": trained_samples(training, dp_size), "valid": evaluation, "test": evaluation}
+    return {"train": trained_samples(training, dp_size, *begin), "valid": evaluation, "test": evaluation}
 
 
 def build_data(
@@ -123,21 +180,46 @@ def build_data(
     vocab_size: int,
     dp_size: int,
     splits: Sequence[str] = ("train", "valid"),
+    stretches: Mapping[str, Sequence[int]] | None = None,
+    begin: tuple[int, int] = (0, 0),
 ) -> DataSource:
     """The ``splits`` of a run that need samples (none for evaluation when ``eval_iters`` is 0).
+
+    Args:
+        data: where they come from.
+        training: how many are needed.
+        vocab_size: entries of the model's vocabulary.
+        dp_size: data-parallel ranks, which the default batch depends on.
+        splits: names of the splits to build.
+        stretches: `DataSource.stretches` of the run that this one goes on with. Those of splits that are not built now
+            are handed on.
+        begin: steps taken and samples consumed by then.
 
     Raises:
         DataError: when the files are damaged, their tokenizer is another or has more than ``vocab_size`` ids, or a
             split that is needed has no data.
     """
     vocabulary(data, vocab_size)
-    requested, used = requested_samples(training, dp_size), used_samples(training, dp_size)
-    needed = {name: requested[name] for name in splits if requested[name] > 0}
-    read = {name: used[name] for name in needed}
-    datasets = _mock(needed, training, vocab_size) if data.mock_data else _from_files(needed, data, training)
-    found = (repeated(datasets, used["train"] * training.seq_length), unused_entries(data, vocab_size))
-    notes = tuple(note for note in found if note)
-    return DataSource(datasets, needed, read, training.seq_length, training.micro_batch_size, vocab_size, notes)
+    requested, used = requested_samples(training, dp_size, begin), used_samples(training, dp_size, begin)
+    read = {name: used[name] for name in splits if requested[name] > 0}
+    frozen = {name: tuple(counts) for name, counts in (stretches or {}).items()}
+    begun = {name: frozen.get(name) or (requested[name],) for name in read}
+    indexed = None if data.mock_data else IndexedDataset(dataset_prefix(data))
+    built = {
+        name: _generated(name, begun[name], count, training, vocab_size)
+        if indexed is None
+        else _of_files(name, begun[name], read, indexed, data.split, training)
+        for name, count in read.items()
+    }
+    datasets = {name: dataset for name, (dataset, _) in built.items()}
+    grown = {name: counts for name, (_, counts) in built.items()}
+    notes = (
+        repeated(datasets, used["train"] * training.seq_length),
+        unused_entries(data, vocab_size),
+        *(_extended(name, begun[name], grown[name]) for name in read),
+    )
+    told = tuple(note for note in notes if note)
+    return DataSource(datasets, frozen | grown, read, training.seq_length, training.micro_batch_size, vocab_size, told)
 
 
 def repeated(datasets: Mapping[str, Dataset], tokens: int) -> str | None:
@@ -149,33 +231,49 @@ def repeated(datasets: Mapping[str, Dataset], tokens: int) -> str | None:
     return f"training reads its data {epochs:,.1f} times; beyond {FEW_EPOCHS}, more text is worth more than more epochs"
 
 
-def _mock(needed: Mapping[str, int], training: TrainingConfig, vocab_size: int) -> dict[str, Dataset]:
-    return {
-        name: MockDataset(vocab_size, training.seq_length, count, training.seed, stream=SPLITS.index(name))
-        for name, count in needed.items()
-    }
+def _extended(split: str, before: Sequence[int], after: Sequence[int]) -> str | None:
+    """A note where a split got another stretch."""
+    if len(after) == len(before):
+        return None
+    planned = " + ".join(f"{count:,}" for count in before)
+    return f"the {WORDS[split]} data were laid out for {planned} samples; {after[-1]:,} more follow in another order"
 
 
-def _from_files(needed: Mapping[str, int], data: DataConfig, training: TrainingConfig) -> dict[str, Dataset]:
-    indexed = IndexedDataset(dataset_prefix(data))
-    ranges = dict(zip(SPLITS, split_ranges(data.split, len(indexed))))
-    datasets: dict[str, Dataset] = {}
-    for name, count in needed.items():
-        if not ranges[name]:
-            raise _empty_split(name, count, data.split, indexed, needed)
-        order = build_order(indexed.lengths, ranges[name], count, training.seq_length, training.seed)
-        datasets[name] = GPTDataset(indexed, order)
-    return datasets
+def _generated(
+    name: str, stretches: tuple[int, ...], used: int, training: TrainingConfig, vocab_size: int
+) -> tuple[Dataset, tuple[int, ...]]:
+    """Generated samples and their stretches, with one more where they are fewer than ``used``."""
+    missing = used - sum(stretches)
+    stretches = (*stretches, missing) if missing > 0 else stretches
+    stream = SPLITS.index(name)
+    return MockDataset(vocab_size, training.seq_length, sum(stretches), training.seed, stream), stretches
 
 
-def _empty_split(name: str, count: int, split: str, indexed: IndexedDataset, needed: Mapping[str, int]) -> DataError:
+def _of_files(
+    name: str,
+    stretches: tuple[int, ...],
+    read: Mapping[str, int],
+    indexed: IndexedDataset,
+    split: str,
+    training: TrainingConfig,
+) -> tuple[Dataset, tuple[int, ...]]:
+    """Samples of a part of the files and their stretches, with one more where they are fewer than the run reads."""
+    part = split_ranges(split, len(indexed))[SPLITS.index(name)]
+    if not part:
+        raise _empty_split(name, split, indexed, read)
+    lengths, seq_length = indexed.lengths, training.seq_length
+    order, stretches = extend_order(lengths, part, stretches, read[name], seq_length, training.seed)
+    return GPTDataset(indexed, order), stretches
+
+
+def _empty_split(name: str, split: str, indexed: IndexedDataset, read: Mapping[str, int]) -> DataError:
     """A split that got no sequences, with one that gives every needed part at least one."""
-    others = [int(other in needed) for other in SPLITS[1:]]
+    others = [int(other in read) for other in SPLITS[1:]]
     train = len(indexed) - sum(others)
     fixes = [f"--split {train},{others[0]},{others[1]}"] if train > 0 else []
     return DataError(
         f"--split '{split}' leaves no {WORDS[name]} data of the {len(indexed)} sequences in {indexed.prefix}, "
-        f"but {count} samples are needed",
+        f"but {read[name]} samples are needed",
         *fixes,
         f"a dataset of more documents than {len(indexed)}",
     )

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import NDArray
 
 from megatron.data.dataset import Sample
+from megatron.data.digest import fingerprint
 
 ALPHABET = 256
 JUMP_PROBABILITY = 1 / 8
@@ -25,6 +27,7 @@ class MockDataset:
     def __init__(self, vocab_size: int, seq_length: int, num_samples: int, seed: int, stream: int = 0) -> None:
         self.alphabet = _random(seed).permutation(vocab_size)[:ALPHABET].astype(np.int64)
         self._seq_length = seq_length
+        self._vocab_size = vocab_size
         self._num_samples = num_samples
         self._key = (seed, stream)
 
@@ -34,6 +37,15 @@ class MockDataset:
     def describe(self, tokens: int) -> str:
         """That they are generated."""
         return f"{tokens:,} generated tokens over {len(self.alphabet)} ids"
+
+    @property
+    def fingerprint(self) -> str:
+        """Of everything but the number of samples, which changes none of them."""
+        return fingerprint("mock", self._vocab_size, self._seq_length, *self._key)
+
+    def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
+        """The places: sample ``i`` is at place ``i``."""
+        return places.astype(np.uint64)
 
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < self._num_samples:

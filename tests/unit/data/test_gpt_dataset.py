@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import SPLITS, GPTDataset, build_order, split_ranges
+from megatron.data.gpt_dataset import SPLITS, GPTDataset, build_order, extend_order, split_ranges
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron" / "case0"
@@ -171,6 +171,66 @@ def test_too_few_tokens_are_refused(lengths: list[int], samples: int | None) -> 
 def test_a_tiny_split_is_repeated_as_often_as_needed() -> None:
     order = build_order(np.array([1], dtype=np.int32), range(1), 3, 8, 1)
     assert (order.epochs, len(order.shuffle)) == (25, 3)
+
+
+# --- an order that grows ---
+
+
+def starts_by_hand(lengths: list[int], stretches: list[int], seq_length: int, seed: int) -> list[list[int]]:
+    """Ids of all samples in the order of the stream, each stretch read from its own tables."""
+    texts = [[1000 * d + i for i in range(length)] for d, length in enumerate(lengths)]
+    samples = []
+    for index, count in enumerate(stretches):
+        order = build_order(np.array(lengths, dtype=np.int32), range(len(lengths)), count, seq_length, seed + index)
+        line = [token for d in order.documents for token in texts[d]]
+        samples += [line[j * seq_length : (j + 1) * seq_length] for j in order.shuffle.tolist()]
+    return samples
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
+    begun=st.lists(st.integers(1, 20), min_size=1, max_size=3),
+    used=st.integers(1, 120),
+    seq_length=st.integers(1, 9),
+)
+def test_a_longer_run_appends_and_changes_nothing_before(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], begun: list[int], used: int, seq_length: int
+) -> None:
+    prefix = tmp_path_factory.mktemp("grow") / "x"
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for i, length in enumerate(lengths):
+            writer.add_document(np.arange(length) + 1000 * i)
+    indexed = IndexedDataset(prefix)
+    part = range(len(lengths))
+    before, same = extend_order(indexed.lengths, part, begun, 1, seq_length, 7)
+    order, stretches = extend_order(indexed.lengths, part, begun, used, seq_length, 7)
+    held = len(before.shuffle)
+    assert same == tuple(begun)
+    assert stretches == tuple(begun) + ((used - held,) if used > held else ())
+    dataset = GPTDataset(indexed, order)
+    assert len(dataset) >= used
+    expected = starts_by_hand(lengths, list(stretches), seq_length, 7)
+    assert [dataset[i].tokens.tolist() for i in range(len(dataset))] == expected
+    first = GPTDataset(indexed, before)
+    assert [first[i].tokens.tolist() for i in range(held)] == expected[:held]
+    places = np.arange(held)
+    assert first.identities(places).tolist() == dataset.identities(places).tolist()
+    again, kept = extend_order(indexed.lengths, part, stretches, used, seq_length, 7)
+    assert kept == stretches, "what was appended is frozen in its turn"
+    assert all(np.array_equal(a, b) for a, b in zip(order[:3], again[:3]))
+    assert [t.dtype for t in order[:3]] == [np.int32, np.int32, np.uint32]
+
+
+def test_a_longer_run_first_reads_what_is_left_of_the_epoch() -> None:
+    order, stretches = extend_order(A, range(10), (2,), 6, 8, 1234)
+    assert stretches == (2,)
+    assert np.array_equal(order.shuffle, build_order(A, range(10), 2, 8, 1234).shuffle)
+    order, stretches = extend_order(A, range(10), (2,), 7, 8, 1234)
+    assert stretches == (2, 1)
+    assert order.epochs == 2
+    last, _ = extend_order(A, range(10), (1, 1), 7, 8, 2**32 - 1)  # the last seed there is, and the one after it
+    assert np.array_equal(last.documents[10:], build_order(A, range(10), 1, 8, 0).documents)
 
 
 # --- splits ---

@@ -13,7 +13,7 @@ from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_order
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.loader import build_data, requested_samples
+from megatron.data.loader import DataSource, build_data, requested_samples
 from megatron.data.tokenizer import RECORD, ByteTokenizer, TokenizerRecord
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron" / "case0"
@@ -199,3 +199,63 @@ def test_a_vocabulary_that_the_data_do_not_use_is_told(tmp_path: Path) -> None:
     data = replace(write(tmp_path / "x", [[1] * 50]), tokenizer_type="ByteTokenizer")
     (note,) = build_data(data, ONE_SAMPLE, 50257, 1).notes
     assert note.startswith("the vocabulary has 50,257 entries, but the data only the 257 ids of ByteTokenizer")
+
+
+# --- a run that goes on ---
+
+
+def read(source: DataSource, places: range, split: str = "train") -> list[list[int]]:
+    return source.micro_batch(split, places, step=0).tokens.tolist()
+
+
+@pytest.mark.parametrize("data", [FILES, MOCK], ids=["files", "mock"])
+@pytest.mark.parametrize("iters", [10, 50, 51, 400])
+def test_a_run_of_another_length_keeps_its_samples(data: DataConfig, iters: int) -> None:
+    source = build_data(data, TRAINING, 1000, 1)
+    assert source.stretches == {"train": (400,), "valid": (72,)}
+    other = build_data(data, replace(TRAINING, train_iters=iters), 1000, 1, stretches=source.stretches)
+    common = range(min(400, 8 * iters))
+    assert read(other, common) == read(source, common)
+    assert other.digest("train", 0, len(common)) == source.digest("train", 0, len(common))
+    assert other.fingerprints == source.fingerprints
+    held = len(source.datasets["train"])
+    more = (8 * iters - held,) if 8 * iters > held else ()
+    assert other.stretches == {"train": (400, *more), "valid": (72,)}
+    assert [note for note in other.notes if "follow in another order" in note] == [
+        f"the training data were laid out for 400 samples; {count:,} more follow in another order" for count in more
+    ]
+
+
+def test_stretches_are_frozen_in_their_turn() -> None:
+    """As read back from JSON, twice extended; the third run reads what the second did."""
+    stretches = {"train": [40, 8], "valid": [24]}
+    for data in (FILES, MOCK):
+        second = build_data(data, replace(TRAINING, train_iters=300), 1000, 1, stretches=stretches)
+        third = build_data(data, replace(TRAINING, train_iters=900), 1000, 1, stretches=second.stretches)
+        assert second.stretches["train"][:2] == (40, 8)
+        assert third.stretches["train"][:3] == second.stretches["train"]
+        assert read(third, range(2400)) == read(second, range(2400))
+
+
+def test_evaluation_reads_the_same_after_an_extension() -> None:
+    """Also where more of it is asked for than there was; and what is switched off is not forgotten."""
+    source = build_data(FILES, TRAINING, 1000, 1)
+    off = build_data(FILES, replace(TRAINING, eval_iters=0), 1000, 1, stretches=source.stretches)
+    assert list(off.datasets) == ["train"]
+    assert off.stretches == source.stretches
+    longer = replace(TRAINING, eval_iters=200, train_iters=900)
+    on = build_data(FILES, longer, 1000, 1, stretches=off.stretches)
+    assert on.stretches["valid"][0] == 72
+    assert read(on, range(72), "valid") == read(source, range(72), "valid")
+    assert len(on.datasets["valid"]) >= 1600
+
+
+def test_a_run_that_goes_on_in_larger_batches_has_all_it_needs() -> None:
+    """30 of 50 steps of 8 are behind it, the rest are steps of 64."""
+    source = build_data(MOCK, TRAINING, 1000, 1)
+    larger = replace(TRAINING, global_batch_size=64)
+    on = build_data(MOCK, larger, 1000, 1, stretches=source.stretches, begin=(30, 240))
+    assert on.used["train"] == 240 + 20 * 64
+    assert on.stretches["train"] == (400, on.used["train"] - 400)
+    assert requested_samples(larger, 1, (30, 240))["train"] == 240 + 20 * 64
+    assert len(on.step_batches("train", 240 + 19 * 64, 64, 0, 1, step=49)) == 32
