@@ -1,0 +1,80 @@
+"""Text does not depend on how many tensor-parallel ranks write it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import timedelta
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.run import ParallelConfig, TrainingConfig
+from megatron.inference.generate import generate
+from megatron.inference.sampling import Sampling
+from megatron.model.gpt import GPTChunk, build_gpt
+from megatron.parallel.build import BuildContext
+from megatron.parallel.grads import GradSink
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from tests.distributed.drive import MODEL
+from tests.distributed.pool import Pool, RankError
+
+PROMPTS = [[5, 17, 99], [100], [3, 1, 4, 1, 5, 9, 2, 6], [44, 44]]
+NEW = 7
+
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt2": {},
+    "untied-gqa": {"num_query_groups": 2, "untie_embeddings_and_output_weights": True},
+    "mqa-rope-qk-norm-window": {
+        "num_query_groups": 1,
+        "position_embedding_type": "rope",
+        "qk_layernorm": True,
+        "window_size": 5,
+        "activation": "swiglu",
+    },
+}
+SAMPLINGS = {"greedy": Sampling(0.0), "sampled": Sampling(1.2, 60, 0.97, seed=11)}
+
+
+def chunk_on(rank: int, tp: int, config: ModelConfig, sequence_parallel: bool = False) -> GPTChunk:
+    """The model of a seed on this rank."""
+    layout = Layout.from_config(ParallelConfig(tensor_model_parallel_size=tp), tp)
+    mesh = Mesh(layout, rank, timedelta(seconds=20), max(1, tp // config.kv_groups))
+    context = BuildContext(mesh, GradSink(), torch.float64, sequence_parallel=sequence_parallel)
+    return build_gpt(config, TrainingConfig(), context)
+
+
+def write(rank: int, tp: int, config: ModelConfig, sampling: Sampling) -> tuple[torch.Tensor, list[list[int]]]:
+    """Logits of the first prompt, and what follows each."""
+    chunk = chunk_on(rank, tp, config).eval()
+    return chunk.logits(torch.tensor(PROMPTS[:1])), generate(chunk, PROMPTS, NEW, sampling, batch_size=3)
+
+
+@cache
+def alone(name: str, sampling: str) -> tuple[torch.Tensor, list[list[int]]]:
+    return write(0, 1, replace(MODEL, **MODELS[name]), SAMPLINGS[sampling])
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", MODELS)
+def test_every_rank_writes_what_one_alone_does(pool: Pool, name: str, sampling: str, tp: int) -> None:
+    expected_logits, expected = alone(name, sampling)
+    assert len({token for ids in expected for token in ids}) > 4
+    ranks = pool.run(tp, write, replace(MODEL, **MODELS[name]), SAMPLINGS[sampling])
+    for logits, new in ranks:
+        assert torch.equal(logits, ranks[0][0]), "ranks must agree to the bit, or they would part in the end"
+        torch.testing.assert_close(logits, expected_logits, rtol=1e-10, atol=1e-10)
+        assert new == expected
+
+
+def logits_with_sequence_parallelism(rank: int, tp: int) -> None:
+    chunk_on(rank, tp, MODEL, sequence_parallel=True).eval().logits(torch.tensor([[1, 2, 3, 4]]))
+
+
+def test_sequence_parallelism_is_refused(pool: Pool) -> None:
+    with pytest.raises(RankError, match="without sequence parallelism"):
+        pool.run(2, logits_with_sequence_parallelism)
