@@ -33,6 +33,9 @@ OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton"
 COMMUNICATORS = ("megatron.parallel.comm", "megatron.parallel.mesh")
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
 
+STORAGE = {"megatron.checkpoint": "torch.distributed.checkpoint"}
+"""What else of torch.distributed a package may use: an engine that brings its own communication."""
+
 DISTRIBUTION_OF = {"yaml": "pyyaml"}
 """Import names that differ from the name of the package to install."""
 
@@ -150,7 +153,8 @@ def stray_communication(modules: Sequence[Module]) -> list[str]:
         if module.name in COMMUNICATORS:
             continue
         names = imports(module) | {ast.unparse(n) for n in ast.walk(module.tree) if isinstance(n, ast.Attribute)}
-        if any(prefix_of(name, ("torch.distributed",)) for name in names):
+        allowed = [engine for package, engine in STORAGE.items() if prefix_of(module.name, (package,))]
+        if any(prefix_of(name, ("torch.distributed",)) and not prefix_of(name, allowed) for name in names):
             found.append(f"{module.name} uses torch.distributed; communication goes through {', '.join(COMMUNICATORS)}")
     return found
 

@@ -1,0 +1,148 @@
+"""Arithmetic of boxes of a tensor: intersect them, cut them small, prove that they make up the whole.
+
+The proof is needed because nothing below it notices: torch.distributed.checkpoint drops boxes that are written twice
+and leaves holes as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise, product
+from math import prod
+
+from megatron.parallel.shard import Box
+
+View = tuple[int, ...]
+
+
+def whole(view: View) -> Box:
+    """The box that is all of a tensor of shape ``view``."""
+    return Box((0,) * len(view), view)
+
+
+def ends(box: Box) -> tuple[int, ...]:
+    """First index after the box, per dimension."""
+    return tuple(start + size for start, size in zip(box.start, box.size))
+
+
+def is_inside(box: Box, view: View) -> bool:
+    """Whether a box is one of a tensor of shape ``view``."""
+    return (
+        len(box.start) == len(box.size) == len(view)
+        and all(start >= 0 and size >= 0 for start, size in zip(box.start, box.size))
+        and all(end <= limit for end, limit in zip(ends(box), view))
+    )
+
+
+def intersect(a: Box, b: Box) -> Box | None:
+    """What two boxes of one tensor share; None when that is no element."""
+    start = tuple(map(max, a.start, b.start))
+    size = tuple(min(end_a, end_b) - first for end_a, end_b, first in zip(ends(a), ends(b), start))
+    return Box(start, size) if all(n > 0 for n in size) else None
+
+
+def relative(box: Box, outer: Box) -> Box:
+    """The same elements counted from the first corner of ``outer``."""
+    return Box(tuple(a - b for a, b in zip(box.start, outer.start)), box.size)
+
+
+def cut(box: Box, limit: int) -> Iterator[Box]:
+    """Boxes of at most ``limit`` elements (at least one each) that make up ``box``, in row-major order."""
+    if box.numel <= limit:
+        if box.numel:
+            yield box
+        return
+    dim = next(i for i, n in enumerate(box.size) if n > 1)
+    step = max(1, limit // prod(box.size[dim + 1 :]))
+    for first in range(0, box.size[dim], step):
+        start = (*box.start[:dim], box.start[dim] + first, *box.start[dim + 1 :])
+        size = (*box.size[:dim], min(step, box.size[dim] - first), *box.size[dim + 1 :])
+        yield from cut(Box(start, size), limit)
+
+
+def partition_problem(view: View, boxes: Sequence[Box]) -> str | None:
+    """Why ``boxes`` are not a partition of a tensor of shape ``view``: a sentence, or None when they are one.
+
+    Sweeps along the first dimension; between two neighbouring edges the boxes that are there must partition the
+    dimensions left. Near linear in the number of boxes where they are cut along few dimensions, as all layouts do.
+    """
+    for box in boxes:
+        if not is_inside(box, view):
+            return f"{describe(box)} is not inside {list(view)}"
+    return _sweep(view, [box for box in boxes if box.numel], Box((), ()))
+
+
+def _sweep(view: View, boxes: Sequence[Box], column: Box) -> str | None:
+    """The first hole or overlap within ``column``, the slab swept so far; ``boxes`` all reach across it."""
+    dim = len(column.start)
+    if dim == len(view):
+        return None if len(boxes) == 1 else _blame(boxes, column)
+    if not boxes:
+        return _blame(boxes, Box((*column.start, *(0 for _ in view[dim:])), (*column.size, *view[dim:])))
+    edges = {0, view[dim], *(box.start[dim] for box in boxes), *(ends(box)[dim] for box in boxes)}
+    waiting = sorted(boxes, key=lambda box: box.start[dim], reverse=True)
+    active: list[Box] = []
+    for low, high in pairwise(sorted(edges)):
+        active = [box for box in active if ends(box)[dim] > low]
+        while waiting and waiting[-1].start[dim] == low:
+            active.append(waiting.pop())
+        problem = _sweep(view, active, Box((*column.start, low), (*column.size, high - low)))
+        if problem:
+            return problem
+    return None
+
+
+def _blame(boxes: Sequence[Box], column: Box) -> str | None:
+    if not column.numel:
+        return None
+    if not boxes:
+        return f"nothing holds {describe(column)}"
+    return f"{describe(boxes[0])} and {describe(boxes[1])} overlap in {describe(column)}"
+
+
+def describe(box: Box) -> str:
+    """A box as people index: ``[0:4, 2:3]``."""
+    return "[" + ", ".join(f"{start}:{end}" for start, end in zip(box.start, ends(box))) + "]"
+
+
+def folding(shape: View, view: View) -> tuple[slice, ...] | None:
+    """Which dimensions of ``view`` make up each dimension of ``shape``; None when it does not refine the shape.
+
+    >>> folding((12, 5), (2, 6, 5))
+    (slice(0, 2, None), slice(2, 3, None))
+    """
+    found, first = [], 0
+    for i, n in enumerate(shape):
+        last = first
+        while last < len(view) and (last == first or prod(view[first:last]) < n or i == len(shape) - 1):
+            last += 1
+        if prod(view[first:last]) != n or last == first:
+            return None
+        found.append(slice(first, last))
+        first = last
+    return tuple(found) if first == len(view) else None
+
+
+def folded(box: Box, shape: View, view: View) -> Iterator[tuple[Box, Box]]:
+    """A box of the view as boxes of the stored shape: pairs (part of ``box``, the same elements in ``shape``).
+
+    Raises:
+        ValueError: when the view does not refine the shape.
+    """
+    groups = folding(shape, view)
+    if groups is None:
+        raise ValueError(f"{list(view)} is not a view of {list(shape)}")
+    for runs in product(*(list(_runs(box.start[g], box.size[g], view[g])) for g in groups)):
+        inner = Box(sum((r[0].start for r in runs), ()), sum((r[0].size for r in runs), ()))
+        yield inner, Box(tuple(r[1] for r in runs), tuple(r[0].numel for r in runs))
+
+
+def _runs(start: View, size: View, view: View) -> Iterator[tuple[Box, int]]:
+    """The runs of neighbouring elements in a box: (the run as a box, its first element counted row by row)."""
+    strides = [*accumulate(reversed(view[1:]), lambda a, b: a * b, initial=1)][::-1]
+    inner = len(view) - 1
+    while inner and size[inner] == view[inner]:
+        inner -= 1
+    for outer in product(*(range(a, a + n) for a, n in zip(start[:inner], size[:inner]))):
+        first = (*outer, *start[inner:])
+        yield Box(first, (*(1 for _ in outer), *size[inner:])), sum(a * b for a, b in zip(first, strides))

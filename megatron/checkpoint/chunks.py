@@ -1,0 +1,101 @@
+"""Chunks of a checkpoint, read from the disk and proved by their checksums."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import xxhash
+from torch import Tensor
+
+from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.manifest import Chunk, Manifest
+from megatron.checkpoint.tensorfile import DTYPES
+
+BLOCK = 4 << 20
+"""Bytes read at a time, so that the checksum is taken while they are in the processor's cache."""
+
+
+class ChunkReader:
+    """Reads chunks one after the other. Plain reads, not a map: a disk that fails raises an error, no signal."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        self._manifest = manifest
+        self._open: tuple[str, int] | None = None
+        self._proved: set[str] = set()
+        self._last: tuple[Chunk, Tensor] | None = None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Stored type of a tensor."""
+        return DTYPES[self._manifest.tensors[name].dtype]
+
+    def load(self, name: str, chunk: Chunk) -> Tensor:
+        """A chunk of tensor ``name``, of shape ``chunk.box.size``; not to be written to: the last one is remembered.
+
+        Raises:
+            DamagedError: when it cannot be read or does not match its checksum.
+        """
+        if self._last is None or self._last[0] is not chunk:
+            self._last = None  # its memory goes before the next one needs some
+            tensor = torch.empty(chunk.box.size, dtype=self.dtype(name))
+            self.load_into(name, chunk, tensor)
+            self._last = chunk, tensor
+        return self._last[1]
+
+    def load_into(self, name: str, chunk: Chunk, out: Tensor) -> None:
+        """Read a chunk into a contiguous tensor of the same type and size on the CPU.
+
+        Raises:
+            DamagedError: when it cannot be read or does not match its checksum; ``out`` may hold anything then.
+        """
+        buffer = out.detach().reshape(-1).view(torch.uint8).numpy().data
+        self._read(chunk.file, chunk.offset, buffer, chunk.xxh3, f"tensor {name}")
+
+    def prefetch(self, chunk: Chunk) -> None:
+        """Ask the system to read a chunk while something else is done."""
+        os.posix_fadvise(self._file(chunk.file), chunk.offset, chunk.bytes, os.POSIX_FADV_WILLNEED)
+
+    def prove_head(self, file: str) -> None:
+        """Check the bytes of a file that belong to no chunk; once.
+
+        Raises:
+            DamagedError: when they are not those that were written.
+        """
+        if file not in self._proved:
+            record = self._manifest.files[file]
+            self._read(file, 0, memoryview(bytearray(record.head)), record.xxh3, "header")
+            self._proved.add(file)
+
+    def close(self) -> None:
+        """Close the file that is open."""
+        if self._open is not None:
+            os.close(self._open[1])
+        self._open = None
+
+    def _file(self, name: str) -> int:
+        if self._open is None or self._open[0] != name:
+            self.close()
+            try:
+                self._open = name, os.open(self._path(name), os.O_RDONLY)
+            except OSError as error:
+                raise DamagedError(f"{self._path(name)} is missing or cannot be read: {error.strerror}") from error
+        return self._open[1]
+
+    def _read(self, file: str, offset: int, buffer: memoryview, expected: str, what: str) -> None:
+        fd, digest, done = self._file(file), xxhash.xxh3_64(), 0
+        while done < len(buffer):
+            block = buffer[done : done + BLOCK]
+            try:
+                count = os.preadv(fd, [block], offset + done)
+            except OSError as error:
+                raise DamagedError(f"{self._path(file)} cannot be read: {error.strerror} ({what})") from error
+            if not count:
+                raise DamagedError(f"{self._path(file)} is truncated ({what})")
+            digest.update(block[:count])
+            done += count
+        if digest.hexdigest() != expected:
+            raise DamagedError(f"{self._path(file)} has flipped bytes ({what})")
+
+    def _path(self, file: str) -> Path:
+        return self._manifest.path / file

@@ -1,0 +1,98 @@
+"""Files that outlast a crash: every byte, name and removal is asked of the disk, and each call can fail.
+
+All calls go through ``os`` by name, so that a test can make any one of them the last.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import xxhash
+
+from megatron.checkpoint.errors import StorageError
+
+Bytes = bytes | memoryview
+
+
+def checksum(content: Bytes) -> str:
+    """XXH3 (64 bit) in 16 hexadecimal digits."""
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+class NewFile:
+    """A file being written; it must not exist yet."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+
+    def write(self, content: Bytes) -> None:
+        """Append all of ``content``."""
+        left = memoryview(content)
+        with _naming(self._path):
+            while left:
+                left = left[os.write(self._fd, left) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Make the content outlast a power cut, unless it is incomplete; close."""
+        try:
+            if kind is None:
+                with _naming(self._path):
+                    os.fsync(self._fd)
+        finally:
+            os.close(self._fd)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Put the file's name into errors of calls that know only its number."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+def write_file(path: Path, content: Bytes) -> None:
+    """A new file with this content, on the disk when the call returns."""
+    with NewFile(path) as file:
+        file.write(content)
+
+
+def sync_folder(path: Path) -> None:
+    """Make the names in a folder outlast a power cut."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        with _naming(path):
+            os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder and those around it; their names are on the disk when the call returns."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in reversed(missing):
+        with suppress(FileExistsError):  # another rank was faster
+            os.mkdir(folder)
+        sync_folder(folder.parent)
+
+
+def refused(error: OSError, rank: int) -> StorageError:
+    """What to tell of a disk that refused."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+    what = "the disk is full" if full else (error.strerror or str(error))
+    where = f"{error.filename}: " if error.filename else ""
+    fixes = ["free some space"] if full else []
+    return StorageError(f"{where}{what} (rank {rank}); no checkpoint was written", *fixes, "--save A_FOLDER_ELSEWHERE")

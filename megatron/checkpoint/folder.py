@@ -1,0 +1,110 @@
+"""A folder of checkpoints ``iter_0000100``: which there are, which can be trusted, which may go."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.publish import BUILDING, OLD, is_complete, remove, settle
+
+NAME = re.compile(rf"iter_(\d+)({re.escape(BUILDING)}|{re.escape(OLD)})?")
+NEWEST_FIRST = (OLD, "", BUILDING)
+"""Of the same iteration: a complete one that only lacks its name is newer, one that was set aside is older."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A folder that is called like a checkpoint.
+
+    Attributes:
+        iteration: steps taken when it was saved.
+        path: of the folder.
+        manifest: its content; None when it cannot be trusted.
+        problem: why it cannot be trusted.
+    """
+
+    iteration: int
+    path: Path
+    manifest: Manifest | None
+    problem: str | None
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    """The checkpoints of a run, in its ``--save`` folder.
+
+    Attributes:
+        folder: which need not exist.
+    """
+
+    folder: Path
+
+    def path(self, iteration: int) -> Path:
+        """Where the checkpoint of an iteration is saved."""
+        return self.folder / f"iter_{iteration:07d}"
+
+    def scan(self) -> Iterator[Found]:
+        """Folders called like checkpoints, newest first, each opened when its turn comes.
+
+        Looks at the marker, the manifest's checksum and the sizes of all files; the content of large files is proved
+        when it is read.
+        """
+        for iteration, path in self._named():
+            try:
+                yield Found(iteration, path, Manifest.open(path), None)
+            except CheckpointError as error:
+                yield Found(iteration, path, None, str(error))
+
+    def candidates(self) -> list[Found]:
+        """All of :meth:`scan`."""
+        return list(self.scan())
+
+    @property
+    def leftovers(self) -> list[Path]:
+        """What saves that were cut off have left."""
+        return [path for _, path in self._named() if path.suffix in (BUILDING, OLD)]
+
+    def retain(self, keep_last: int | None, keep_every: int | None = None) -> list[Path]:
+        """Remove checkpoints that are no longer wanted, and leftovers; not while one is being saved.
+
+        Args:
+            keep_last: how many of the newest valid ones stay; None: all.
+            keep_every: iterations that are a multiple of it stay for good.
+
+        Returns:
+            the removed ones. Damaged ones newer than the kept ones stay, to be looked at.
+
+        Raises:
+            OSError: when the disk refuses.
+        """
+        for path in self.leftovers:
+            settle(path.with_suffix(""))
+        if keep_last is None:
+            return []
+        kept, gone = 0, []
+        for iteration, path in self._named():
+            if kept < keep_last:
+                kept += self._is_valid(path)
+            elif is_complete(path) and not (keep_every and iteration % keep_every == 0):
+                remove(path)
+                gone.append(path)
+        return gone
+
+    def _is_valid(self, path: Path) -> bool:
+        try:
+            Manifest.open(path)
+        except CheckpointError:
+            return False
+        return True
+
+    def _named(self) -> list[tuple[int, Path]]:
+        """Folders called like checkpoints, newest first."""
+        if not self.folder.is_dir():
+            return []
+        paths = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+        found = [(int(NAME.fullmatch(path.name)[1]), path) for path in paths]  # type: ignore[index]
+        return sorted(found, key=lambda item: (item[0], NEWEST_FIRST.index(item[1].suffix)), reverse=True)

@@ -1,0 +1,240 @@
+"""The manifest of a checkpoint: what is in it, where, and the checksum of every byte; see docs/formats.md.
+
+No torch here: a folder of checkpoints can be listed in milliseconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from megatron.checkpoint.boxes import is_inside, partition_problem
+from megatron.checkpoint.errors import DamagedError, NewerVersionError
+from megatron.checkpoint.files import checksum
+from megatron.parallel.shard import Box
+
+FORMAT = "megatron-pretrain"
+VERSION = 1
+MANIFEST = "manifest.json"
+MARKER = "COMPLETE"
+
+ITEM_BYTES = (
+    dict.fromkeys(("F64", "I64", "U64"), 8)
+    | dict.fromkeys(("F32", "I32", "U32"), 4)
+    | dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
+    | dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1)
+)
+"""Bytes of an element, by the names that safetensors gives to types."""
+
+JSON = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor in a file: its elements row by row, little-endian.
+
+    Attributes:
+        box: where it lies in the tensor's view.
+        file: name inside the checkpoint.
+        offset: first byte, from the start of the file.
+        bytes: length.
+        xxh3: checksum of those bytes.
+    """
+
+    box: Box
+    file: str
+    offset: int
+    bytes: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class TensorRecord:
+    """A tensor: its type by safetensors' name, its stored shape, the view that boxes refer to, and its chunks."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    view: tuple[int, ...]
+    chunks: tuple[Chunk, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of all elements."""
+        return prod(self.view) * ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file: its length, and the checksum of its first ``head`` bytes: all that belongs to no chunk."""
+
+    bytes: int
+    head: int
+    xxh3: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a whole checkpoint says of itself.
+
+    Attributes:
+        path: the checkpoint's folder.
+        version: of the format.
+        tensors: by global name.
+        files: every file but the manifest and the marker, by name.
+        state: plain numbers of the run: counters, positions, digests.
+        config: the options of the run that wrote it, by group.
+    """
+
+    path: Path
+    version: int
+    tensors: dict[str, TensorRecord]
+    files: dict[str, FileRecord]
+    state: JSON
+    config: JSON
+
+    @classmethod
+    def open(cls, path: Path) -> Manifest:
+        """Read a checkpoint's manifest, prove it by the marker, and check that all files are there in full length.
+
+        Raises:
+            DamagedError: when the marker, the manifest or a file is missing, cut short or changed.
+            NewerVersionError: when a newer version of this program wrote it.
+        """
+        path = Path(path)
+        content = _read(path, MANIFEST) if (path / MARKER).exists() else None
+        if content is None:
+            raise DamagedError(f"{path} has no {MARKER}: it is no checkpoint, or its save was cut off")
+        if _read(path, MARKER) != marker(content):
+            raise DamagedError(
+                f"{path / MARKER} does not fit {MANIFEST}: one of them has flipped bytes or is truncated"
+            )
+        manifest = _parse(path, content)
+        manifest._check_files()
+        return manifest
+
+    @property
+    def total_bytes(self) -> int:
+        """Size of all files but the manifest and the marker."""
+        return sum(file.bytes for file in self.files.values())
+
+    def read_file(self, name: str) -> bytes:
+        """Content of a small file such as ``tokenizer/tokenizer.json``.
+
+        Raises:
+            DamagedError: when it is missing or changed.
+            KeyError: when the checkpoint never had it.
+        """
+        record, content = self.files[name], _read(self.path, name)
+        if len(content) != record.bytes or checksum(content) != record.xxh3:
+            raise DamagedError(f"{self.path / name} has flipped bytes or is truncated")
+        return content
+
+    def prove(self, name: str) -> None:
+        """Check that the chunks of a tensor are disjoint and make it up.
+
+        Raises:
+            DamagedError: when they are not.
+        """
+        record = self.tensors[name]
+        problem = partition_problem(record.view, [chunk.box for chunk in record.chunks])
+        if problem:
+            raise DamagedError(f"{self.path}: the chunks of {name} do not make it up: {problem}")
+
+    def _check_files(self) -> None:
+        for name, record in self.files.items():
+            try:
+                seen = (self.path / name).stat().st_size
+            except OSError as error:
+                raise DamagedError(f"{self.path / name} is missing ({error.strerror})") from error
+            if seen != record.bytes:
+                how = "truncated" if seen < record.bytes else "too long"
+                raise DamagedError(f"{self.path / name} is {how}: {seen} bytes, not {record.bytes}")
+
+
+def marker(manifest: bytes) -> bytes:
+    """Content of the marker that goes with a manifest."""
+    return checksum(manifest).encode() + b"\n"
+
+
+def encode(
+    tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord], state: Mapping[str, Any], config: JSON
+) -> bytes:
+    """The text of manifest.json.
+
+    Raises:
+        TypeError, ValueError: when state or config is no JSON; NaN and infinity are none.
+    """
+    content = {
+        "format": FORMAT,
+        "version": VERSION,
+        "files": {name: vars(record) for name, record in sorted(files.items())},
+        "tensors": {name: _tensor_json(record) for name, record in sorted(tensors.items())},
+        "state": state,
+        "config": config,
+    }
+    return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
+
+
+def _tensor_json(record: TensorRecord) -> JSON:
+    return vars(record) | {"chunks": [_chunk_json(chunk) for chunk in record.chunks]}
+
+
+def _chunk_json(chunk: Chunk) -> JSON:
+    place = {"start": chunk.box.start, "size": chunk.box.size}
+    return place | {key: value for key, value in vars(chunk).items() if key != "box"}
+
+
+def _read(folder: Path, name: str) -> bytes:
+    try:
+        return (folder / name).read_bytes()
+    except OSError as error:
+        raise DamagedError(f"{folder / name} cannot be read: {error.strerror}") from error
+
+
+def _parse(path: Path, content: bytes) -> Manifest:
+    """The manifest from its text, with every number checked against the others."""
+    try:
+        data = json.loads(content)
+        if data["format"] != FORMAT:
+            raise DamagedError(f"{path / MANIFEST} is of the format {data['format']!r}, not {FORMAT!r}")
+        if data["version"] > VERSION:
+            raise NewerVersionError(
+                f"{path} was written by a newer version: its format has the number {data['version']}, "
+                f"this program knows up to {VERSION}",
+                "update this program",
+            )
+        files = {_safe(name): FileRecord(**record) for name, record in data["files"].items()}
+        tensors = {name: _tensor(record, files) for name, record in data["tensors"].items()}
+        return Manifest(path, data["version"], tensors, files, data["state"], data["config"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DamagedError(f"{path / MANIFEST} is not what its version says: {error!r}") from error
+
+
+def _safe(name: str) -> str:
+    """A file's name, if it stays inside the checkpoint."""
+    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
+        raise ValueError(f"{name} is outside the checkpoint")
+    return name
+
+
+def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
+    record = TensorRecord(data["dtype"], tuple(data["shape"]), tuple(data["view"]), tuple(_chunks(data["chunks"])))
+    if prod(record.shape) != prod(record.view):
+        raise ValueError(f"{record.view} is not a view of {record.shape}")
+    for chunk in record.chunks:
+        in_file = files[chunk.file].head <= chunk.offset <= files[chunk.file].bytes - chunk.bytes
+        if chunk.bytes != chunk.box.numel * ITEM_BYTES[record.dtype] or not in_file:
+            raise ValueError(f"{chunk} has a wrong length or lies outside its file")
+        if not is_inside(chunk.box, record.view):
+            raise ValueError(f"{chunk} is not inside {record.view}")
+    return record
+
+
+def _chunks(data: Iterable[JSON]) -> Iterable[Chunk]:
+    for item in data:
+        box = Box(tuple(item["start"]), tuple(item["size"]))
+        yield Chunk(box, item["file"], item["offset"], item["bytes"], item["xxh3"])

@@ -1,0 +1,130 @@
+"""How a checkpoint comes and goes: built beside its place, named when whole, the one it replaces removed last.
+
+``X.tmp`` is being built (or removed); ``X.old`` is what ``X`` replaces, until the new ``X`` has its name. Each of
+them is a checkpoint exactly if it has the marker, and there is one at every moment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from contextlib import suppress
+from pathlib import Path
+
+from megatron.checkpoint.errors import StorageError
+from megatron.checkpoint.files import make_folder, sync_folder
+from megatron.checkpoint.manifest import FORMAT, MANIFEST, MARKER
+
+BUILDING, OLD = ".tmp", ".old"
+
+
+def building(final: Path) -> Path:
+    """Where the checkpoint ``final`` is built."""
+    return final.with_name(final.name + BUILDING)
+
+
+def set_aside(final: Path) -> Path:
+    """Where the older checkpoint of the same name waits meanwhile."""
+    return final.with_name(final.name + OLD)
+
+
+def is_complete(path: Path) -> bool:
+    """Whether a folder has the marker."""
+    return (path / MARKER).exists()
+
+
+def begin(final: Path) -> Path:
+    """Make an empty folder to build ``final`` in.
+
+    Raises:
+        OSError: when the disk refuses.
+        StorageError: when there is a folder of that name that is no checkpoint.
+    """
+    make_folder(final.parent)
+    settle(final)
+    if final.exists() and not _is_ours(final):
+        raise StorageError(
+            f"{final} exists and is not a checkpoint of this program; no checkpoint was written",
+            f"mv {final} {final}.other",
+            "--save A_NEW_FOLDER",
+        )
+    os.mkdir(building(final))
+    return building(final)
+
+
+def publish(final: Path) -> None:
+    """Give the complete checkpoint that was built for ``final`` its name; the one that had it goes.
+
+    Raises:
+        OSError: when the disk refuses; then nothing is published.
+    """
+    old = set_aside(final)
+    if is_complete(final):
+        remove(old)
+        os.rename(final, old)
+    else:
+        remove(final)
+    os.rename(building(final), final)
+    try:
+        sync_folder(final.parent)
+    except OSError:
+        os.rename(final, building(final))
+        raise
+    with suppress(OSError):  # the new one is safe; what is left of the old is removed by the next settle
+        remove(old)
+
+
+def abandon(final: Path) -> None:
+    """After a failed save: remove what was built, as far as the disk lets us, and put back what was set aside."""
+    with suppress(OSError):
+        if is_complete(set_aside(final)) and not final.exists():
+            os.rename(set_aside(final), final)
+    with suppress(OSError):
+        remove(building(final))
+
+
+def settle(final: Path) -> None:
+    """Finish what a crash interrupted: publish what was complete, remove what was not.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    old = set_aside(final)
+    if is_complete(building(final)):
+        publish(final)
+    else:
+        remove(building(final))
+    if is_complete(final):
+        remove(old)
+    elif is_complete(old) and not final.exists():
+        os.rename(old, final)
+        sync_folder(final.parent)
+
+
+def remove(path: Path) -> None:
+    """Delete a checkpoint, marker first; a crash on the way leaves at most an ``X.tmp`` without a marker.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    if not path.exists():
+        return
+    if is_complete(path):
+        os.unlink(path / MARKER)
+        sync_folder(path)
+    if path.suffix not in (BUILDING, OLD):
+        if building(path).exists():
+            shutil.rmtree(building(path))
+        os.rename(path, building(path))
+        path = building(path)
+    shutil.rmtree(path)
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a folder may be replaced by a checkpoint: it is one, was one, or is empty."""
+    if is_complete(path) or not any(path.iterdir()):
+        return True
+    with suppress(OSError, ValueError, AttributeError):
+        return bool(json.loads((path / MANIFEST).read_bytes()).get("format") == FORMAT)
+    return False

@@ -1,0 +1,234 @@
+"""Saving through torch.distributed.checkpoint: our planner and our storage.
+
+The library gathers every rank's plan on rank 0, lets it check and prepare, sends the plans back, gathers the results
+and lets rank 0 finish; an error on any rank is raised on all of them. What is written, and how, is decided here.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import metadata as dcp_metadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from megatron.checkpoint.boxes import cut, folding, partition_problem, relative
+from megatron.checkpoint.files import checksum, refused, sync_folder, write_file
+from megatron.checkpoint.manifest import MANIFEST, MARKER, Chunk, FileRecord, TensorRecord, encode, marker
+from megatron.checkpoint.parts import GlobalTensor
+from megatron.checkpoint.publish import begin, building, publish
+from megatron.checkpoint.tensorfile import NAMES, TensorFileWriter
+from megatron.parallel.shard import Box
+
+CHUNK_BYTES = 64 << 20
+"""Size at which parts are cut: what a reader holds at a time, and reads too much of when it wants a corner."""
+
+T = TypeVar("T")
+
+Kinds = dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype]]
+"""Shape, view and type of tensors, by name."""
+
+
+class PartsSavePlanner(SavePlanner):
+    """Plans to write the parts of all ranks, once they are proved to be a partition of every tensor."""
+
+    def __init__(self, tensors: Mapping[str, GlobalTensor]) -> None:
+        self._tensors = tensors
+        self._held: tuple[tuple[str, int], Tensor] | None = None
+
+    def set_up_planner(self, state_dict: Any, storage_meta: Any = None, is_coordinator: bool = False) -> None:
+        """Nothing: the tensors were given to the constructor."""
+
+    def create_local_plan(self) -> SavePlan:
+        """One item per chunk of this rank's parts, in the order of the tensors."""
+        kinds = {name: (t.shape, t.view, t.dtype) for name, t in self._tensors.items()}
+        items = [
+            _write_item(name, number, box, tensor)
+            for name, tensor in self._tensors.items()
+            for number, part in enumerate(tensor.parts)
+            for box in cut(part.box, CHUNK_BYTES // tensor.dtype.itemsize)
+        ]
+        return SavePlan(items, planner_data=kinds)
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], dcp_metadata.Metadata]:
+        """Prove that the parts of all ranks make up every tensor.
+
+        Raises:
+            ValueError: when they do not, or ranks disagree about a tensor; names all such tensors.
+        """
+        kinds: Kinds = {}
+        problems = []
+        for rank, plan in enumerate(all_plans):
+            for name, kind in plan.planner_data.items():
+                if kinds.setdefault(name, kind) != kind:
+                    problems.append(f"{name}: rank {rank} says {kind}, another rank {kinds[name]}")
+        boxes: dict[str, list[Box]] = {name: [] for name in kinds}
+        for plan in all_plans:
+            for item in plan.items:
+                boxes[item.index.fqn].append(_box(item))
+        for name, (shape, view, _) in kinds.items():
+            if folding(shape, view) is None:
+                problems.append(f"{name}: {list(view)} is not a view of {list(shape)}")
+            elif problem := partition_problem(view, boxes[name]):
+                problems.append(f"{name}: {problem}")
+        if problems:
+            raise ValueError("the parts of all ranks do not make up the tensors:\n" + "\n".join(problems))
+        empty = [SavePlan(plan.items) for plan in all_plans]
+        return empty, dcp_metadata.Metadata({}, planner_data=kinds)
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor:
+        """The elements of an item; the part they come from is kept until another one is asked for."""
+        name, number = write_item.index.fqn, write_item.index.index or 0
+        part = self._tensors[name].parts[number]
+        if self._held is None or self._held[0] != (name, number):
+            self._held = None  # its memory goes before the next one is computed
+            self._held = (name, number), part.resolve()
+        return self._held[1][relative(_box(write_item), part.box).slices]
+
+
+def _write_item(name: str, part: int, box: Box, tensor: GlobalTensor) -> WriteItem:
+    chunk = dcp_metadata.ChunkStorageMetadata(torch.Size(box.start), torch.Size(box.size))
+    data = TensorWriteData(chunk, dcp_metadata.TensorProperties(tensor.dtype), torch.Size(tensor.view))
+    return WriteItem(dcp_metadata.MetadataIndex(name, box.start, part), WriteItemType.SHARD, tensor_data=data)
+
+
+def _box(item: WriteItem) -> Box:
+    if item.tensor_data is None:
+        raise ValueError(f"{item.index.fqn} is no tensor")
+    return Box(tuple(item.tensor_data.chunk.offsets), tuple(item.tensor_data.chunk.sizes))
+
+
+@dataclass
+class Extra:
+    """What a checkpoint holds besides tensors: state, config and small files (content, or what to copy)."""
+
+    state: Mapping[str, Any]
+    config: dict[str, Any]
+    files: Mapping[str, Path | bytes]
+
+
+@dataclass
+class FileResult:
+    """What a rank reports of its file."""
+
+    name: str
+    record: FileRecord
+
+
+class CheckpointWriter(StorageWriter):
+    """Writes one safetensors file per rank, then on rank 0 the manifest and the marker.
+
+    Attributes:
+        has_begun: the folder to write into was made, by this rank.
+    """
+
+    def __init__(self, final: Path, extra: Extra, rank: int) -> None:
+        self._final, self._extra, self._rank = final, extra, rank
+        self.has_begun = False
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Nothing: a writer writes one checkpoint."""
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """A writer is never found by a path."""
+        return False
+
+    def set_up_storage_writer(self, is_coordinator: bool) -> None:
+        """Refuse state that is no JSON before anything is written."""
+        encode({}, {}, self._extra.state, self._extra.config)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """The plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Make the folder that all ranks write into."""
+        self._telling(lambda: begin(self._final))
+        self.has_begun = True
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's file, chunk by chunk."""
+        future: Future[list[WriteResult]] = Future()
+        future.set_result(self._telling(lambda: self._write(plan, planner)) if plan.items else [])
+        return future
+
+    def finish(self, metadata: dcp_metadata.Metadata, results: list[list[WriteResult]]) -> None:
+        """Write small files, manifest and marker, and publish the checkpoint."""
+        self._telling(lambda: self._finish(metadata.planner_data, [result for some in results for result in some]))
+
+    def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+        name = f"tensors_{self._rank:05d}.safetensors"
+        entries = [(_key(item), _dtype(item), _box(item).size) for item in plan.items]
+        results = []
+        with TensorFileWriter(building(self._final) / name, entries) as file:
+            for item, entry in zip(plan.items, entries):
+                data = planner.resolve_data(item)
+                if not isinstance(data, Tensor):
+                    raise ValueError(f"{item.index.fqn} is no tensor")
+                written = file.write(entry[0], data)
+                chunk = Chunk(_box(item), name, written.offset, written.bytes, written.xxh3)
+                results.append(WriteResult(item.index, written.bytes, chunk))
+        results.append(WriteResult(dcp_metadata.MetadataIndex(name), 0, FileResult(name, file.record)))
+        return results
+
+    def _finish(self, kinds: Kinds, results: Sequence[WriteResult]) -> None:
+        folder = building(self._final)
+        files = {r.storage_data.name: r.storage_data.record for r in results if isinstance(r.storage_data, FileResult)}
+        files |= {name: _write_small(folder, name, content) for name, content in self._extra.files.items()}
+        tensors = {name: TensorRecord(NAMES[dtype], shape, view, ()) for name, (shape, view, dtype) in kinds.items()}
+        chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
+        for result in results:
+            if isinstance(result.storage_data, Chunk):
+                chunks[result.index.fqn].append(result.storage_data)
+        tensors = {name: _with_chunks(record, chunks[name]) for name, record in tensors.items()}
+        content = encode(tensors, files, self._extra.state, self._extra.config)
+        write_file(folder / MANIFEST, content)
+        sync_folder(folder)
+        write_file(folder / MARKER, marker(content))
+        sync_folder(folder)
+        publish(self._final)
+
+    def _telling(self, action: Callable[[], T]) -> T:
+        """The result of ``action``; a disk that refuses is told of as such."""
+        try:
+            return action()
+        except OSError as error:
+            raise refused(error, self._rank) from error
+
+
+def _with_chunks(record: TensorRecord, chunks: Sequence[Chunk]) -> TensorRecord:
+    ordered = sorted(chunks, key=lambda chunk: chunk.box.start)
+    return TensorRecord(record.dtype, record.shape, record.view, tuple(ordered))
+
+
+def _write_small(folder: Path, name: str, content: Path | bytes) -> FileRecord:
+    data = content if isinstance(content, bytes) else content.read_bytes()
+    parent = (folder / name).parent
+    if not parent.exists():
+        os.makedirs(parent)
+    write_file(folder / name, data)
+    sync_folder(parent)
+    return FileRecord(len(data), len(data), checksum(data))
+
+
+def _key(item: WriteItem) -> str:
+    return f"{item.index.fqn}@{','.join(map(str, _box(item).start))}"
+
+
+def _dtype(item: WriteItem) -> torch.dtype:
+    if item.tensor_data is None:
+        raise ValueError(f"{item.index.fqn} is no tensor")
+    return item.tensor_data.properties.dtype

@@ -1,0 +1,207 @@
+"""Safetensors files, written and read tensor by tensor.
+
+A file is the length of its header (uint64), the header (JSON: per key type, shape and byte range), and the elements.
+Since the header comes first and shapes are known, nothing needs to be kept until the end.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.files import NewFile, checksum
+from megatron.checkpoint.manifest import ITEM_BYTES, FileRecord
+
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+"""Types by the names that safetensors gives them."""
+
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+Entry = tuple[str, torch.dtype, tuple[int, ...]]
+"""Key, type and shape of a tensor."""
+
+ALIGNMENT = 64
+MAX_HEADER = 100_000_000
+
+
+@dataclass(frozen=True)
+class Written:
+    """Where a tensor's bytes are in its file, and their checksum."""
+
+    offset: int
+    bytes: int
+    xxh3: str
+
+
+def as_bytes(tensor: Tensor) -> memoryview:
+    """The elements of a tensor row by row; a view of it if it is contiguous and on the CPU."""
+    flat = tensor.detach().to("cpu").contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data
+
+
+class TensorFileWriter:
+    """Writes a new file; tensors come in the order of ``entries``.
+
+    As a context manager: the content is on the disk when the block ends without an exception.
+
+    Attributes:
+        record: length and checksum of the header, for the manifest.
+    """
+
+    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> None:
+        """Create the file and write its header.
+
+        Args:
+            path: must not exist.
+            entries: of all tensors.
+            metadata: free text.
+
+        Raises:
+            OSError: when the file cannot be created or written.
+        """
+        header, self._offsets, end = _header(entries, metadata or {})
+        self._entries = list(entries)
+        self._next = 0
+        self.record = FileRecord(end, len(header), checksum(header))
+        self._file = NewFile(path)
+        try:
+            self._file.write(header)
+        except OSError as error:
+            self._file.__exit__(type(error), error, None)
+            raise
+
+    def write(self, key: str, tensor: Tensor) -> Written:
+        """Append the next tensor, of any strides and device.
+
+        Raises:
+            OSError: when the disk refuses.
+            ValueError: when it is not the next of ``entries``.
+        """
+        if (key, tensor.dtype, tuple(tensor.shape)) != self._entries[self._next]:
+            seen = f"{key}, {tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{seen} comes where {self._entries[self._next]} was announced")
+        content = as_bytes(tensor)
+        self._file.write(content)
+        self._next += 1
+        return Written(self._offsets[self._next - 1], len(content), checksum(content))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.__exit__(kind, error, trace)
+        if kind is None and self._next != len(self._entries):
+            raise ValueError(f"{len(self._entries) - self._next} announced tensors were not written")
+
+
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[int], int]:
+    """Bytes of the header, where each tensor starts in the file, and the file's length."""
+    table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
+    starts, end = [], 0
+    for key, dtype, shape in entries:
+        if key in table:
+            raise ValueError(f"{key} is announced twice")
+        starts.append(end)
+        end += prod(shape) * dtype.itemsize
+        table[key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [starts[-1], end]}
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % ALIGNMENT)
+    header = len(text).to_bytes(8, "little") + text
+    return header, [len(header) + start for start in starts], len(header) + end
+
+
+class TensorFile:
+    """A mapped file: its tensors are views of the file's pages, which the system reads and drops as it needs to.
+
+    Attributes:
+        keys: of all tensors, as the header lists them.
+        metadata: free text of the header.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Map a file and check its header.
+
+        Raises:
+            DamagedError: when it cannot be read or its header does not describe it.
+        """
+        self.path = Path(path)
+        try:
+            with self.path.open("rb") as file:
+                # A private map is writable memory, as torch wants it, but what is written never reaches the file.
+                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+        except (OSError, ValueError) as error:  # ValueError: an empty file
+            raise DamagedError(f"{path} cannot be read: {error}") from error
+        try:
+            self.metadata, self._table = _parse_header(self._map)
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise DamagedError(f"{path} is no safetensors file, or is damaged: {error}") from error
+        self.keys = tuple(self._table)
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Type of a tensor."""
+        return DTYPES[self._table[key][0]]
+
+    def shape(self, key: str) -> tuple[int, ...]:
+        """Shape of a tensor."""
+        return self._table[key][1]
+
+    def tensor(self, key: str) -> Tensor:
+        """A tensor on the file's pages; only what is touched is read.
+
+        Raises:
+            KeyError: when the file has no such tensor.
+        """
+        name, shape, start, end = self._table[key]
+        if start == end:
+            return torch.empty(shape, dtype=DTYPES[name])
+        flat = torch.frombuffer(self._map, dtype=torch.uint8, count=end - start, offset=start)
+        if start % ITEM_BYTES[name]:
+            flat = flat.clone()  # other programs may write files whose elements are not aligned
+        return flat.view(DTYPES[name]).reshape(shape)
+
+
+Table = dict[str, tuple[str, tuple[int, ...], int, int]]
+
+
+def _parse_header(content: mmap.mmap) -> tuple[dict[str, str], Table]:
+    """Metadata, and per key type, shape, first byte and byte after the last."""
+    size = int.from_bytes(content[:8], "little")
+    if len(content) < 8 or size > min(len(content) - 8, MAX_HEADER):
+        raise ValueError(f"a header of {size} bytes in a file of {len(content)}")
+    header = json.loads(content[8 : 8 + size])
+    metadata = header.pop("__metadata__", {})
+    table: Table = {}
+    for key, entry in header.items():
+        name, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        if not 0 <= start <= end <= len(content) - 8 - size or end - start != prod(shape) * ITEM_BYTES[name]:
+            raise ValueError(f"{key}, {name} {list(shape)}, does not fit its bytes {start}..{end}")
+        table[key] = (name, shape, 8 + size + start, 8 + size + end)
+    return metadata, table
