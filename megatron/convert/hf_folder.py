@@ -16,6 +16,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedError
 from megatron.checkpoint.tensorfile import TensorFile
 from megatron.config.hf import family_of, read_config
 from megatron.config.model import ModelConfig
+from megatron.convert.complaints import refuse, some
 from megatron.model.hf import TABLES, Slot, Table, model_specs, slots
 from megatron.parallel.shard import Box
 
@@ -31,7 +32,7 @@ class HFSource:
     Files are mapped, and only what a box needs of them is read. Names, shapes and types are all checked at the start.
 
     Attributes:
-        names: ours, of all tensors of the model.
+        specs: of all tensors of the model, by our names.
         dtype: the narrowest that holds all tensors as they are stored.
     """
 
@@ -44,15 +45,22 @@ class HFSource:
             DamagedError: when a file cannot be read.
         """
         self.folder = Path(folder)
-        specs = model_specs(model)
+        self.specs = model_specs(model)
         kind = family_of(read_config(self.folder), str(self.folder / "config.json"))
-        self._views = {name: spec.view for name, spec in specs.items()}
-        self._slots = slots(kind, specs)
-        self._files = _open(self.folder)
+        self._slots = slots(kind, self.specs)
+        self._files = open_weights(self.folder)
         self._prefix = _prefix(TABLES[kind], self._files)
         self._check(TABLES[kind])
-        self.names = tuple(specs)
         self.dtype = reduce(torch.promote_types, map(self.dtype_of, self.names))
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Our names of all tensors."""
+        return tuple(self.specs)
+
+    def boxes(self, name: str) -> tuple[Box, ...]:
+        """The boxes that make up one of our tensors, each in one of theirs."""
+        return tuple(slot.box for slot in self._slots[name])
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
         """The elements of ``box``, of shape ``box.size``, as stored; perhaps on the file's pages, so not to be written.
@@ -65,8 +73,8 @@ class HFSource:
         Raises:
             ValueError: when ``view`` is not the tensor's.
         """
-        if view != self._views[name]:
-            raise ValueError(f"{name} is viewed {list(self._views[name])}, not {list(view)}")
+        if view != self.specs[name].view:
+            raise ValueError(f"{name} is viewed {list(self.specs[name].view)}, not {list(view)}")
         shared = [(slot, found) for slot in self._slots[name] if (found := intersect(slot.box, box))]
         if len(shared) == 1:
             return self._take(*shared[0])
@@ -103,15 +111,13 @@ class HFSource:
                 types.append(f"{key} {dtype}")
         untied = [HEAD] if tied and not self._head_is_tied(table) else []
         complaints = {
-            "lacks": sorted(missing),
+            "lacks": missing,
             "ties the output to the embedding in config.json, but stores another": untied,
-            "holds tensors that the model does not have": sorted(unused),
-            "holds tensors of another shape than config.json says": sorted(shapes),
-            "holds tensors of a type that is not here": sorted(types),
+            "holds tensors that the model does not have": unused,
+            "holds tensors of another shape than config.json says": shapes,
+            "holds tensors of a type that is not here": types,
         }
-        said = [f"{what}: {_some(names)}" for what, names in complaints.items() if names]
-        if said:
-            raise CheckpointError(f"{self.folder} {'; it '.join(said)}")
+        refuse(self.folder, complaints)
 
     def _head_is_tied(self, table: Table) -> bool:
         """Whether an output projection that is stored although it is tied is a copy of the embedding, to the bit."""
@@ -132,12 +138,7 @@ def _is_buffer(key: str, table: Table) -> bool:
     return any(re.fullmatch(pattern, key.removeprefix(table.prefix)) for pattern in table.buffers)
 
 
-def _some(names: list[str], shown: int = 8) -> str:
-    more = f" and {len(names) - shown} more" if len(names) > shown else ""
-    return ", ".join(names[:shown]) + more
-
-
-def _open(folder: Path) -> dict[str, TensorFile]:
+def open_weights(folder: Path) -> dict[str, TensorFile]:
     """Every tensor's file, by key.
 
     Raises:
@@ -168,7 +169,7 @@ def _open_shards(folder: Path) -> dict[str, TensorFile]:
         raise DamagedError(f"{path} is no index of weights: {error!r}") from error
     strangers = [name for name in shards if Path(name).name != name]
     if strangers:
-        raise DamagedError(f"{path} names files outside its folder: {_some(strangers)}")
+        raise DamagedError(f"{path} names files outside its folder: {some(strangers)}")
     files = {name: TensorFile(folder / name) for name in shards}
     _check_index(path, places, files)
     return {key: file for file in files.values() for key in file.keys}
@@ -179,4 +180,4 @@ def _check_index(path: Path, places: Mapping[str, str], files: Mapping[str, Tens
     lost = [f"{key} in {name}" for key, name in places.items() if key not in held[name]]
     twice = [f"{key} in {name}" for name, file in files.items() for key in file.keys if places.get(key, name) != name]
     if lost or twice:
-        raise DamagedError(f"{path} and the files beside it do not fit: {_some(lost + twice)}")
+        raise DamagedError(f"{path} and the files beside it do not fit: {some(lost + twice)}")

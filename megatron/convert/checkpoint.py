@@ -1,0 +1,195 @@
+"""The weights of a checkpoint as a model, and a checkpoint made of a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.boxes import cut
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.parts import GlobalTensor, Part
+from megatron.checkpoint.publish import is_complete
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.store import write
+from megatron.config.hf import model_values, read_config
+from megatron.config.model import ModelConfig
+from megatron.config.resolve import resolve
+from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.sources import from_dict, to_dict
+from megatron.convert.complaints import refuse
+from megatron.convert.hf_folder import HFSource
+from megatron.model.hf import model_specs
+from megatron.parallel.comm import Group
+from megatron.parallel.shard import Box, ShardSpec
+
+Report = Callable[[str, int, int], None]
+"""Called with what was written last, elements written so far, and elements in all."""
+
+TOKENIZER = "tokenizer/"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+)
+"""What a Hugging Face folder may hold of its tokenizer; a checkpoint has them under ``TOKENIZER``."""
+
+GENERATION = "generation_config.json"
+
+FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+"""Types by the names of ``--params-dtype``."""
+
+READ_ELEMENTS = 16 << 20
+"""Elements converted at a time."""
+
+
+def open_checkpoint(path: Path, step: int | None = None) -> Manifest:
+    """A checkpoint by its own folder, or the newest valid one (or that of ``step``) of a ``--save`` folder.
+
+    Raises:
+        CheckpointError: when there is none.
+        DamagedError: when it, or every one there, is damaged.
+    """
+    if is_complete(path):
+        return Manifest.open(path)
+    found = [f for f in Checkpoints(path).candidates() if step in (None, f.iteration)]
+    for candidate in found:
+        if candidate.manifest is not None:
+            return candidate.manifest
+    reasons = "; ".join(f"{f.path.name}: {f.problem}" for f in found)
+    which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+    raise CheckpointError(f"{path} does not hold {which}" + (f" that can be used: {reasons}" if reasons else ""))
+
+
+class SavedModel:
+    """The weights in a checkpoint.
+
+    Attributes:
+        manifest: of the checkpoint.
+        model: its shape, with the size of its vocabulary.
+        specs: of all its tensors, by global name.
+        dtype: that the run computed in.
+    """
+
+    def __init__(self, manifest: Manifest) -> None:
+        """Check that the checkpoint holds the weights of the model it describes, and no others.
+
+        Raises:
+            CheckpointError: naming the tensors that are missing, unknown or of another shape.
+            UserError: when its configuration is not one of this version.
+        """
+        self.manifest = manifest
+        config = from_dict(manifest.config)
+        self.dtype = FORMATS[config.precision.params_dtype]
+        words = manifest.tensors.get("embedding.word_embeddings.weight")
+        size = config.model.vocab_size if words is None else words.shape[0]
+        self.model = replace(config.model, vocab_size=size)
+        self.specs = model_specs(self.model)
+        self._reader = CheckpointReader(manifest)
+        self._check()
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """The elements of ``box`` of a tensor, at the precision of their masters.
+
+        Args:
+            name: global name.
+            view: of the tensor's spec, which the box refers to.
+            box: wanted.
+
+        Raises:
+            ValueError: when ``view`` is not the tensor's.
+            DamagedError: when what is read is not what was written.
+        """
+        if view != self._reader.view(name):
+            raise ValueError(f"{name} is viewed {list(self._reader.view(name))}, not {list(view)}")
+        return self._reader.read(name, box)
+
+    def _check(self) -> None:
+        stored = {name: record for name, record in self.manifest.tensors.items() if not name.startswith("optim.")}
+        shapes = {name: (spec.shape, spec.view) for name, spec in self.specs.items()}
+        common = shapes.keys() & stored.keys()
+        complaints = {
+            "lacks": shapes.keys() - stored.keys(),
+            "holds tensors that its model does not have": stored.keys() - shapes.keys(),
+            "holds tensors of another shape than its model's": {
+                name for name in common if shapes[name] != (stored[name].shape, stored[name].view)
+            },
+        }
+        refuse(self.manifest.path, complaints)
+
+
+def import_hf(folder: Path, save: Path, report: Report) -> Path:
+    """Write a checkpoint of step 0, weights only, from a Hugging Face folder.
+
+    Args:
+        folder: with config.json and safetensors files.
+        save: the ``--save`` folder that gets the checkpoint.
+        report: told after each tensor.
+
+    Returns:
+        The checkpoint's folder.
+
+    Raises:
+        UserError: when config.json asks for what is not here.
+        CheckpointError: when weights are missing, not used or misshapen, or ``save`` has checkpoints already.
+        StorageError: when the disk refuses.
+    """
+    model = ModelConfig(**model_values(read_config(folder), str(folder / "config.json")))
+    source = HFSource(folder, model)
+    checkpoints = Checkpoints(save)
+    if checkpoints.candidates():
+        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
+    precision = PrecisionConfig(params_dtype=next(name for name, dtype in FORMATS.items() if dtype == source.dtype))
+    config = resolve(RunConfig(model=model, precision=precision), 1)
+    progress = _Progress(report, sum(spec.numel for spec in source.specs.values()))
+    tensors = {name: _entry(source, name, spec, progress) for name, spec in source.specs.items()}
+    path = checkpoints.path(0)
+    state = {"iteration": 0, "consumed_samples": 0}
+    write(path, tensors, state, to_dict(config), Group(), carried_files(folder))
+    return path
+
+
+def carried_files(folder: Path) -> dict[str, Path | bytes]:
+    """Small files of a Hugging Face folder that a checkpoint keeps, by their names there."""
+    files: dict[str, Path | bytes] = {TOKENIZER + name: folder / name for name in TOKENIZER_FILES}
+    files[GENERATION] = folder / GENERATION
+    return {name: path for name, path in files.items() if isinstance(path, Path) and path.is_file()}
+
+
+class _Progress:
+    """Counts elements and tells of them."""
+
+    def __init__(self, report: Report, total: int) -> None:
+        self._report, self._total, self._done = report, total, 0
+
+    def add(self, name: str, elements: int) -> None:
+        self._done += elements
+        self._report(name, self._done, self._total)
+
+
+def _entry(source: HFSource, name: str, spec: ShardSpec, progress: _Progress) -> GlobalTensor:
+    """Parts that are read when they are written, so that one of them exists at a time."""
+
+    def part(box: Box) -> Part:
+        def read() -> Tensor:
+            progress.add(name, box.numel)
+            return source.read(name, spec.view, box).to(torch.float32)
+
+        return Part(box, read)
+
+    return GlobalTensor(spec.shape, spec.view, torch.float32, tuple(part(box) for box in _boxes(source, name)))
+
+
+def _boxes(source: HFSource, name: str) -> Iterator[Box]:
+    for box in source.boxes(name):
+        yield from cut(box, READ_ELEMENTS)
