@@ -11,6 +11,7 @@ from types import TracebackType
 
 import torch
 
+from megatron.config.memory import shown
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.sources import to_yaml
@@ -53,8 +54,8 @@ class RunLog:
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
         self._file: run_folder.JsonLines | None = None
         self._pending: Callable[[], TrainRecord] | None = None
-        tokens = consumed_samples * config.training.seq_length
-        self._place = {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
+        self._seq_length = config.training.seq_length
+        self._place = self._place_of(iteration, consumed_samples)
         if not enabled:
             return
         name = device_name(device)
@@ -78,16 +79,19 @@ class RunLog:
             old = f", what it wrote otherwise is now {names}" if kept else ""
             self.note(f"{folder} holds an earlier start: {metrics.name} goes on below it{old}")
 
-    def pending(self, read: Callable[[], TrainRecord]) -> None:
-        """Say how to ``read`` the steps since the last log line, in case the run fails before the next."""
-        self._pending = read
+    def _place_of(self, iteration: int, consumed_samples: int) -> dict[str, int]:
+        tokens = consumed_samples * self._seq_length
+        return {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
+
+    def stepped(self, iteration: int, consumed_samples: int, read: Callable[[], TrainRecord]) -> None:
+        """Say how far the run is, and how to ``read`` the steps since the last line, lest it fail before the next."""
+        self._place, self._pending = self._place_of(iteration, consumed_samples), read
 
     def train(self, record: TrainRecord) -> None:
         """Report the steps since the last log line."""
         self._pending = None
         if not self.enabled:
             return
-        self._place = record.place()
         _say(progress_line(record, self.yardstick, _width()))
         teraflops = self.yardstick.flops_per_second(record) / 1e12
         self._write({**record.values(), "throughput": teraflops, "mfu": self.yardstick.mfu(record)})
@@ -97,6 +101,18 @@ class RunLog:
         if self.enabled:
             _say(validation_line(record))
             self._write(record.values())
+
+    def checkpoint(self, path: Path, size: int, seconds: float) -> None:
+        """Report a checkpoint of ``size`` bytes that took ``seconds``."""
+        if self.enabled:
+            _say(f"saved {path}: {shown(size)} in {seconds:.1f}s, {shown(size / seconds)}/s")
+            self._write({"event": "checkpoint", **self._place, "path": str(path), "bytes": size, "seconds": seconds})
+
+    def warning(self, text: str) -> None:
+        """Say what went wrong although the run goes on."""
+        if self.enabled:
+            _warn(text)
+            self._write({"event": "warning", **self._place, "text": text})
 
     def note(self, text: str) -> None:
         """Say something that is no number."""

@@ -4,27 +4,32 @@ from __future__ import annotations
 
 from functools import partial
 
+from megatron.checkpoint.errors import StorageError
+from megatron.training.checkpointing import save
 from megatron.training.health import NonFiniteError, explain_nonfinite
 from megatron.training.logging import RunLog
 from megatron.training.metrics import StepWindow
 from megatron.training.records import ValidationRecord
 from megatron.training.setup import Trainer
 from megatron.training.step import evaluate, train_step
-from megatron.training.stop import StopRequest
+from megatron.training.stop import StopRequest, reason
 
 
 def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
     """Train to the end, or until told to stop.
 
     Returns:
-        The exit status: 0 at the end and at ``exit_interval``, 128 + signal number after a signal.
+        The exit status: 0 at the end and at ``exit_interval``, what ``stop`` says after a signal or in time.
 
     Raises:
         NonFiniteError: with ``on_nonfinite`` stop.
+        StorageError: when the last checkpoint cannot be written.
 
     """
-    t, config = trainer, trainer.config.training
+    t, config, options = trainer, trainer.config.training, trainer.config.checkpoint
     window = StepWindow(t.device, config.seq_length)
+    if t.iteration >= t.total_steps:
+        log.note(f"nothing to do: this run ends with step {t.total_steps}, and {t.iteration} are taken")
     while t.iteration < t.total_steps:
         lr, weight_decay = t.schedule.learning_rate(t.consumed_samples), t.schedule.weight_decay(t.consumed_samples)
         samples, batches = t.next_batch_size, t.next_batches()
@@ -37,23 +42,42 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
         window.add(metrics, samples)
         progress = {"iteration": t.iteration, "consumed_samples": t.consumed_samples}
         read = partial(window.read, **progress, learning_rate=lr, weight_decay=weight_decay)
-        log.pending(read)  # told even if the run fails before its next line
+        log.stepped(t.iteration, t.consumed_samples, read)  # told even if the run fails before its next line
 
-        signalled = stop.agreed()
+        told = stop.agreed()
         last = t.iteration == t.total_steps
-        leave = signalled or last or _every(config.exit_interval, t.iteration)
+        leave = told or last or _every(config.exit_interval, t.iteration)
         if leave or _every(t.config.logging.log_interval, t.iteration):
             log.train(read())
-        if config.eval_iters and not signalled and (last or _every(config.eval_interval, t.iteration)):
+        if options.save and (leave or _every(options.save_interval, t.iteration)):
+            with window.paused():
+                checkpoint(t, log, needed=bool(leave))
+        if config.eval_iters and not told and (last or _every(config.eval_interval, t.iteration)):
             with window.paused():
                 loss = evaluate(t).item()
             tokens = t.consumed_samples * config.seq_length
             log.validation(ValidationRecord(t.iteration, t.consumed_samples, tokens, loss))
         if leave and not last:
-            why = f"signal {signalled}" if signalled else f"--exit-interval {config.exit_interval}"
+            why = reason(told) if told else f"--exit-interval {config.exit_interval}"
             log.note(f"stopped by {why} after step {t.iteration} of {t.total_steps}")
-            return 128 + signalled if signalled else 0
+            return told
     return 0
+
+
+def checkpoint(trainer: Trainer, log: RunLog, needed: bool) -> None:
+    """Save. Where the disk refuses, training goes on with the checkpoints there are, unless this one is ``needed``.
+
+    Raises:
+        StorageError: for a checkpoint that is needed.
+
+    """
+    try:
+        saved = save(trainer)
+        log.checkpoint(saved.path, saved.bytes, saved.seconds)
+    except StorageError as error:
+        if needed:
+            raise
+        log.warning(f"step {trainer.iteration} is not saved: {error}")
 
 
 def _every(interval: int | None, iteration: int) -> bool:

@@ -7,19 +7,21 @@ import sys
 import traceback
 from collections.abc import Sequence
 
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.launch import Launch
 from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.config.summary import summary
 from megatron.data.errors import DataError
-from megatron.parallel.mesh import first_to_fail, is_lost_contact, leave_distributed
+from megatron.parallel.mesh import everyone, first_to_fail, is_lost_contact, leave_distributed
 from megatron.training.health import NonFiniteError
 from megatron.training.logging import RunLog
 from megatron.training.loop import train
-from megatron.training.setup import build, join
+from megatron.training.resume import begin, choose
+from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest
 
-EXPECTED = (UserError, DataError, NonFiniteError)
+EXPECTED = (UserError, DataError, CheckpointError, NonFiniteError)
 """Errors whose text says all there is to say; others come with their traceback."""
 
 
@@ -47,10 +49,14 @@ def run(config: RunConfig, notes: Sequence[str] = ()) -> int:
 def join_and_train(config: RunConfig, notes: Sequence[str]) -> int:
     """The run itself; returns its exit status."""
     rank, world_size = join(config)
-    trainer = build(config, rank, world_size)
-    stop = StopRequest(trainer.mesh.world, trainer.device)
+    world = everyone(rank, world_size)
+    stop = StopRequest(world, choose_device(config.training.device), config.training.exit_duration_in_mins)
     try:
-        with RunLog(config, world_size=world_size, device=trainer.device, enabled=rank == 0) as log:
+        origin = choose(config.checkpoint, world)
+        trainer = build(config, rank, world_size, fresh=origin.fresh)
+        notes = [*notes, *begin(trainer, origin)]
+        place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
+        with RunLog(config, world_size=world_size, device=trainer.device, enabled=rank == 0, **place) as log:
             for text in (*notes, "\n".join([summary(config, world_size), *trainer.data.summary()])):
                 log.note(text)
             return train(trainer, log, stop)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 
 import torch
@@ -29,11 +30,13 @@ DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, 
 
 @dataclass
 class Trainer:
-    """The parts of a run and how far it is.
+    """The parts of a run and how far it is. Schedule and data are there once :meth:`begin_at` has said where it begins.
 
     Attributes:
         iteration: steps taken.
         consumed_samples: samples they used.
+        digest_before: digest of the samples consumed before this process began.
+        digest_read: digest of those that this rank has read since.
     """
 
     config: RunConfig
@@ -43,15 +46,37 @@ class Trainer:
     buckets: GradBuckets
     optimizer: Optimizer
     scaler: LossScaler
-    schedule: Schedule
-    data: DataSource
+    schedule: Schedule = field(init=False)
+    data: DataSource = field(init=False)
     iteration: int = 0
     consumed_samples: int = 0
+    digest_before: int = 0
+    digest_read: int = 0
+
+    def begin_at(
+        self, iteration: int, consumed_samples: int, stretches: Mapping[str, Sequence[int]] | None = None
+    ) -> None:
+        """Take the run's schedule and data up from here.
+
+        Args:
+            iteration: steps taken.
+            consumed_samples: samples they used.
+            stretches: how the data were laid out for them; None for a run that begins.
+
+        Raises:
+            DataError: when the data cannot be opened.
+
+        """
+        config, dp, begin = self.config, self.mesh.data_size, (iteration, consumed_samples)
+        self.iteration, self.consumed_samples = begin
+        samples = total_samples(config.training, dp, *begin)
+        self.schedule = Schedule.from_config(config.optimizer, samples, global_batch(config.training, dp))
+        self.data = build_data(config.data, config.training, config.model.vocab, dp, stretches=stretches, begin=begin)
 
     @property
     def total_steps(self) -> int:
         """Steps of the whole run."""
-        return total_steps(self.config.training, self.mesh.data_size)
+        return total_steps(self.config.training, self.mesh.data_size, self.iteration, self.consumed_samples)
 
     @property
     def next_batch_size(self) -> int:
@@ -68,8 +93,10 @@ class Trainer:
         return self._read("valid", index * size, size)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
-        rank, ranks = self.mesh.data_rank, self.mesh.data_size
-        return self.data.step_batches(split, first, size, rank, ranks, self.iteration, self.device)
+        places = self.data.share(split, first, size, self.mesh.data_rank, self.mesh.data_size)
+        if split == "train":
+            self.digest_read += self.data.digest_places(split, places)
+        return [self.data.micro_batch(split, group, self.iteration, self.device) for group in places]
 
 
 def choose_device(name: str) -> torch.device:
@@ -99,13 +126,14 @@ def _too_few_gpus(gpus: int, launch: Launch) -> Problem:
     return Problem("E207", f"this machine runs at least {launch.local_size} ranks, but has {seen}", fixes)
 
 
-def build(config: RunConfig, rank: int, world_size: int) -> Trainer:
+def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> Trainer:
     """Build the model and everything around it on this rank; collective over all ranks.
 
     Args:
         config: validated and resolved (no derived value left open).
         rank: global rank.
         world_size: number of ranks; more than one needs torch.distributed to be started.
+        fresh: a run that begins. Otherwise the weights are left zero and the place open, for a checkpoint to say.
 
     """
     device = choose_device(config.training.device)
@@ -114,24 +142,19 @@ def build(config: RunConfig, rank: int, world_size: int) -> Trainer:
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     mesh = Mesh(Layout.from_config(parallel, world_size), rank, timeout, kv_copies)
     dtype = DTYPES[config.precision.params_dtype]
-    context = BuildContext(mesh, GradSink(), dtype, device, training.seed, parallel.sequence_parallel)
+    context = BuildContext(
+        mesh, GradSink(), dtype, device, training.seed, parallel.sequence_parallel, initialised=fresh
+    )
     chunk = build_gpt(model, training, context)
     dtypes = {name: p.dtype for name, p in chunk.params.items()}
     size, overlap = parallel.ddp_bucket_size, parallel.overlap_grad_reduce
     buckets = GradBuckets(chunk.specs, dtypes, mesh, context.sink, device, size, overlap)
-    dp = mesh.data_size
-    samples, batch = total_samples(training, dp), global_batch(training, dp)
-    return Trainer(
-        config,
-        mesh,
-        device,
-        chunk,
-        buckets,
-        Optimizer(chunk.params, chunk.specs, buckets, mesh, config.optimizer),
-        LossScaler.from_config(config.precision, device),
-        Schedule.from_config(config.optimizer, samples, batch),
-        build_data(config.data, training, model.vocab, dp),
-    )
+    optimizer = Optimizer(chunk.params, chunk.specs, buckets, mesh, config.optimizer)
+    scaler = LossScaler.from_config(config.precision, device)
+    trainer = Trainer(config, mesh, device, chunk, buckets, optimizer, scaler)
+    if fresh:
+        trainer.begin_at(0, 0)
+    return trainer
 
 
 def join(config: RunConfig) -> tuple[int, int]:

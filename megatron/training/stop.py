@@ -1,4 +1,4 @@
-"""Ending a run in good order: a signal to any rank stops all of them after the same step."""
+"""Ending a run in good order: a signal to any rank, or the clock, stops all of them after the same step."""
 
 from __future__ import annotations
 
@@ -11,20 +11,32 @@ import torch
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
 
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+
+TIME_IS_UP = 124
+"""Exit status of a run that ``exit_duration_in_mins`` ended, as timeout(1) has it."""
 
 ECHO_SECONDS = 2.0
 """Ctrl-C reaches every process of a terminal, and then torchrun passes it on: within this time it is the same one."""
 
 
 class StopRequest:
-    """Remembers the first signal this process got; :meth:`agreed` asks all ranks.
+    """Remembers the first signal this process got, and watches the clock; :meth:`agreed` asks all ranks.
 
-    A later one does what it did before, so that an impatient user gets through.
+    A later signal does what it did before, so that an impatient user gets through.
     """
 
-    def __init__(self, world: Group, device: torch.device) -> None:
+    def __init__(self, world: Group, device: torch.device, minutes: float | None = None) -> None:
+        """Listen from now on.
+
+        Args:
+            world: all ranks.
+            device: this rank's.
+            minutes: after which the run shall end; None for never.
+
+        """
         self.world, self.device = world, device
+        self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
         self._got, self._since = 0, 0.0
         self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
 
@@ -36,11 +48,24 @@ class StopRequest:
             signal.raise_signal(number)
 
     def agreed(self) -> int:
-        """The signal that any rank got (the highest number), or 0; the same answer on every rank. Collective."""
-        mine = torch.tensor(float(self._got), device=self.device)
+        """The exit status with which to end now, or 0 to go on; the same answer on every rank. Collective.
+
+        128 + the highest signal number that any rank got, else ``TIME_IS_UP`` where any rank's time is.
+        """
+        mine = torch.tensor(float(self._status()), device=self.device)
         return int(comm.all_reduce(mine, self.world, op="max").item())
+
+    def _status(self) -> int:
+        if self._got:
+            return 128 + self._got
+        return TIME_IS_UP if self._deadline is not None and time.monotonic() >= self._deadline else 0
 
     def restore(self) -> None:
         """Give the signals back to whoever had them."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+
+def reason(status: int) -> str:
+    """What made :meth:`StopRequest.agreed` answer ``status``, in words."""
+    return "--exit-duration-in-mins" if status == TIME_IS_UP else f"signal {status - 128}"

@@ -159,7 +159,7 @@ def test_an_error_is_told_after_the_steps_that_no_line_told_of(
 ) -> None:
     def act(log: RunLog) -> None:
         log.train(RECORD)
-        log.pending(lambda: replace(RECORD, iteration=13, consumed_samples=52, consumed_tokens=5200))
+        log.stepped(13, 52, lambda: replace(RECORD, iteration=13, consumed_samples=52, consumed_tokens=5200))
 
     with pytest.raises(KeyError):
         failing_run(tmp_path, act)
@@ -172,7 +172,7 @@ def test_an_error_is_told_after_the_steps_that_no_line_told_of(
 
 def test_a_step_is_told_once(tmp_path: Path) -> None:
     def act(log: RunLog) -> None:
-        log.pending(lambda: RECORD)
+        log.stepped(12, 48, lambda: RECORD)
         log.train(RECORD)
 
     with pytest.raises(KeyError):
@@ -185,7 +185,7 @@ def test_steps_that_cannot_be_read_do_not_hide_the_error(tmp_path: Path, capsys:
         raise RuntimeError("no device")
 
     with pytest.raises(KeyError):
-        failing_run(tmp_path, lambda log: log.pending(read))
+        failing_run(tmp_path, lambda log: log.stepped(12, 48, read))
     assert [line["event"] for line in lines(tmp_path)] == ["start", "error"]
     assert "the steps since the last line are lost: no device" in capsys.readouterr().err
 

@@ -28,7 +28,7 @@ def test_the_first_signal_is_remembered(heard: list[int], number: signal.Signals
     request = StopRequest(Group(), CPU)
     assert request.agreed() == 0
     signal.raise_signal(number)
-    assert request.agreed() == request.agreed() == number
+    assert request.agreed() == request.agreed() == 128 + number
     assert heard == []
     request.restore()
 
@@ -37,7 +37,7 @@ def test_the_same_signal_passed_on_by_a_launcher_is_no_second_one(heard: list[in
     request = StopRequest(Group(), CPU)
     for _ in range(3):
         signal.raise_signal(signal.SIGINT)
-    assert (request.agreed(), heard) == (signal.SIGINT, [])
+    assert (request.agreed(), heard) == (128 + signal.SIGINT, [])
     request.restore()
 
 
@@ -46,7 +46,7 @@ def test_an_impatient_user_gets_through(heard: list[int], monkeypatch: pytest.Mo
     request = StopRequest(Group(), CPU)
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
-    assert (request.agreed(), heard) == (signal.SIGTERM, [signal.SIGINT])
+    assert (request.agreed(), heard) == (128 + signal.SIGTERM, [signal.SIGINT])
 
 
 def test_signals_are_given_back(heard: list[int]) -> None:

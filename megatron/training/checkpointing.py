@@ -1,0 +1,193 @@
+"""What of a trainer a checkpoint holds, and the way there and back.
+
+Tensors are global and by name: the weights at the precision of their masters (those that a model computes with are
+these, rounded), and under ``optim.{kind}.{name}`` what the update rule remembers of each. The rest is plain numbers.
+Initial weights and dropout are functions of seeds, samples of their number: no random generator has a state to save.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.parts import GlobalTensor, Part
+from megatron.checkpoint.store import read, write
+from megatron.config.problems import Problem, UserError
+from megatron.config.sources import to_dict
+from megatron.model.fill import Source, fill
+from megatron.parallel import comm
+from megatron.parallel.shard import Piece, ShardSpec
+from megatron.training.setup import Trainer
+
+DIGESTS = 2**64
+"""Digests of samples are numbers below this."""
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint that was written, in ``bytes`` of tensors and ``seconds``."""
+
+    path: Path
+    bytes: int
+    seconds: float
+
+
+def save(trainer: Trainer) -> Saved:
+    """Write a checkpoint into the run's ``save`` folder and delete those that need not be kept; collective.
+
+    Raises:
+        StorageError: when it cannot be written, on every rank alike; the older ones are as they were.
+        RuntimeError: when the samples that the ranks have read are not those of the stream.
+
+    """
+    t, options, started = trainer, trainer.config.checkpoint, time.monotonic()
+    folder = Checkpoints(Path(str(options.save)))
+    path = folder.path(t.iteration)
+    write(path, to_write(t), state(t), to_dict(t.config), t.mesh.world)
+    if t.mesh.world.rank == 0:
+        folder.retain(options.keep_last, options.keep_every)
+    size = sum(spec.numel * tensor.element_size() for spec, tensor in held(t).values())
+    return Saved(path, size, time.monotonic() - started)
+
+
+def restore(trainer: Trainer, manifest: Manifest) -> None:
+    """Go on exactly where the run that wrote the checkpoint was; collective.
+
+    Raises:
+        DamagedError: when the checkpoint's bytes are not those that were written, on every rank alike.
+        DataError: when the data cannot be opened.
+        UserError: when they are not those that the run was reading, or the checkpoint holds nothing but weights.
+
+    """
+    t, saved = trainer, manifest.state
+    if "optimizer" not in saved:
+        fix = "--resume-mode weights-only"
+        raise UserError([Problem("E814", f"{manifest.path} holds weights, but no run to go on with", (fix,))])
+    t.begin_at(saved["iteration"], saved["consumed_samples"], saved["data"]["stretches"])
+    _take_up_data(t, saved["data"])
+    read(manifest, to_fill(held(t)), t.mesh.world)
+    t.optimizer.publish()
+    t.optimizer.set_steps_applied(saved["optimizer"]["steps"])
+    t.scaler.load_state_dict(saved["loss_scaler"])
+
+
+def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
+    """Begin a run with the weights of a checkpoint; collective.
+
+    Raises:
+        DamagedError: when the checkpoint's bytes are not those that were written, on every rank alike.
+        DataError: when the data cannot be opened.
+
+    """
+    t = trainer
+    t.begin_at(0, 0)
+    weights = {name: (t.chunk.specs[name], tensor) for name, tensor in t.optimizer.masters.items()}
+    read(manifest, to_fill(weights), t.mesh.world)
+    t.optimizer.publish()
+
+
+def restore_from_source(trainer: Trainer, source: Source) -> None:
+    """Begin a run with weights from elsewhere, each rank reading what it holds.
+
+    Raises:
+        DataError: when the data cannot be opened.
+
+    """
+    trainer.begin_at(0, 0)
+    fill(trainer.chunk.specs, trainer.optimizer.masters, source)
+    trainer.optimizer.publish()
+
+
+def held(trainer: Trainer) -> dict[str, tuple[ShardSpec, Tensor]]:
+    """This rank's part of every tensor of a checkpoint, by name: its place, and its values ``spec.local_shape``."""
+    specs, optimizer = trainer.chunk.specs, trainer.optimizer
+    found = {name: (specs[name], tensor) for name, tensor in optimizer.masters.items()}
+    for kind, tensors in optimizer.moments().items():
+        found |= {f"optim.{kind}.{name}": (specs[name], tensor) for name, tensor in tensors.items()}
+    return found
+
+
+def to_write(trainer: Trainer) -> dict[str, GlobalTensor]:
+    """The parts that this rank writes. Replicas hold the same ones and share the work, evenly in bytes."""
+    tensors, replicas = held(trainer), trainer.mesh.replicas
+    sizes = {name: tensor.numel() * tensor.element_size() for name, (_, tensor) in tensors.items()}
+    total, before = sum(sizes.values()), 0
+    entries = {}
+    for name, (spec, tensor) in tensors.items():
+        mine = before * replicas.size // total == replicas.rank
+        entries[name] = _entry(spec, tensor, spec.owned if mine else ())
+        before += sizes[name]
+    return entries
+
+
+def to_fill(tensors: Mapping[str, tuple[ShardSpec, Tensor]]) -> dict[str, GlobalTensor]:
+    """The parts that this rank needs: every piece it holds, copies too."""
+    return {name: _entry(spec, tensor, spec.pieces) for name, (spec, tensor) in tensors.items()}
+
+
+def _entry(spec: ShardSpec, tensor: Tensor, pieces: Iterable[Piece]) -> GlobalTensor:
+    view = tensor.detach().view(spec.local_view)
+    parts = tuple(Part(piece.place, view[piece.local.slices]) for piece in pieces)
+    return GlobalTensor(spec.shape, spec.view, tensor.dtype, parts)
+
+
+def state(trainer: Trainer) -> dict[str, Any]:
+    """How far a run is, in plain numbers; collective.
+
+    Raises:
+        RuntimeError: when the samples that the ranks have read are not those of the stream.
+
+    """
+    t = trainer
+    return {
+        "iteration": t.iteration,
+        "consumed_samples": t.consumed_samples,
+        "optimizer": {"steps": t.optimizer.steps_applied()},
+        "loss_scaler": t.scaler.state_dict(),
+        "data": {
+            "stretches": {split: list(counts) for split, counts in t.data.stretches.items()},
+            "fingerprints": dict(t.data.fingerprints),
+            "digest": f"{consumed_digest(t):016x}",
+        },
+        "written_by": {"layout": dict(t.mesh.layout.sizes), "torch": torch.__version__},
+    }
+
+
+def consumed_digest(trainer: Trainer) -> int:
+    """Digest of all samples that the run has consumed, from what its ranks have read; collective.
+
+    Raises:
+        RuntimeError: when it is not that of the first ``consumed_samples`` samples of the stream.
+
+    """
+    t = trainer
+    read_by_rank = comm.all_gather_objects(t.digest_read, t.mesh.replicas)
+    digest = (t.digest_before + sum(int(str(part)) for part in read_by_rank)) % DIGESTS
+    if digest != t.data.digest("train", 0, t.consumed_samples):
+        raise RuntimeError(f"the samples read up to step {t.iteration} are not those of the sample stream")
+    return digest
+
+
+def _take_up_data(trainer: Trainer, saved: Mapping[str, Any]) -> None:
+    """Count the consumed samples as read.
+
+    Raises:
+        UserError: when what was consumed, or what is still to come, is not what it was for the run that saved.
+
+    """
+    t = trainer
+    changed = [s for s, mark in t.data.fingerprints.items() if saved["fingerprints"].get(s, mark) != mark]
+    t.digest_before = t.data.digest("train", 0, t.consumed_samples)
+    if f"{t.digest_before:016x}" != saved["digest"]:
+        changed = changed or ["train"]
+    if changed:
+        sentence = f"the {' and '.join(changed)} data are not those of the checkpoint: other files, or another order"
+        raise UserError([Problem("E815", sentence, ("--data-path THE_SAME_DATA", "--resume-mode weights-only"))])

@@ -1,0 +1,153 @@
+"""Where a run begins: with its own newest checkpoint, with another's, with a Hugging Face model, or from nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.folder import Checkpoints, Found
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.publish import BUILDING, is_complete
+from megatron.config.compare import compare
+from megatron.config.problems import Problem, UserError
+from megatron.config.run import CheckpointConfig
+from megatron.convert.hf_folder import HFSource
+from megatron.parallel import comm
+from megatron.parallel.comm import Group
+from megatron.training.checkpointing import restore, restore_from_source, restore_weights
+from megatron.training.setup import Trainer
+
+HF = "hf:"
+
+
+@dataclass(frozen=True)
+class Origin:
+    """What a run begins with; nothing, where neither ``manifests`` nor ``hf`` say anything.
+
+    Attributes:
+        manifests: checkpoints to try, in this order.
+        hf: folder of a Hugging Face model.
+        mode: how much of a checkpoint is taken over, a choice of ``resume_mode``.
+        notes: what was passed over, and why.
+        problems: why the run cannot begin.
+    """
+
+    manifests: tuple[Manifest, ...] = ()
+    hf: Path | None = None
+    mode: str = "exact"
+    notes: tuple[str, ...] = ()
+    problems: tuple[Problem, ...] = ()
+
+    @property
+    def fresh(self) -> bool:
+        """Whether the run begins from nothing."""
+        return not self.manifests and self.hf is None
+
+
+def choose(options: CheckpointConfig, world: Group) -> Origin:
+    """What the run begins with. Rank 0 looks, every rank gets the same answer; collective.
+
+    A run goes on from its own checkpoints, those in ``save``; ``load`` is for its very beginning.
+
+    Raises:
+        UserError: when a checkpoint is asked for or there are some, but none can be used.
+
+    """
+    origin, *_ = comm.all_gather_objects(_look(options) if world.rank == 0 else None, world)
+    if not isinstance(origin, Origin):
+        raise TypeError(f"rank 0 sent {origin!r}")
+    if origin.problems:
+        raise UserError(origin.problems)
+    return origin
+
+
+def _look(options: CheckpointConfig) -> Origin:
+    save, load = options.save, options.load
+    own = Checkpoints(Path(save)).candidates() if save is not None else []
+    back_and_forth = save is not None and load is not None and Path(load).resolve() == Path(save).resolve()
+    if any(_finished(found) for found in own):
+        asked = load is None or back_and_forth
+        step = options.ckpt_step if asked else None
+        return _pick(Path(str(save)), own, step, options.resume_mode if asked else "exact", onward=True)
+    unfinished = tuple(_passed_over(found) for found in own)
+    if load is None or back_and_forth:
+        return Origin(notes=unfinished)
+    if load.startswith(HF):
+        return Origin(hf=Path(load.removeprefix(HF)), mode="weights-only", notes=unfinished)
+    return _pick(Path(load), Checkpoints(Path(load)).candidates(), options.ckpt_step, options.resume_mode, unfinished)
+
+
+def _pick(
+    folder: Path, found: Sequence[Found], step: int | None, mode: str, notes: tuple[str, ...] = (), onward: bool = False
+) -> Origin:
+    """The usable ones of ``found``, newest first; ``onward`` when the run will write its own into the same folder."""
+    wanted = [f for f in found if step is None or f.iteration == step]
+    usable = tuple(f.manifest for f in wanted if f.manifest is not None)
+    passed_over = notes + tuple(_passed_over(f) for f in wanted if f.manifest is None)
+    newer = [f for f in found if f.manifest is not None and step is not None and f.iteration > step]
+    if not usable:
+        return Origin(problems=(_none_usable(folder, found, step),))
+    if onward and newer:
+        sentence = f"{folder} holds newer checkpoints than step {step} ({newer[0].path.name}): they would be found next"
+        return Origin(problems=(Problem("E813", sentence, (f"--load {folder} --ckpt-step {step} --save ANOTHER",)),))
+    return Origin(usable, mode=mode, notes=passed_over)
+
+
+def _finished(found: Found) -> bool:
+    """Whether it was a checkpoint once; a save that was cut off has left none."""
+    return found.path.suffix != BUILDING or is_complete(found.path)
+
+
+def _passed_over(found: Found) -> str:
+    return f"passed over {found.path}: {found.problem}"
+
+
+def _none_usable(folder: Path, found: Sequence[Found], step: int | None) -> Problem:
+    there = [f for f in found if _finished(f)]
+    if step is not None and not any(f.iteration == step for f in there):
+        steps = ", ".join(str(f.iteration) for f in there) or "none"
+        return Problem("E812", f"{folder} has no checkpoint of step {step}; it has {steps}")
+    if not there:
+        return Problem("E812", f"{folder} has no checkpoint", ("--load ANOTHER", "drop --load to start from nothing"))
+    reasons = "; ".join(f"{f.path.name}: {f.problem}" for f in there if f.manifest is None)
+    return Problem(
+        "E811", f"no checkpoint in {folder} can be used: {reasons}", ("--save ANOTHER",)
+    )
+
+
+def begin(trainer: Trainer, origin: Origin) -> list[str]:
+    """Bring a trainer, built ``fresh`` if the origin is, to where the run begins; collective.
+
+    Returns:
+        Notes: what was loaded, what has changed since, what was passed over.
+
+    Raises:
+        UserError: when what has changed does not go together with going on, or no checkpoint can be read.
+        DataError: when the data cannot be opened.
+
+    """
+    notes = list(origin.notes)
+    if origin.fresh:
+        return notes
+    if origin.hf is not None:
+        restore_from_source(trainer, HFSource(origin.hf, trainer.config.model))
+        return [*notes, f"weights from {origin.hf}"]
+    for manifest in origin.manifests:
+        changes = compare(manifest.config, trainer.config, origin.mode)
+        if changes.problems:
+            raise UserError(changes.problems)
+        try:
+            (restore_weights if origin.mode == "weights-only" else restore)(trainer, manifest)
+        except DamagedError as error:
+            notes.append(f"passed over {manifest.path}: {error}")
+            continue
+        return [*notes, _loaded(trainer, manifest, origin.mode), *changes.lines]
+    raise UserError([Problem("E811", "; ".join(["no checkpoint can be used", *notes]))])
+
+
+def _loaded(trainer: Trainer, manifest: Manifest, mode: str) -> str:
+    if mode == "weights-only":
+        return f"weights from {manifest.path}"
+    return f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"
