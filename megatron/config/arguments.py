@@ -1,7 +1,7 @@
 """From a command line to a checked configuration.
 
-Values are laid over one another in this order: defaults, ``--preset``, ``--config`` files, flags, ``--set``. Everything
-that is wrong, in the spelling as in the values, is reported at once.
+Values are laid over one another in this order: defaults, the config.json of ``--load hf:DIR``, ``--preset``,
+``--config`` files, flags, ``--set``. Everything that is wrong, in the spelling as in the values, is reported at once.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron.config.checks import batch, idle
+from megatron.config.checks import batch, checkpoint, idle
+from megatron.config.compare import compare
 from megatron.config.foreign import assumptions, costs, habits, judge
 from megatron.config.launch import Launch
 from megatron.config.parser import Given, read
@@ -19,7 +20,15 @@ from megatron.config.presets import PRESETS
 from megatron.config.problems import Problem, UserError, did_you_mean
 from megatron.config.resolve import resolve
 from megatron.config.run import RunConfig
-from megatron.config.sources import Layer, build, from_assignments, from_file, lay_over
+from megatron.config.sources import (
+    Layer,
+    build,
+    from_assignments,
+    from_file,
+    from_hugging_face,
+    lay_over,
+    to_dict,
+)
 from megatron.config.summary import summary
 from megatron.config.validate import problems
 
@@ -63,16 +72,22 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Parse
     files = [from_file(path) for path in known.config]
     flags, assignments = _from_flags(reading.given), from_assignments(known.set)
     layers = [_preset(known.preset), *files, flags, assignments, reading.malformed, foreign]
+    theirs = from_hugging_face(lay_over(layer.values for layer in layers).get("load"))
+    layers.insert(0, theirs)
     said = lay_over(layer.values for layer in layers)
     config = build(said)
-    found = [problem for layer in layers for problem in layer.problems] + habits(reading.spellings, config.model)
+    found = [problem for layer in layers for problem in layer.problems] + habits(reading.spellings, config)
     world_size = _world_size(known, config, environ, found, notes)
     found += problems(config, world_size, {name for layer in layers for name in layer.doubtful})
+    if theirs.values and all(problem.code != "E600" for problem in found):  # derived sizes need numbers in range
+        changes = compare(to_dict(build(theirs.values)), resolve(config, world_size), "weights-only", "config.json")
+        notes += changes.lines
+        found += changes.problems
     if found:
         raise UserError(found)
     notes += assumptions(reading.spellings, said)
     notes += costs(reading.spellings, config, world_size)
-    notes += [*batch.remarks(config, world_size), *idle.remarks(config)]
+    notes += [*batch.remarks(config, world_size), *checkpoint.remarks(config), *idle.remarks(config)]
     return Parsed(resolve(config, world_size), world_size, known.check_config, tuple(notes))
 
 

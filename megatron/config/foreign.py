@@ -7,13 +7,13 @@ from itertools import chain
 
 from megatron.config import megatron_flags as table
 from megatron.config.memory import shown, state_bytes
-from megatron.config.model import ModelConfig
 from megatron.config.problems import Problem, did_you_mean
 from megatron.config.run import RunConfig
 from megatron.config.settings import SPELLINGS
 from megatron.config.sources import Layer
 
 GENERAL = ("--preset", "--config", "--set", "--check-config", "--world-size", "--help")
+KEEP_SCHEDULE = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler")
 MOST_REASONS = 3
 
 
@@ -82,9 +82,9 @@ def _misspelt(spelling: str, words: list[str], doubtful: set[str]) -> Problem:
     return Problem("E001", f"{spelling}: no such flag; did you mean {guess}?", (" ".join([guess, *words]),))
 
 
-def habits(spellings: Collection[str], model: ModelConfig) -> list[Problem]:
+def habits(spellings: Collection[str], config: RunConfig) -> list[Problem]:
     """Flags that are ignored only beside others, because what Megatron-LM assumes without these is not what we do."""
-    found = []
+    found, model = [], config.model
     if "--group-query-attention" in spellings and model.num_query_groups is None:
         sentence = "--group-query-attention without --num-query-groups is one group in Megatron-LM, one per head here"
         fixes = ("--num-query-groups 1", f"--num-query-groups {model.num_attention_heads}")
@@ -93,6 +93,10 @@ def habits(spellings: Collection[str], model: ModelConfig) -> list[Problem]:
         sentence = "--no-position-embedding does not go with learned positions"
         fixes = ("--position-embedding-type none", "--position-embedding-type rope")
         found.append(Problem("E004", sentence, fixes))
+    keep = next((flag for flag in KEEP_SCHEDULE if flag in spellings), None)
+    if keep and config.checkpoint.resume_mode == "new-schedule":
+        sentence = f"{keep} keeps the checkpoint's schedule, new-schedule replaces it"
+        found.append(Problem("E004", sentence, ("--resume-mode exact", f"drop {keep}")))
     return found
 
 

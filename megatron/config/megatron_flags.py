@@ -16,6 +16,12 @@ _MEMORY_ONLY = "memory is managed by PyTorch; the numbers are the same"
 _ALWAYS_LOGGED = "step time and speed are in every progress line"
 _MAPPED = "samples are read from memory-mapped files inside the step"
 
+_ONE_FORM = "checkpoints have one form of their own, which every layout reads"
+_OWN_PARTS = "every rank writes and reads its own parts, whatever the layout"
+_ALWAYS_CHECKED = "a checkpoint's parts and checksums are always checked"
+_WAITS = "training waits while a checkpoint is written; what is written is the same"
+_NO_RANDOM_STATE = "random numbers are functions of the seed and the place; there is no state to save or load"
+
 IGNORED = {
     "--use-mcore-models": _ONE_STACK,
     "--transformer-impl": _ONE_STACK,
@@ -43,6 +49,41 @@ IGNORED = {
     "--no-create-attention-mask-in-dataloader": "masks are never made by the data loader",
     "--use-cpu-initialization": "weights depend on the seed and their names only, never on the device",
     "--te-rng-tracker": "random numbers are functions of the seed and the place; there is no state to track",
+    "--no-save-rng": _NO_RANDOM_STATE,
+    "--no-load-rng": _NO_RANDOM_STATE,
+    "--ckpt-format": _ONE_FORM,
+    "--dist-ckpt-format": _ONE_FORM,
+    "--use-dist-ckpt": _ONE_FORM,
+    "--auto-detect-ckpt-format": _ONE_FORM,
+    "--dist-ckpt-optim-fully-reshardable": _ONE_FORM,
+    "--distrib-optim-fully-reshardable-mem-efficient": _ONE_FORM,
+    "--ckpt-drop-redundant-extra-state": _ONE_FORM,
+    "--ckpt-fully-parallel-save": _OWN_PARTS,
+    "--no-ckpt-fully-parallel-save": _OWN_PARTS,
+    "--ckpt-fully-parallel-load": _OWN_PARTS,
+    "--ckpt-fully-parallel-load-exchange-algo": _OWN_PARTS,
+    "--ckpt-fully-parallel-load-per-rank-objects": _OWN_PARTS,
+    "--ckpt-fully-parallel-save-process-group": _OWN_PARTS,
+    "--ckpt-fully-parallel-load-process-group": _OWN_PARTS,
+    "--ckpt-assume-constant-structure": _OWN_PARTS,
+    "--ckpt-pg-tensors-cache-path": _OWN_PARTS,
+    "--ckpt-pg-tensors-cache-create": _OWN_PARTS,
+    "--dist-ckpt-workers": _OWN_PARTS,
+    "--verify-integrity": _ALWAYS_CHECKED,
+    "--dist-ckpt-strictness": _ALWAYS_CHECKED,
+    "--no-ckpt-load-validate-sharding-integrity": _ALWAYS_CHECKED,
+    "--disable-ckpt-load-validate-sharding-integrity": _ALWAYS_CHECKED,
+    "--async-save": _WAITS,
+    "--async-strategy": _WAITS,
+    "--use-persistent-ckpt-worker": _WAITS,
+    "--async-ckpt-cpu-priority": _WAITS,
+    "--async-ckpt-io-priority": _WAITS,
+    "--async-ckpt-use-cpu-shm": _WAITS,
+    "--load-main-params-from-ckpt": "weights are saved and loaded at the precision of their masters",
+    "--no-save-tokenizer-assets": "the tokenizer's few files are always saved with the weights",
+    "--disable-save-tokenizer-assets": "the tokenizer's few files are always saved with the weights",
+    "--use-checkpoint-opt_param-scheduler": "a schedule that is not the checkpoint's is refused, so it is kept",
+    "--use-checkpoint-opt-param-scheduler": "a schedule that is not the checkpoint's is refused, so it is kept",
     "--use-distributed-optimizer": _FULL_STATE,
     "--overlap-param-gather": _FULL_STATE,
     "--overlap-param-gather-with-optimizer-step": _FULL_STATE,
@@ -99,7 +140,9 @@ HARMLESS_VALUES = {
     "--transformer-impl": ("local", "transformer_engine"),
 }
 
-_NO_CHECKPOINTS = "this version writes and reads no checkpoints"
+_CONVERTER = "a tool converts checkpoints, without a run"
+_FROM_FLAGS = "options come from flags, and those that differ from the checkpoint's are told or refused"
+_ONE_KIND = "there is one kind of checkpoint, in one folder"
 _NO_DASHBOARDS = "metrics go to metrics.jsonl in the run's folder, to no dashboard"
 _ONE_PREFIX = "data is one prefix, cut by --split"
 _DOCUMENTS = "attention and positions run across document boundaries"
@@ -107,6 +150,25 @@ _DOCUMENTS = "attention and positions run across document boundaries"
 # Flag -> (why not, what to paste instead; nothing but leaving it out where that is empty).
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--persistent-save-interval": ("it is spelled shorter", ("--save-interval N",)),
+    "--save-retain-interval": ("that is said in two flags", ("--keep-last 1 --keep-every N",)),
+    "--non-persistent-save-interval": (_ONE_KIND, ("--save-interval N --keep-last N --keep-every N",)),
+    "--pretrained-checkpoint": (
+        "--load serves both: it is read while --save holds no checkpoint",
+        ("--load DIR --resume-mode weights-only",),
+    ),
+    "--no-load-optim": (
+        "a run goes on with its optimizer's state, or starts anew with nothing but weights",
+        ("--resume-mode weights-only",),
+    ),
+    "--no-save-optim": ("a run could not go on from such a checkpoint; convert it where weights are all you want", ()),
+    "--exit-on-missing-checkpoint": (
+        "--load without a checkpoint is always an error, unless it is also --save, where a run begins",
+        (),
+    ),
+    "--use-checkpoint-args": (_FROM_FLAGS, ("--config RUN_DIR/config.yaml",)),
+    "--use-mp-args-from-checkpoint-args": (_FROM_FLAGS, ("--config RUN_DIR/config.yaml",)),
+    "--ckpt-convert-format": (_CONVERTER, ("python tools/convert_checkpoint.py",)),
+    "--ckpt-convert-save": (_CONVERTER, ("python tools/convert_checkpoint.py",)),
     "--yaml-cfg": ("its file has another form", ("--config FILE.yaml",)),
     "--encoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
     "--decoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
@@ -144,7 +206,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--step-batch-size-schedule": ("the batch grows linearly", ("--rampup-batch-size START INCREMENT SAMPLES",)),
     "--decrease-batch-size-if-needed": ("the batch is never changed silently", ("--global-batch-size N",)),
     "--distribute-saved-activations": ("saved activations are not spread over ranks", ("--sequence-parallel",)),
-    "--exit-signal": ("SIGTERM and SIGINT end the run cleanly, no other", ()),
+    "--exit-signal": ("SIGTERM, SIGINT and SIGUSR1 end the run cleanly, no other", ()),
     "--exit-signal-handler-for-dataloader": ("there are no data loader processes", ()),
     "--distributed-timeout-seconds-after-init": ("one timeout holds", ("--distributed-timeout-minutes N",)),
     "--ddp-num-buckets": ("buckets are cut by size", ("--ddp-bucket-size N",)),
@@ -191,19 +253,12 @@ OTHER_DEFAULTS = {
 
 # Prefix -> what all flags that start so belong to.
 FAMILIES = {
-    "--no-save-": _NO_CHECKPOINTS,
-    "--no-load-": _NO_CHECKPOINTS,
-    "--save-": _NO_CHECKPOINTS,
-    "--load-": _NO_CHECKPOINTS,
-    "--ckpt-": _NO_CHECKPOINTS,
-    "--no-ckpt-": _NO_CHECKPOINTS,
-    "--disable-ckpt-": _NO_CHECKPOINTS,
-    "--dist-ckpt-": _NO_CHECKPOINTS,
-    "--async-": _NO_CHECKPOINTS,
-    "--non-persistent-": _NO_CHECKPOINTS,
-    "--use-checkpoint-": _NO_CHECKPOINTS,
-    "--override-ckpt-": _NO_CHECKPOINTS,
-    "--replication": _NO_CHECKPOINTS,
+    "--save-": "it writes tensors out for debugging",
+    "--ckpt-": _CONVERTER,
+    "--dist-ckpt-": _ONE_FORM,
+    "--non-persistent-": _ONE_KIND,
+    "--override-ckpt-": "the steps of a checkpoint are its own",
+    "--replication": _ONE_KIND,
     "--tensorboard-": _NO_DASHBOARDS,
     "--wandb-": _NO_DASHBOARDS,
     "--log-": "it logs a quantity that is not logged here",
@@ -283,7 +338,7 @@ FAMILIES = {
 OTHERS = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --activation-func-clamp-value
 --activation-offload-fraction --adlr-autoresume --adlr-autoresume-interval --allow-ambiguous-pad-tokens
---attention-output-gate --auto-detect-ckpt-format --batch-invariant-backend --batch-invariant-mode
+--attention-output-gate --batch-invariant-backend --batch-invariant-mode
 --bert-embedder-type --bert-load --block-data-path --cache-mla-latents --calc-ft-timeouts --chat-template
 --check-for-large-grads --check-for-spiky-loss --check-weight-hash-across-dp-replicas-interval
 --classes-fraction --config-logger-dir --cp-comm-type --create-all-gather-group
@@ -293,10 +348,10 @@ OTHERS = """
 --defer-embedding-wgrad-compute --delay-offload-until-cuda-graph --delay-wgrad-compute
 --delta-offload-bytes-across-pp-ranks --disable-bf16-reduced-precision-matmul
 --disable-clone-scatter-output-in-embedding --disable-mamba-mem-eff-path --disable-straggler-on-startup
---disable-strict-fsdp-dtensor-load --distrib-optim-fully-reshardable-mem-efficient
+--disable-strict-fsdp-dtensor-load
 --dump-param-to-param-group-map --embedding-path --enable-chunked-prefill --enable-experimental
 --enable-ft-package --enable-full-sharding-in-hsdp --enable-mhc-connections --enable-msc
---ep-overlap-early-attn-memory-release --evidence-data-path --exit-on-missing-checkpoint --exp-avg-dtype
+--ep-overlap-early-attn-memory-release --evidence-data-path --exp-avg-dtype
 --exp-avg-sq-dtype --experimental-attention-variant --fake-process-group
 --fine-grained-activation-offloading --fine-grained-offloading-max-inflight-offloads
 --first-last-layers-bf16 --flash-decode --fp16-lm-cross-entropy --freeze-all-layers --full-validation
@@ -316,16 +371,16 @@ OTHERS = """
 --overlap-cpu-optimizer-d2h-h2d --overlap-dispatch-backward-with-experts-wgrad
 --overlap-moe-expert-parallel-comm --overlap-p2p-communication-warmup-flush --patch-dim
 --per-dataset-sequences-path --perform-rl-step --phase-transition-iterations
---pipeline-model-parallel-comm-backend --pretrained-checkpoint --q-lora-rank --qk-head-dim --qk-l2-norm
+--pipeline-model-parallel-comm-backend --q-lora-rank --qk-head-dim --qk-l2-norm
 --qk-pos-emb-head-dim --query-in-block-prob --record-memory-history --record-shapes --refit-method
 --rerun-mode --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
 --run-workload-inspector-server --sample-rate --sft --sft-tokenizer-prompt-format --short-seq-prob
 --skip-train --softmax-type --spec --start-eval-at-iter --suggested-communication-unit-size
 --swin-backbone-type --symmetric-ar-type --te-precision-config-file --tensor-parallel-num-weight-shards
---test-mode --titles-data-path --train-sync-interval --trust-remote-code --use-dist-ckpt --use-gigatoken
---use-kitchen-attention --use-legacy-static-engine --use-mp-args-from-checkpoint-args --use-mup
---use-one-sent-docs --use-persistent-ckpt-worker --use-precision-aware-optimizer --use-pytorch-profiler
+--test-mode --titles-data-path --train-sync-interval --trust-remote-code --use-gigatoken
+--use-kitchen-attention --use-legacy-static-engine --use-mup
+--use-one-sent-docs --use-precision-aware-optimizer --use-pytorch-profiler
 --use-same-sampling-seed-across-dp-ranks --use-torch-optimizer-for-cpu-offload --v-head-dim
---validation-set-names --verify-integrity --wgrad-deferral-limit --window-attn-skip-freq
+--validation-set-names --wgrad-deferral-limit --window-attn-skip-freq
 --yarn-correction-range-round-to-int
 """

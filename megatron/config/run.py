@@ -161,9 +161,12 @@ class DataConfig:
     tokenizer_type: str | None = option(
         None,
         "Tokenizer of the data. Default: the one recorded beside the data.",
-        choices=("ByteTokenizer", "NullTokenizer"),
+        choices=("HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
     )
 
+
+HUGGING_FACE = "hf:"
+"""What the name of a Hugging Face model's folder starts with in ``load``."""
 
 RESUME_MODES = ("exact", "new-schedule", "weights-only")
 """What a run takes over from the checkpoint it starts from, most first."""

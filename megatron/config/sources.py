@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from megatron.config.hf import model_values, read_config
+from megatron.config.model import ModelConfig
 from megatron.config.problems import Problem, UserError, did_you_mean
-from megatron.config.run import RunConfig
+from megatron.config.run import HUGGING_FACE, RunConfig, TrainingConfig
 from megatron.config.settings import GROUPS, SETTINGS, Setting
 
 Values = dict[str, Any]
@@ -136,6 +138,24 @@ def from_file(path: str) -> Layer:
     if not isinstance(tree, Mapping):
         return Layer(problems=[Problem("E006", f"--config {path} must hold 'name: value' lines, not {tree!r:.40}")])
     return from_tree(tree, path)
+
+
+def from_hugging_face(load: Any) -> Layer:
+    """The layer of the model that ``--load hf:DIR`` names, and an empty one for any other ``--load``.
+
+    A model that knows fewer positions than the default sample has tokens is trained on samples of that length.
+    """
+    if not isinstance(load, str) or not load.startswith(HUGGING_FACE):
+        return Layer()
+    folder = Path(load.removeprefix(HUGGING_FACE))
+    try:
+        values = model_values(read_config(folder), str(folder / "config.json"))
+    except UserError as error:
+        # Without its config.json nothing is known about the model: what it would say is not checked.
+        return Layer(problems=list(error.problems), doubtful={f.name for f in fields(ModelConfig)})
+    if values["max_position_embeddings"] < TrainingConfig.seq_length:
+        values["seq_length"] = values["max_position_embeddings"]
+    return Layer(values)
 
 
 def lay_over(layers: Iterable[Values]) -> Values:

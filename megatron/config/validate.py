@@ -6,13 +6,21 @@ from collections.abc import Iterator, Set
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-from megatron.config.checks import batch, data, idle, layout, model, optimizer
+from megatron.config.checks import batch, checkpoint, data, idle, layout, model, optimizer
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, Setting
 from megatron.config.sources import flat
 
-CHECKS = (*model.CHECKS, *layout.CHECKS, *batch.CHECKS, *optimizer.CHECKS, *data.CHECKS, *idle.CHECKS)
+CHECKS = (
+    *model.CHECKS,
+    *layout.CHECKS,
+    *batch.CHECKS,
+    *optimizer.CHECKS,
+    *data.CHECKS,
+    *checkpoint.CHECKS,
+    *idle.CHECKS,
+)
 
 
 def problems(config: RunConfig, world_size: int, doubtful: Set[str] = frozenset()) -> list[Problem]:

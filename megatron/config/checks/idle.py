@@ -94,6 +94,24 @@ MISTAKES = (
         "lr_decay_style WSD",
         "--lr-decay-style WSD",
     ),
+    Rule(
+        ("save_interval", "keep_last", "keep_every"),
+        lambda c: c.checkpoint.save is not None,
+        "a folder to save to",
+        "--save checkpoints",
+    ),
+    Rule(
+        ("keep_every",),
+        lambda c: c.checkpoint.save is None or c.checkpoint.keep_last is not None,
+        "keep_last, because all are kept,",
+        "--keep-last 3",
+    ),
+    Rule(
+        ("ckpt_step", "resume_mode"),
+        lambda c: c.checkpoint.load is not None or c.checkpoint.save is not None,
+        "a checkpoint to start from",
+        "--load checkpoints",
+    ),
 )
 
 HARMLESS = (

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from megatron.config.batch import global_batch, total_samples
+from megatron.config.batch import global_batch
+from megatron.config.lengths import lengths
 from megatron.config.problems import Problem
-from megatron.config.run import OptimizerConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.config.settings import flag
 from megatron.config.sources import ALTERNATIVES
 
@@ -35,12 +36,12 @@ def said_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def schedule(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Warm-up, decay and WSD's final decay fit into one another."""
-    o = config.optimizer
-    lengths = _lengths(config, world_size)
-    if lengths is None:
+    o, t = config.optimizer, config.training
+    if (t.train_iters is None) == (t.train_samples is None):  # no length to measure them by
         return
-    warmup, decay, final = lengths
-    unit = global_batch(config.training, config.parallel.data_parallel_size(world_size))
+    ranks = config.parallel.data_parallel_size(world_size)
+    unit = global_batch(t, ranks)
+    warmup, decay, final = lengths(config, ranks)
     if warmup >= decay:
         sentence = f"the warm-up of {_shown(warmup)} samples does not end before the decay does, at {_shown(decay)}"
         shorter = _flag("lr_warmup", bool(o.lr_warmup_samples), decay / 10, unit)
@@ -63,29 +64,6 @@ def _flag(name: str, in_samples: bool, samples: float, unit: int, least: int = 0
     if in_samples:
         return f"{flag(name)}-samples {max(least, int(samples))}"
     return f"{flag(name)}-iters {max(least, int(samples // unit))}"
-
-
-def _lengths(config: RunConfig, world_size: int) -> tuple[float, float, float | None] | None:
-    """Warm-up, decay and WSD's final decay in samples; None while the run has no length."""
-    o, t = config.optimizer, config.training
-    ranks = config.parallel.data_parallel_size(world_size)
-    if (t.train_iters is None) == (t.train_samples is None):
-        return None
-    unit = global_batch(t, ranks)
-    decay = _samples(o.lr_decay_samples, o.lr_decay_iters, unit) or total_samples(t, ranks)
-    return _warmup(o, unit, decay), decay, _samples(o.lr_wsd_decay_samples, o.lr_wsd_decay_iters, unit)
-
-
-def _warmup(o: OptimizerConfig, unit: int, decay: float) -> float:
-    if o.lr_warmup_fraction is not None:
-        return o.lr_warmup_fraction * decay
-    return o.lr_warmup_samples or o.lr_warmup_iters * unit
-
-
-def _samples(samples: int | None, iters: int | None, unit: int) -> int | None:
-    if samples is not None:
-        return samples
-    return None if iters is None else iters * unit
 
 
 def weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -67,6 +67,8 @@ CASES = (
     Case("--tensor-model-parallel-size 3", ranks=16, machines=2),
     # Megatron-LM's flags
     Case("--save checkpoints --save-interval 1000 --load checkpoints --ckpt-format torch_dist --async-save"),
+    Case("--save checkpoints --async-save --no-save-optim --non-persistent-save-interval 10 --save-retain-interval 5"),
+    Case("--load docs --no-load-optim --ckpt-convert-format torch --pretrained-checkpoint docs"),
     Case("--tensorboard-dir tb --wandb-project p --log-params-norm"),
     Case("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2", ranks=2),
     Case("--dataloader-type cyclic"),
@@ -75,6 +77,7 @@ CASES = (
     Case("--encoder-num-layers 12 --checkpoint-activations --no-bias-gelu-fusion --use-gigatoken"),
     Case("--group-query-attention"),
     Case("--no-position-embedding"),
+    Case("--use-checkpoint-opt_param-scheduler --override-opt_param-scheduler --load docs"),
     # files, presets, --set
     Case("--preset gpt2-124M"),
     Case("--preset bloom"),
@@ -150,6 +153,25 @@ CASES = (
     Case("--fp16 --loss-scale 128 --hysteresis 4"),
     Case("--recompute-method block --recompute-num-layers 1 --recompute-modules mlp"),
     Case("--lr-wsd-decay-iters 10"),
+    Case("--save-interval 100 --keep-last 3"),
+    Case("--save checkpoints --keep-every 1000"),
+    Case("--ckpt-step 100 --finetune"),
+    # checkpoints
+    Case("--save checkpoints --keep-last 0 --save-interval 0 --exit-duration-in-mins 0"),
+    Case("--load no/such/folder"),
+    Case("--load doc"),
+    Case("--load docs --save docs/flags.md/checkpoints"),
+    Case("--load tests/golden/hf_bert"),
+    Case("--save checkpoints/iter_0001000"),
+    Case("--save checkpoints --load checkpoints --finetune"),
+    Case("--save checkpoints --resume-mode weights-only"),
+    Case("--load docs/iter_100 --ckpt-step 200"),
+    Case("--finetune --override-opt_param-scheduler --load docs"),
+    Case("--load hf:docs"),
+    Case("--load hf:tests/golden/hf_bert --num-layers 0"),
+    Case("--load hf:tests/golden/hf_llama --override-opt-param-scheduler --ckpt-step 100"),
+    Case("--load hf:tests/golden/hf_llama --preset tiny-llama --seq-length 32 --norm-epsilon 1e-5"),
+    Case("--load hf:tests/golden/hf_llama --vocab-size 500 --tensor-model-parallel-size 8 --lr fast", ranks=8),
     # everything at once
     Case(
         "--preset tiny-llama --lr abc --hiden-size 100 --num-query-groups 3 --save x --global-batch-size 7"

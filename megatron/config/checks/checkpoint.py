@@ -1,0 +1,96 @@
+"""Whether checkpoints can be written and found, and what is taken over from them makes sense."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.config.problems import Problem, did_you_mean
+from megatron.config.run import HUGGING_FACE, RunConfig
+
+MEGATRON_LM = "latest_checkpointed_iteration.txt"
+"""The file that Megatron-LM keeps in every folder of checkpoints."""
+
+
+def load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """What to start from is there, and is ours. The folder that checkpoints are saved to may still have to be made."""
+    c = config.checkpoint
+    if c.load is None or str(c.load).startswith(HUGGING_FACE) or _one_folder(config):
+        return
+    folder = Path(str(c.load))
+    if not folder.is_dir():
+        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
+        guess = did_you_mean(folder.name, sorted(path.name for path in beside if path.is_dir()))
+        fixes = (f"--load {folder.parent / guess}",) if guess else ("drop --load",)
+        yield Problem("E801", f"--load {folder}: there is no such folder", fixes)
+    elif (folder / MEGATRON_LM).is_file():
+        sentence = f"--load {folder} holds checkpoints of Megatron-LM, which are not read"
+        yield Problem("E801", sentence, ("convert them to Hugging Face's form and --load hf:DIR",))
+    elif (folder / "config.json").is_file():
+        fixes = (f"--load {HUGGING_FACE}{folder}",)
+        yield Problem("E801", f"--load {folder} is a Hugging Face model, no folder of checkpoints", fixes)
+
+
+def save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Checkpoints can be written, each into a folder of its own."""
+    if config.checkpoint.save is None:
+        return
+    folder = Path(str(config.checkpoint.save))
+    there = next(path for path in (folder, *folder.parents) if path.exists())
+    if not there.is_dir():
+        yield Problem("E802", f"--save {folder}: {there} is no folder", (f"--save {there}-checkpoints",))
+    elif not os.access(there, os.W_OK | os.X_OK):
+        yield Problem("E802", f"--save {folder}: {there} cannot be written to")
+    elif _step(folder) is not None:
+        sentence = f"--save {folder} names one checkpoint; the folder of all is wanted"
+        yield Problem("E802", sentence, (f"--save {folder.parent}",))
+    elif (folder / MEGATRON_LM).is_file():
+        sentence = f"--save {folder} holds checkpoints of Megatron-LM"
+        yield Problem("E802", sentence, (f"--save {folder}-new",))
+
+
+def resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """What is taken over goes with where it comes from."""
+    c = config.checkpoint
+    if c.load is not None and str(c.load).startswith(HUGGING_FACE):
+        yield from _hugging_face(config)
+    elif c.resume_mode == "weights-only" and c.save is not None and (c.load is None or _one_folder(config)):
+        sentence = f"weights-only starts a new run, and --save {c.save} would be the old one's folder"
+        yield Problem("E803", sentence, (f"--load {c.save} --save {c.save}-new", "--resume-mode exact"))
+    elif c.load is not None and c.ckpt_step is not None and _step(Path(c.load)) not in (None, c.ckpt_step):
+        sentence = f"--load {c.load} and --ckpt-step {c.ckpt_step} name two checkpoints"
+        yield Problem("E803", sentence, (f"--load {Path(c.load).parent}", "--set checkpoint.ckpt_step=null"))
+
+
+def _hugging_face(config: RunConfig) -> Iterator[Problem]:
+    c = config.checkpoint
+    if c.resume_mode == "new-schedule":
+        sentence = f"--load {c.load}: a Hugging Face model has weights and nothing else to take over"
+        yield Problem("E803", sentence, ("--resume-mode weights-only",))
+    if c.ckpt_step is not None:
+        sentence = f"--load {c.load}: a Hugging Face model has no --ckpt-step {c.ckpt_step}"
+        yield Problem("E803", sentence, ("--set checkpoint.ckpt_step=null",))
+
+
+def _one_folder(config: RunConfig) -> bool:
+    """Whether checkpoints are saved to where they are loaded from."""
+    c = config.checkpoint
+    return c.load is not None and c.save is not None and Path(str(c.load)).resolve() == Path(str(c.save)).resolve()
+
+
+def _step(folder: Path) -> int | None:
+    """The step of a folder that is one checkpoint, by its name."""
+    match = re.fullmatch(r"iter_(\d+)", folder.name)
+    return int(match[1]) if match else None
+
+
+def remarks(config: RunConfig) -> Iterator[str]:
+    """A line where a run that crashes would have saved nothing."""
+    c = config.checkpoint
+    if c.save is not None and c.save_interval is None:
+        yield "--save without --save-interval: checkpoints are written only when the run ends or is stopped"
+
+
+CHECKS = (load_folder, save_folder, resume)

@@ -1,0 +1,246 @@
+"""A checkpoint's configuration beside that of the run which starts from it: what changed, and what must not."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from megatron.config.batch import total_samples
+from megatron.config.lengths import lengths
+from megatron.config.numbers import text
+from megatron.config.problems import Problem
+from megatron.config.resolve import resolve
+from megatron.config.run import RESUME_MODES, RunConfig
+from megatron.config.settings import SETTINGS, Setting
+from megatron.config.sources import ALTERNATIVES, Values, build, flat, from_tree
+
+
+class Role(Enum):
+    """What an option decides, and so what a change of it would do to a run that goes on."""
+
+    SHAPE = "the shapes of the model's tensors"
+    FUNCTION = "what the model computes from its weights"
+    DATA = "the samples and their order"
+    STATE = "the state that the optimizer keeps"
+    SCHEDULE = "the batch, the length, and what a step makes of its samples"
+    FREE = "how it is computed, and what is told of it"
+    START = "one start of the run; the next may have another"
+
+
+FIELDS = {
+    Role.SHAPE: """
+        num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
+        untie_embeddings_and_output_weights position_embedding_type max_position_embeddings
+        normalization qk_layernorm activation add_bias_linear add_qkv_bias""",
+    Role.FUNCTION: """
+        rotary_base rotary_percent rotary_interleaved
+        use_rope_scaling rope_scaling_factor rope_original_max_position rope_low_freq_factor rope_high_freq_factor
+        rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
+        window_size norm_epsilon""",
+    Role.DATA: "seq_length split mock_data seed",
+    Role.STATE: "optimizer",
+    Role.SCHEDULE: """
+        global_batch_size rampup_batch_size train_iters train_samples
+        lr min_lr lr_decay_style lr_wsd_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_iters
+        lr_wsd_decay_samples lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init
+        weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
+        clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum
+        hidden_dropout attention_dropout z_loss_coeff""",
+    # The content of data_path is compared by its fingerprint, wherever it lies. The weights have long been drawn
+    # with init_method_std.
+    Role.FREE: """
+        tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
+        expert_model_parallel_size expert_tensor_parallel_size make_vocab_size_divisible_by
+        distributed_backend distributed_timeout_minutes overlap_grad_reduce ddp_bucket_size
+        params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis on_nonfinite
+        micro_batch_size recompute_granularity recompute_method recompute_num_layers recompute_modules
+        cross_entropy_chunk_size device eval_interval eval_iters log_interval
+        data_path tokenizer_type init_method_std""",
+    Role.START: """
+        save save_interval keep_last keep_every load ckpt_step resume_mode
+        run_dir exit_interval exit_duration_in_mins""",
+}
+"""Every option, under what it decides."""
+
+ROLES = {name: role for role, names in FIELDS.items() for name in names.split()}
+
+APPROVED = {
+    "exact": {Role.START, Role.FREE},
+    "new-schedule": {Role.START, Role.FREE, Role.SCHEDULE},
+    "weights-only": set(Role) - {Role.SHAPE},
+}
+"""Resume mode -> what may change."""
+
+TOLD = {mode: set(Role) - {Role.START} for mode in RESUME_MODES} | {"weights-only": {Role.SHAPE, Role.FUNCTION}}
+"""Resume mode -> what is told when it changes: to a new run, only the model's old options are of interest."""
+
+REFUSALS = {
+    Role.SHAPE: ("E821", "the model is not the {}'s"),
+    Role.FUNCTION: ("E822", "the model does not compute what the {}'s does"),
+    Role.DATA: ("E823", "the samples, or their order, are not the {}'s"),
+    Role.STATE: ("E824", "the optimizer is not the {}'s"),
+    Role.SCHEDULE: ("E825", "the batch, the length or the schedule is not the {}'s"),
+}
+"""What is said of changes that are not approved."""
+
+SAME_SHAPES = {
+    "position_embedding_type": ("rope", "yarn", "none"),
+    "activation": ("gelu", "gelu_tanh", "relu2"),
+}
+"""Words of an option of the shape between which the tensors' shapes do not change, only what is computed."""
+
+LENGTHS = {name for ways in ALTERNATIVES for name in ways if ROLES[name] is Role.SCHEDULE}
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What changed.
+
+    Attributes:
+        lines: one for each changed option that is worth telling; and what could not be compared.
+        problems: changes that the resume mode does not approve.
+    """
+
+    lines: tuple[str, ...]
+    problems: tuple[Problem, ...]
+
+
+def compare(saved: Mapping[str, Any], now: RunConfig, mode: str, name: str = "checkpoint") -> Comparison:
+    """Compare a run with the checkpoint that it is about to start from.
+
+    Args:
+        saved: ``to_dict`` of the checkpoint's configuration. What it lacks, because an older version wrote it, counts
+            as today's default; what this version does not know is told.
+        now: resolved, the vocabulary's size included.
+        mode: resume mode.
+        name: what ``saved`` is called.
+
+    """
+    then, unreadable, lines = _read(saved, name)
+    before, after = _values(then) | unreadable, _values(now)
+    changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
+    roles = {field: _role(field, before, after) for field in changed}
+    if _schedule(then) == _schedule(now):
+        roles = {field: Role.FREE if field in LENGTHS else role for field, role in roles.items()}
+    told = {field: _change(SETTINGS[field], before, after, name) for field in changed}
+    problems = []
+    for role, (code, sentence) in REFUSALS.items():
+        refused = [field for field in changed if roles[field] is role and role not in APPROVED[mode]]
+        if refused:
+            back = _paste([field for field in refused if field not in unreadable], before, after)
+            fixes = (*filter(None, [back]), *_ways_out(role, now))
+            changes = "; ".join(told[field] for field in refused)
+            problems.append(Problem(code, f"{sentence.format(name)}: {changes}", fixes))
+    lines += [told[field] for field in changed if roles[field] in TOLD[mode]]
+    return Comparison(tuple(lines), tuple(problems))
+
+
+def _change(setting: Setting, before: Values, after: Values, name: str) -> str:
+    was, is_ = (_shown(setting, values[setting.name]) for values in (before, after))
+    return f"{setting.flag}: {name} {was} -> now {is_}"
+
+
+def _shown(setting: Setting, value: Any) -> str:
+    if value is None or value == ():
+        return "not set"
+    if isinstance(value, bool):
+        return "on" if value else "off"
+    return setting.spell(value).partition(" ")[2]
+
+
+def _paste(names: Iterable[str], before: Values, after: Values) -> str:
+    """Flags that give options the values they had; a length is said in the way it was said then."""
+    words = []
+    for name in names:
+        ways = next((ways for ways in ALTERNATIVES if name in ways), (name,))
+        way = next((way for way in ways if before[way]), name)
+        setting, in_the_way = SETTINGS[way], any(after[other] for other in ways if other != way)
+        spell = _assigned if in_the_way or setting.option.aliases else Setting.spell
+        words.append(spell(setting, before[way]))
+    return " ".join(dict.fromkeys(words))
+
+
+def _assigned(setting: Setting, value: Any) -> str:
+    """``--set``, which unlike a flag takes the place of other flags that say the same thing."""
+    items = value if isinstance(value, tuple) else (value,)
+    words = (text(item) if isinstance(item, float) else str(item) for item in items)
+    return f"--set {shlex.quote(setting.key + '=' + ','.join(words))}"
+
+
+def _ways_out(role: Role, now: RunConfig) -> Iterator[str]:
+    """Resume modes that approve of the change."""
+    if role in APPROVED["new-schedule"]:
+        yield "--resume-mode new-schedule"
+    elif role in APPROVED["weights-only"]:
+        c = now.checkpoint
+        elsewhere = [f"--load {c.save}", f"--save {c.save}-new"] if c.save and c.load in (None, c.save) else []
+        yield " ".join([*elsewhere, "--resume-mode weights-only"])
+
+
+def _role(name: str, before: Values, after: Values) -> Role:
+    """What a change of an option decides, which may depend on its values and on other options."""
+    if name == "max_position_embeddings" and after["position_embedding_type"] != "learned_absolute":
+        return Role.FREE  # no tensor has that length, and no sample of the data is longer
+    alike = SAME_SHAPES.get(name, ())
+    if before[name] in alike and after[name] in alike:
+        return Role.FUNCTION
+    return ROLES[name]
+
+
+def _same(name: str, before: Any, after: Any) -> bool:
+    return _weights(before) == _weights(after) if name == "split" else before == after
+
+
+def _weights(split: str) -> list[str]:
+    """The weights of a split without their blanks and without those that are 0 at its end."""
+    weights = [weight.strip() for weight in split.split(",")]
+    while weights and weights[-1] in ("", "0"):
+        weights.pop()
+    return weights
+
+
+def _values(config: RunConfig) -> Values:
+    """Every value by name; experts that are cut as the dense layers are have no size of their own."""
+    p, values = config.parallel, flat(config)
+    if p.expert_tensor_parallel_size == p.tensor_model_parallel_size:
+        values["expert_tensor_parallel_size"] = None
+    return values
+
+
+def _schedule(config: RunConfig) -> tuple[float | None, ...]:
+    """Every length, in samples, that learning rate and weight decay depend on."""
+    o, (warmup, decay, final) = config.optimizer, lengths(config, 1)  # the batch is written out
+    return (
+        warmup,
+        decay if o.lr_decay_style != "constant" else None,
+        final if o.lr_decay_style == "WSD" else None,
+        total_samples(config.training, 1) if o.weight_decay_incr_style != "constant" else None,
+    )
+
+
+def _read(saved: Mapping[str, Any], source: str) -> tuple[RunConfig, Values, list[str]]:
+    """The configuration as far as this version can read it, values it cannot read, and lines on unknown options."""
+    known: dict[str, Any] = {}
+    unreadable: Values = {}
+    unknown = []
+    for group, name, value in _entries(saved):
+        setting = SETTINGS.get(name)
+        if setting is None or group != setting.group:
+            unknown.append(f"{group}.{name} {value}")
+            continue
+        layer = from_tree({name: value}, source)
+        known |= layer.values
+        unreadable |= {name: value} if layer.problems else {}
+    config = build(known)
+    lines = [f"the {source} has options that this version does not know: {', '.join(unknown)}"] if unknown else []
+    return resolve(config, config.parallel.model_ranks), unreadable, lines
+
+
+def _entries(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
+    """Group, name and value of everything in a nested mapping."""
+    for group, values in saved.items():
+        for name, value in values.items() if isinstance(values, Mapping) else ():
+            yield group, name, value

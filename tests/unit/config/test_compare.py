@@ -1,0 +1,197 @@
+"""What may change between a checkpoint and the run that starts from it."""
+
+from __future__ import annotations
+
+import shlex
+from functools import cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.config.arguments import parse
+from megatron.config.compare import APPROVED, FIELDS, REFUSALS, ROLES, Comparison, Role, compare
+from megatron.config.run import RESUME_MODES, RunConfig
+from megatron.config.settings import SETTINGS
+from megatron.config.sources import to_dict
+
+RUN = "--mock-data --vocab-size 257 --train-iters 100 --global-batch-size 8 --save ckpt"
+
+
+@pytest.fixture(autouse=True)
+def _there_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "ckpt").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+
+
+@cache
+def run(flags: str = "", base: str = RUN, ranks: int = 1) -> RunConfig:
+    return parse(shlex.split(f"{base} {flags}"), {"RANK": "0", "WORLD_SIZE": str(ranks)}).config
+
+
+def compared(then: str = "", now: str = "", mode: str = "exact", ranks: int = 1) -> Comparison:
+    return compare(to_dict(run(then)), run(now, ranks=ranks), mode)
+
+
+def codes(comparison: Comparison) -> list[str]:
+    return [problem.code for problem in comparison.problems]
+
+
+def test_every_option_has_one_role() -> None:
+    listed = [name for names in FIELDS.values() for name in names.split()]
+    assert sorted(listed) == sorted(SETTINGS), "an option is missing in the table, or is there twice"
+    assert set(APPROVED) == set(RESUME_MODES)
+    assert set(REFUSALS) == set(Role) - set.intersection(*APPROVED.values())
+
+
+@pytest.mark.parametrize("mode", RESUME_MODES)
+def test_an_unchanged_run_has_nothing_to_tell(mode: str) -> None:
+    assert compared("--swiglu", "--swiglu", mode) == Comparison((), ())
+
+
+def test_changes_are_told_by_flag() -> None:
+    told = compared(
+        "--tensor-model-parallel-size 1 --overlap-grad-reduce",
+        "--tensor-model-parallel-size 4 --no-overlap-grad-reduce --eval-interval 5 --bf16 --recompute-activations",
+        ranks=4,
+    )
+    assert told.problems == ()
+    assert told.lines == (
+        "--tensor-model-parallel-size: checkpoint 1 -> now 4",
+        "--overlap-grad-reduce: checkpoint on -> now off",
+        "--params-dtype: checkpoint fp32 -> now bf16",
+        "--eval-interval: checkpoint not set -> now 5",
+        "--recompute-granularity: checkpoint not set -> now selective",
+    )
+
+
+CHANGES = {
+    Role.SHAPE: ("--num-layers 3", "--vocab-size 300", "--max-position-embeddings 2048", "--swiglu"),
+    Role.FUNCTION: ("--norm-epsilon 1e-6", "--window-size 100", "--activation relu2"),
+    Role.DATA: ("--seq-length 512 --max-position-embeddings 1024", "--seed 5", "--split 9,1,0"),
+    Role.STATE: ("--optimizer sgd",),
+    Role.SCHEDULE: ("--lr 1e-3", "--global-batch-size 16", "--train-iters 200", "--hidden-dropout 0"),
+    Role.FREE: ("--micro-batch-size 2", "--on-nonfinite skip", "--eval-iters 3", "--init-method-std 0.01"),
+}
+
+
+@pytest.mark.parametrize("mode", RESUME_MODES)
+@pytest.mark.parametrize(("role", "flags"), [(role, flags) for role, all_ in CHANGES.items() for flags in all_])
+def test_a_change_is_approved_or_refused_by_its_role(role: Role, flags: str, mode: str) -> None:
+    comparison = compared("", flags, mode)
+    assert (comparison.problems == ()) == (role in APPROVED[mode])
+    assert mode == "weights-only" or comparison.lines[0].startswith(flags.split()[0]) or role is Role.SHAPE
+
+
+@pytest.mark.parametrize("flags", [flags for all_ in CHANGES.values() for flags in all_])
+def test_what_is_offered_undoes_the_change(flags: str) -> None:
+    saved = to_dict(run())
+    for problem in compare(saved, run(flags), "exact").problems:
+        assert problem.code not in codes(compare(saved, run(f"{flags} {problem.fixes[0]}"), "exact"))
+        for way_out in problem.fixes[1:]:
+            config = run(f"{flags} {way_out}")
+            assert codes(compare(saved, config, config.checkpoint.resume_mode)) == []
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "fixes"),
+    [
+        ("--lr 2e-4", "--lr 3e-4", "--lr 0.0002"),
+        ("--set train_samples=800", "--train-iters 200", "--set training.train_samples=800"),
+        ("--lr-warmup-fraction 0.1", "--lr-warmup-iters 3", "--set optimizer.lr_warmup_fraction=0.1"),
+        ("--lr-warmup-fraction 0.1", "", "--lr-warmup-fraction 0.1"),
+        ("", "--lr-decay-iters 90", "--set optimizer.lr_decay_iters=null"),
+        ("", "--disable-bias-linear", "--set model.add_bias_linear=True"),
+        ("--rampup-batch-size 2 2 40", "", "--rampup-batch-size 2 2 40"),
+    ],
+)
+def test_the_checkpoints_values_can_be_pasted(then: str, now: str, fixes: str) -> None:
+    (problem,) = compared(then, now).problems
+    assert problem.fixes[0] == fixes
+
+
+def test_all_changes_of_a_kind_are_one_problem() -> None:
+    (problem,) = compared("", "--lr 3e-4 --clip-grad 2").problems
+    assert problem.sentence == (
+        "the batch, the length or the schedule is not the checkpoint's: "
+        "--lr: checkpoint 0.0001 -> now 0.0003; --clip-grad: checkpoint 1 -> now 2"
+    )
+
+
+def test_a_new_run_needs_a_folder_of_its_own() -> None:
+    assert compared("", "--optimizer sgd").problems[0].fixes == (
+        "--optimizer adam",
+        "--load ckpt --save ckpt-new --resume-mode weights-only",
+    )
+    assert compared("", "--optimizer sgd --load elsewhere --save null").problems[0].fixes[1] == (
+        "--resume-mode weights-only"
+    )
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "same"),
+    [
+        ("", "--lr-decay-iters 100", True),  # which is the whole run
+        ("", "--lr-decay-samples 800 --train-iters 300", True),  # the schedule as it was, then the minimum
+        ("", "--train-iters 300", False),
+        ("--lr-decay-style constant", "--lr-decay-style constant --train-iters 300", True),
+        ("--lr-decay-style constant --lr-warmup-fraction 0.1",) * 2 + (True,),
+        (
+            "--lr-decay-style constant --lr-warmup-fraction 0.1",
+            "--lr-decay-style constant --lr-warmup-fraction 0.1 --train-iters 300",
+            False,
+        ),
+        ("--lr-warmup-iters 10", "--lr-warmup-samples 80", True),
+        ("--lr-decay-style constant", "--lr-decay-style constant --set train_samples=4000", True),
+        (
+            "--lr-decay-style constant --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1",
+            "--lr-decay-style constant --weight-decay-incr-style linear --start-weight-decay 0 --end-weight-decay 1 "
+            "--train-iters 200",
+            False,
+        ),
+    ],
+)  # fmt: skip
+def test_a_length_may_change_where_no_schedule_depends_on_it(then: str, now: str, same: bool) -> None:
+    assert (compared(then, now).problems == ()) is same
+
+
+def test_a_longer_context_is_a_new_run_of_the_same_weights() -> None:
+    rope = "--position-embedding-type rope"
+    now = "--position-embedding-type yarn --yarn-original-max-position-embeddings 1024 --rotary-base 1e6 --seq-length 8"
+    assert codes(compared(rope, now, "weights-only")) == []
+    assert set(codes(compared(rope, now))) == {"E822", "E823"}
+    assert codes(compared("", rope, "weights-only")) == ["E821"]
+    assert codes(compared(rope, f"{rope} --max-position-embeddings 2048")) == []
+
+
+@pytest.mark.parametrize(("text", "same"), [("969,30,1", True), ("969, 30 , 1", True), ("969,30,0", False)])
+def test_splits_are_compared_by_their_weights(text: str, same: bool) -> None:
+    assert (codes(compared("", f"--split '{text}'")) == []) is same
+    assert codes(compared("--split 9,1,0", "--split 9,1")) == []
+
+
+def test_what_another_version_wrote() -> None:
+    saved: dict[str, Any] = to_dict(run())
+    del saved["training"]["cross_entropy_chunk_size"], saved["model"]["kv_channels"], saved["checkpoint"]
+    saved["model"]["num_experts"] = 8
+    saved["novelties"] = {"depth": [1, 2]}
+    saved["optimizer"]["lr_decay_style"] = "stairs"
+    comparison = compare(saved, run("--clip-grad 2"), "exact")
+    assert comparison.lines == (
+        "the checkpoint has options that this version does not know: model.num_experts 8, novelties.depth [1, 2]",
+        "--lr-decay-style: checkpoint stairs -> now linear",
+        "--clip-grad: checkpoint 1 -> now 2",
+    )
+    (problem,) = comparison.problems
+    assert problem.fixes == ("--clip-grad 1", "--resume-mode new-schedule")
+
+
+@pytest.mark.parametrize("name", sorted(SETTINGS))
+def test_no_value_is_too_strange(name: str) -> None:
+    for value, mode in product(({"a": 1}, [1], 3, None, "x"), RESUME_MODES):
+        saved: dict[str, Any] = to_dict(run())
+        saved[SETTINGS[name].group][name] = value
+        comparison = compare(saved, run(), mode)
+        assert comparison.problems == () or ROLES[name] not in APPROVED[mode]
