@@ -1,0 +1,134 @@
+"""Text to ids and back, and text that appears while its ids do."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from tokenizers import Tokenizer
+
+from megatron.inference.errors import InferenceError
+
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+NAMES_OF_END = ("<|endoftext|>", "</s>")
+"""Tokens that end a document where nothing says which one does."""
+
+REPLACEMENT = "\ufffd"
+
+
+class Codec(Protocol):
+    """How prompts become ids, and ids text."""
+
+    end: int | None
+    """The id that ends a document, if any does."""
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt."""
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids."""
+
+
+class TextCodec:
+    """A tokenizer.json, used as `transformers` uses it: its special tokens frame a prompt and are not printed."""
+
+    def __init__(self, files: Mapping[str, bytes]) -> None:
+        """From the files of a tokenizer, by name.
+
+        Raises:
+            InferenceError: when tokenizer.json is none.
+        """
+        try:
+            self._tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
+        except Exception as error:  # the library raises no other kind
+            raise InferenceError(f"{TOKENIZER} cannot be read: {error}") from error
+        self._tokenizer.no_padding()
+        self._tokenizer.no_truncation()
+        names = (_end_named(files), *NAMES_OF_END)
+        ids = (self._tokenizer.token_to_id(name) for name in names if name is not None)
+        self.end = next((i for i in ids if i is not None), None)
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt, with what the tokenizer puts before and after it."""
+        ids: list[int] = self._tokenizer.encode(text).ids
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of ids; bytes that are not UTF-8 become U+FFFD."""
+        text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
+        return text
+
+
+class IdCodec:
+    """For a model that comes without a tokenizer: prompts and continuations are ids, written in decimal."""
+
+    end: int | None = None
+
+    def encode(self, text: str) -> list[int]:
+        """The numbers in the text.
+
+        Raises:
+            InferenceError: when a word is not a number.
+        """
+        words = text.split()
+        wrong = next((word for word in words if not word.isascii() or not word.isdecimal()), None)
+        if wrong is not None:
+            seen = f"the model came without a tokenizer, so prompts are ids with blanks between, not '{wrong[:40]}'"
+            raise InferenceError(seen, '--prompt "17 4 99"')
+        return [int(word) for word in words]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The ids in decimal."""
+        return " ".join(map(str, ids))
+
+
+def open_codec(files: Mapping[str, bytes]) -> Codec:
+    """The tokenizer that a model's ``files`` hold; without one, ids are the text.
+
+    Raises:
+        InferenceError: when a file is there and cannot be understood.
+    """
+    return TextCodec(files) if TOKENIZER in files else IdCodec()
+
+
+def _end_named(files: Mapping[str, bytes]) -> str | None:
+    """The end token that tokenizer_config.json names."""
+    try:
+        named: Any = json.loads(files.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise InferenceError(f"{TOKENIZER_CONFIG} is not a JSON object: {error}") from error
+    return named.get("content") if isinstance(named, dict) else named
+
+
+class TextStream:
+    """Text of ids that come one by one: characters appear once all their bytes are there.
+
+    What :meth:`push` and :meth:`flush` return is, joined, what follows the prompt in the text of all ids.
+    """
+
+    def __init__(self, codec: Codec, prompt: Sequence[int]) -> None:
+        self._codec, self._ids = codec, list(prompt)
+        # Ids are decoded together with the last ones whose text is out: it may depend on what is before it.
+        self._context, self._shown = 0, len(self._ids)
+
+    def push(self, token: int) -> str:
+        """The text that is certain now; empty while a character is incomplete."""
+        self._ids.append(token)
+        text = self._hidden()
+        return "" if text.endswith(REPLACEMENT) else self._show(text)
+
+    def flush(self) -> str:
+        """The rest, be it complete or not."""
+        return self._show(self._hidden())
+
+    def _hidden(self) -> str:
+        ids = self._ids[self._context :]
+        before = self._codec.decode(ids[: self._shown - self._context])
+        return self._codec.decode(ids)[len(before) :]
+
+    def _show(self, text: str) -> str:
+        if text:
+            self._context, self._shown = self._shown, len(self._ids)
+        return text
