@@ -29,6 +29,16 @@ def state_bytes(config: RunConfig) -> dict[str, int]:
     }
 
 
+def checkpoint_bytes(config: RunConfig) -> int:
+    """Bytes of the tensors of a checkpoint: masters and moments of every parameter, whatever the layout.
+
+    Raises:
+        ValueError: while the vocabulary's size is not known.
+    """
+    wide = max(BYTES[config.precision.params_dtype], BYTES["fp32"])
+    return config.model.num_parameters() * wide * (1 + MOMENTS[config.optimizer.optimizer])
+
+
 def rank_parameters(m: ModelConfig, tp: int) -> int:
     """Elements of the parameters on the fullest of ``tp`` tensor-parallel ranks, vocabulary padding included."""
     rows = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp) // tp

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from megatron.config.batch import batch_stages, global_batch, total_steps, trained_samples
-from megatron.config.memory import rank_parameters, shown, state_bytes
+from megatron.config.memory import checkpoint_bytes, rank_parameters, shown, state_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.parallel.shard import padded_vocabulary
 
 
 def summary(config: RunConfig, world_size: int) -> str:
-    """At most nine lines: ranks, model, memory, batch and its ramp, length, learning rate, precision."""
+    """At most ten lines: ranks, model, memory, batch and its ramp, length, learning rate, precision, checkpoints."""
     rows = {
         "ranks": _ranks(config, world_size),
         "model": _model(config.model),
@@ -21,6 +21,7 @@ def summary(config: RunConfig, world_size: int) -> str:
         "length": _length(config, world_size),
         "optimizer": _optimizer(config),
         "precision": _precision(config),
+        "saves": _saves(config),
     }
     return "\n".join(f"{name:<11}{row}" for name, row in rows.items() if row)
 
@@ -111,3 +112,16 @@ def _precision(config: RunConfig) -> str:
         return p.params_dtype
     scale = "" if p.params_dtype == "bf16" else f", loss scale {'dynamic' if p.loss_scale is None else p.loss_scale}"
     return f"{p.params_dtype}, masters and gradients fp32{scale}"
+
+
+def _saves(config: RunConfig) -> str:
+    c = config.checkpoint
+    if c.save is None:
+        return ""
+    size = f"{shown(checkpoint_bytes(config))} each, " if config.model.vocab_size is not None else ""
+    often = f"every {_counted(c.save_interval, 'step', 'steps')} and " if c.save_interval else ""
+    row = f"{often}at the end, {size}to {c.save}"
+    if c.keep_last is not None:
+        row += f"; the last {c.keep_last:,} are kept" if c.keep_last > 1 else "; the last is kept"
+        row += f", and those of every {c.keep_every:,} steps" if c.keep_every else ""
+    return row

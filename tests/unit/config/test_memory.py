@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.arguments import parse
-from megatron.config.memory import BYTES, rank_parameters, shown, state_bytes
+from megatron.config.memory import BYTES, checkpoint_bytes, rank_parameters, shown, state_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.run import MOMENTS, TrainingConfig
 from megatron.model.gpt import GPTChunk
@@ -20,6 +20,7 @@ from megatron.optim.buckets import ALIGNMENT
 from megatron.parallel.build import BuildContext
 from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink
+from megatron.training.checkpointing import held
 from megatron.training.setup import build
 
 
@@ -73,6 +74,7 @@ def test_bytes_of_each_part_are_those_of_the_objects_of_a_run(dtype: str, optimi
     state = [rule.state for _, rule in trainer.optimizer.rules.values()]
     moments = [t for kinds in state for kind, tensors in kinds.items() if kind != "step" for t in tensors]
     assert nbytes(moments) == expected["moments"]
+    assert sum(spec.numel * t.itemsize for spec, t in held(trainer).values()) == checkpoint_bytes(config)
     buffers = [bucket.buffer for bucket in trainer.buckets.buckets]
     alignment = (len(params) + len(buffers)) * ALIGNMENT * buffers[0].itemsize
     assert expected["gradients"] <= nbytes(buffers) < expected["gradients"] + alignment

@@ -1,18 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import fields
+
 import pytest
 
 from megatron.config.arguments import parse
+from megatron.config.model import ModelConfig
 from megatron.config.presets import PRESETS
 from megatron.config.summary import summary
 
+SHAPE = {field.name for field in fields(ModelConfig)}
 RUN = ["--mock-data", "--vocab-size", "257", "--train-iters", "1000"]
 
 
 def rows(*argv: str, ranks: int) -> dict[str, str]:
     parsed = parse([*RUN, *argv], {"RANK": "0", "WORLD_SIZE": str(ranks)})
     lines = summary(parsed.config, ranks).splitlines()
-    assert len(lines) <= 9
+    assert len(lines) <= 10
     return {name: text.strip() for name, text in ((line[:11].strip(), line[11:]) for line in lines)}
 
 
@@ -29,6 +33,18 @@ def test_everything_that_matters_is_said() -> None:
     assert told["optimizer"] == "adam, learning rate 0.001 cosine to 0.0001, warm-up 5% of the decay, clip 1"
     assert told["precision"] == "bf16, masters and gradients fp32"
     assert "ramp" not in told
+
+
+def test_checkpoints_are_described_where_there_are_any() -> None:
+    assert "saves" not in rows(ranks=1)
+    often = ["--preset", "llama2-7b", "--bf16", "--save", "ckpt", "--save-interval", "1000"]
+    parameters = ModelConfig(**{n: v for n, v in PRESETS["llama2-7b"].items() if n in SHAPE}).num_parameters()
+    size = f"{parameters * 12 / 2**30:,.2f} GB"
+    argv = [*often, "--vocab-size", "32000"]
+    assert rows(*argv, ranks=1)["saves"] == f"every 1,000 steps and at the end, {size} each, to ckpt"
+    kept = rows(*argv, "--keep-last", "3", "--keep-every", "50000", ranks=1)["saves"]
+    assert kept.endswith(" to ckpt; the last 3 are kept, and those of every 50,000 steps")
+    assert rows("--save", "ckpt", "--keep-last", "1", ranks=1)["saves"].endswith("to ckpt; the last is kept")
 
 
 def test_the_ramp_is_shown_and_long_ones_are_cut() -> None:
