@@ -39,6 +39,9 @@ def build_parser() -> argparse.ArgumentParser:
     tokens.add_argument(
         "--tokenizer-type", required=True, metavar="TYPE", help=f"how text becomes ids: {' or '.join(TOKENIZER_TYPES)}"
     )
+    tokens.add_argument(
+        "--tokenizer-model", metavar="PATH", help="folder or tokenizer.json that HuggingFaceTokenizer is read from"
+    )
     tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer")
     tokens.add_argument("--append-eod", action="store_true", help="end every document that is not empty with an end id")
     write = parser.add_argument_group("output")
@@ -51,9 +54,9 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def make_tokenizer(tokenizer_type: str, vocab_size: int | None) -> Tokenizer:
+def make_tokenizer(tokenizer_type: str, vocab_size: int | None, tokenizer_model: str | None) -> Tokenizer:
     """The tokenizer the flags name; a size it would ignore is refused."""
-    tokenizer = build_tokenizer(tokenizer_type, vocab_size)
+    tokenizer = build_tokenizer(tokenizer_type, vocab_size, tokenizer_model)
     if vocab_size not in (None, tokenizer.vocab_size):
         raise DataError(f"{tokenizer_type} has {tokenizer.vocab_size} ids, not {vocab_size}", "leave out --vocab-size")
     return tokenizer
@@ -80,7 +83,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = build_parser().parse_args(argv)
     try:
-        tokenizer = make_tokenizer(args.tokenizer_type, args.vocab_size)
+        tokenizer = make_tokenizer(args.tokenizer_type, args.vocab_size, args.tokenizer_model)
     except DataError as error:
         return _fail(error, 2)
     try:

@@ -132,6 +132,12 @@ def _json_object(line: bytes, file: Path, source: str) -> dict[str, object]:
     return record
 
 
+def not_utf8(file: Path, error: UnicodeDecodeError) -> DataError:
+    """The error to raise where the bytes of a plain text are not those of UTF-8."""
+    seen = f"{file} is not UTF-8 text: byte {error.start:,}: {error.reason}"
+    return DataError(seen, _recode(file, "LATIN1"), f"--exclude {shlex.quote(file.name)}")
+
+
 def _recode(file: Path, encoding: str) -> str:
     """The command that makes UTF-8 of a file."""
     name, new = shlex.quote(str(file)), shlex.quote(str(file.with_stem(f"{file.stem}.utf8")))

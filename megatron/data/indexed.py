@@ -105,7 +105,10 @@ class IndexedDatasetWriter:
         self.end_document()
 
     def add_file(self, suffix: str, content: bytes) -> None:
-        """A small file ``<prefix>.<suffix>`` that appears together with the pair."""
+        """A small file ``<prefix>.<suffix>`` that appears together with the pair.
+
+        ``suffix`` may be ``folder/name``: of such a folder, an older dataset's other files go.
+        """
         self._beside[suffix] = content
 
     def __enter__(self) -> Self:
@@ -121,10 +124,15 @@ class IndexedDatasetWriter:
         finally:
             for suffix in ("bin", "idx", *self._beside):
                 Path(self._part(suffix)).unlink(missing_ok=True)
+            for folder in self._folders():
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
             self._bin.close()  # last: on a full disk it fails once more
 
     def _publish(self) -> None:
         """Give the files their names, the index last; an older index must not outlive its ids."""
+        for folder in self._folders():
+            folder.mkdir(exist_ok=True)
         for suffix, content in self._beside.items():
             with open(self._part(suffix), "wb") as file:
                 file.write(content)
@@ -135,7 +143,15 @@ class IndexedDatasetWriter:
         Path(f"{self._prefix}.idx").unlink(missing_ok=True)
         for suffix in ("bin", *self._beside, "idx"):
             os.replace(self._part(suffix), f"{self._prefix}.{suffix}")
+        for folder in self._folders():
+            for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._beside}:
+                old.unlink()
+            _sync_folder(folder / "x")
         _sync_folder(self._prefix)
+
+    def _folders(self) -> set[Path]:
+        """Folders of the files beside the pair."""
+        return {Path(f"{self._prefix}.{suffix}").parent for suffix in self._beside if "/" in suffix}
 
     def _part(self, suffix: str) -> str:
         """Where a file grows until it gets its name."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,10 +11,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.corpus import Document
+from megatron.data.corpus import Document, not_utf8
 from megatron.data.errors import DataError
 from megatron.data.indexed import IndexedDatasetWriter, id_dtype
-from megatron.data.tokenizer import RECORD, Tokenizer, TokenizerRecord
+from megatron.data.tokenizer import FOLDER, RECORD, HuggingFaceTokenizer, Tokenizer, TokenizerRecord
+
+BATCH_BYTES = 1 << 20  # input that is encoded at once: enough to keep all threads of a tokenizer busy
 
 
 @dataclass
@@ -41,6 +43,7 @@ def write_dataset(
 ) -> Progress:
     """Write ``<prefix>_<key>_document.{bin,idx,tokens.json}`` for every key; ``report`` is called after every document.
 
+    The files of a HuggingFaceTokenizer are copied to ``<prefix>_<key>_document.tokenizer/``.
     An empty text stays a document, of no sequence, and gets no end-of-document id.
 
     Raises:
@@ -53,24 +56,58 @@ def write_dataset(
     with ExitStack() as stack:
         writers = []
         for key in keys:
-            writer = IndexedDatasetWriter(output_prefix(prefix, key), id_dtype(tokenizer.vocab_size))
-            writer.add_file(RECORD, TokenizerRecord.of(tokenizer).to_bytes())
-            writers.append(stack.enter_context(writer))
-        for document in documents:
-            for text, writer in zip(document.texts, writers):
-                writer.add_document(_encode(tokenizer, text, append_eod, document.source))
-            progress.documents += 1
-            progress.input_bytes += document.num_bytes
-            progress.tokens = sum(w.num_tokens for w in writers)
-            report(progress)
+            writers.append(stack.enter_context(_open(output_prefix(prefix, key), tokenizer)))
+        for batch in _batches(documents):
+            encoded = [_encode(tokenizer, batch, column, append_eod) for column in range(len(keys))]
+            for document, *texts in zip(batch, *encoded):
+                for writer, ids in zip(writers, texts):
+                    writer.add_document(ids)
+                progress.documents += 1
+                progress.input_bytes += document.num_bytes
+                progress.tokens = sum(w.num_tokens for w in writers)
+                report(progress)
         if not progress.tokens:
             raise DataError(f"the documents of the input are all empty ({progress.documents:,})", "another --input")
     return progress
 
 
-def _encode(tokenizer: Tokenizer, text: str | bytes, append_eod: bool, source: str) -> NDArray[Any]:
+def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
+    """A writer that will also leave what is needed to know the tokenizer."""
+    writer = IndexedDatasetWriter(prefix, id_dtype(tokenizer.vocab_size))
+    writer.add_file(RECORD, TokenizerRecord.of(tokenizer).to_bytes())
+    for name, content in tokenizer.files.items() if isinstance(tokenizer, HuggingFaceTokenizer) else ():
+        writer.add_file(f"{FOLDER}/{name}", content)
+    return writer
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    """The documents in runs that took about `BATCH_BYTES` of input."""
+    batch: list[Document] = []
+    size = 0
+    for document in documents:
+        batch.append(document)
+        size += document.num_bytes
+        if size >= BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+    yield batch
+
+
+def _encode(tokenizer: Tokenizer, batch: Sequence[Document], column: int, append_eod: bool) -> list[NDArray[Any]]:
     try:
-        ids = tokenizer.encode(text)
-    except ValueError as error:
-        raise DataError(f"{source}: {error}") from error
-    return np.append(ids, tokenizer.eod) if append_eod and ids.size else ids
+        encoded = tokenizer.encode_batch([document.texts[column] for document in batch])
+    except ValueError:
+        _blame(tokenizer, batch, column)
+        raise
+    return [np.append(ids, tokenizer.eod) if append_eod and ids.size else ids for ids in encoded]
+
+
+def _blame(tokenizer: Tokenizer, batch: Sequence[Document], column: int) -> None:
+    """Encode one by one what could not be encoded together, and name the document that is at fault."""
+    for document in batch:
+        try:
+            tokenizer.encode(document.texts[column])
+        except UnicodeDecodeError as error:
+            raise not_utf8(Path(document.source), error) from error
+        except ValueError as error:
+            raise DataError(f"{document.source}: {error}") from error

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
-from megatron.data.tokenizer import Tokenizer, build_tokenizer, recorded_tokenizer
+from megatron.data.tokenizer import build_tokenizer, read_record
+
+
+class _Known(NamedTuple):
+    """What is known of the data's tokenizer."""
+
+    tokenizer_type: str
+    vocab_size: int
 
 
 def dataset_prefix(data: DataConfig) -> str:
@@ -26,17 +35,17 @@ def vocabulary(data: DataConfig, vocab_size: int | None) -> int:
         DataError: when nothing says it, when ``vocab_size`` is too small for the tokenizer, or when the data
             were written with another tokenizer than ``data`` says.
     """
-    tokenizer = _tokenizer(data, vocab_size)
-    needed = None if tokenizer is None else tokenizer.vocab_size
+    known = _known(data, vocab_size)
+    needed = None if known is None else known.vocab_size
     size = needed if vocab_size is None else vocab_size
     if size is None:
         raise DataError(
             "nothing says how large the vocabulary is", "--vocab-size 50257", "--tokenizer-type ByteTokenizer"
         )
-    if needed is not None and size < needed:
+    if known is not None and size < known.vocab_size:
         raise DataError(
-            f"a vocabulary of {size} is too small for {type(tokenizer).__name__}, which has {needed} ids",
-            f"--vocab-size {needed}",
+            f"a vocabulary of {size} is too small for {known.tokenizer_type}, which has {known.vocab_size} ids",
+            f"--vocab-size {known.vocab_size}",
         )
     return size
 
@@ -47,18 +56,24 @@ def unused_entries(data: DataConfig, vocab_size: int) -> str | None:
     Raises:
         DataError: when the record beside the data is damaged or names another tokenizer than ``data`` does.
     """
-    tokenizer = None if data.mock_data else _tokenizer(data, vocab_size)
-    if tokenizer is None or vocab_size <= 2 * tokenizer.vocab_size:
+    known = None if data.mock_data else _known(data, vocab_size)
+    if known is None or vocab_size <= 2 * known.vocab_size:
         return None
     return (
-        f"the vocabulary has {vocab_size:,} entries, but the data only the {tokenizer.vocab_size} ids of "
-        f"{type(tokenizer).__name__}: the others cost memory and time (--vocab-size {tokenizer.vocab_size})"
+        f"the vocabulary has {vocab_size:,} entries, but the data only the {known.vocab_size} ids of "
+        f"{known.tokenizer_type}: the others cost memory and time (--vocab-size {known.vocab_size})"
     )
 
 
-def _tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
-    """The one recorded beside the data, else the one named; None when neither says."""
-    recorded = None if data.mock_data else recorded_tokenizer(dataset_prefix(data), data.tokenizer_type)
-    if recorded is None and data.tokenizer_type is not None:
-        return build_tokenizer(data.tokenizer_type, vocab_size)
-    return recorded
+def _known(data: DataConfig, vocab_size: int | None) -> _Known | None:
+    """The tokenizer recorded beside the data, else the one named if its name says its size; None when neither does.
+
+    A run needs no more than that: the tokenizer itself need not be there.
+    """
+    record = None if data.mock_data else read_record(dataset_prefix(data), data.tokenizer_type)
+    if record is not None:
+        return _Known(record.tokenizer_type, record.vocab_size)
+    if data.tokenizer_type in (None, "HuggingFaceTokenizer"):
+        return None
+    tokenizer = build_tokenizer(data.tokenizer_type, vocab_size)
+    return _Known(data.tokenizer_type, tokenizer.vocab_size)

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import json
+import shutil
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.run import DataConfig
+from megatron.data import huggingface
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import (
+    FOLDER,
     RECORD,
     TOKENIZER_TYPES,
     ByteTokenizer,
+    HuggingFaceTokenizer,
     NullTokenizer,
     Tokenizer,
     TokenizerRecord,
     build_tokenizer,
     read_record,
     recorded_tokenizer,
+    tokenizer_files,
 )
 
 
@@ -60,18 +67,39 @@ def test_text_that_is_no_ids_is_refused(text: str | bytes) -> None:
         NullTokenizer(1000).encode(text)
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of Hugging Face."""
+    folder = tmp_path_factory.mktemp("model")
+    for name, content in huggingface.tokenizer_files(huggingface.bytes_as_ids()).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
 @pytest.mark.parametrize("name", TOKENIZER_TYPES)
-def test_every_name_builds_a_tokenizer_of_that_name(name: str) -> None:
-    tokenizer = build_tokenizer(name, 300)
+def test_every_name_builds_a_tokenizer_of_that_name(name: str, model: Path) -> None:
+    tokenizer = build_tokenizer(name, 300, model if name == "HuggingFaceTokenizer" else None)
     assert type(tokenizer).__name__ == name
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
-    assert tokenizer.encode("7 8").dtype.kind in "iu"
+    ids = tokenizer.encode("7 8")
+    assert ids.dtype.kind in "iu"
+    assert [one.tolist() for one in tokenizer.encode_batch(["7 8", b"", "3"])] == [
+        ids.tolist(),
+        [],
+        tokenizer.encode("3").tolist(),
+    ]
+
+
+def test_the_option_of_a_run_knows_the_same_names() -> None:
+    (field,) = (f for f in fields(DataConfig) if f.name == "tokenizer_type")
+    assert field.metadata["option"].choices == TOKENIZER_TYPES
 
 
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("GPT2BPE", None, "there is no GPT2BPE: text is read by ByteTokenizer"),
+        ("GPT2BPE", None, "there is no GPT2BPE: text is read by HuggingFaceTokenizer or ByteTokenizer"),
+        ("HuggingFaceTokenizer", None, "must be told where it is"),
         ("NullTokenizer", None, "must be told how many ids"),
         ("NullTokenizer", 0, "must be told how many ids"),
     ],
@@ -82,8 +110,19 @@ def test_what_cannot_be_built_is_refused(name: str, size: int | None, message: s
     assert message in str(caught.value)
 
 
-def test_fingerprints_tell_tokenizers_apart() -> None:
-    tokenizers: list[Tokenizer] = [ByteTokenizer(), NullTokenizer(257), NullTokenizer(258)]
+@pytest.mark.parametrize("name", ["ByteTokenizer", "NullTokenizer"])
+def test_a_model_that_nobody_reads_is_refused(name: str, model: Path) -> None:
+    with pytest.raises(DataError, match=f"{name} reads no file"):
+        build_tokenizer(name, 300, model)
+
+
+def test_fingerprints_tell_tokenizers_apart(model: Path) -> None:
+    tokenizers: list[Tokenizer] = [
+        ByteTokenizer(),
+        NullTokenizer(257),
+        NullTokenizer(258),
+        HuggingFaceTokenizer(model),
+    ]
     assert len({t.fingerprint for t in tokenizers}) == len(tokenizers)
     assert NullTokenizer(257).fingerprint == NullTokenizer(257).fingerprint
 
@@ -127,3 +166,38 @@ def test_a_damaged_record_is_named(prefix: Path, content: str) -> None:
     Path(f"{prefix}.{RECORD}").write_bytes(content.encode(errors="surrogateescape"))
     with pytest.raises(DataError, match=rf"x\.{RECORD}: "):
         read_record(prefix)
+
+
+# --- what goes with a model ---
+
+
+def record(prefix: Path, tokenizer: Tokenizer) -> Path:
+    Path(f"{prefix}.{RECORD}").write_bytes(TokenizerRecord.of(tokenizer).to_bytes())
+    return prefix
+
+
+def test_a_tokenizer_of_hugging_face_lies_beside_its_data(model: Path, tmp_path: Path) -> None:
+    prefix = record(tmp_path / "x", HuggingFaceTokenizer(model))
+    shutil.copytree(model, f"{prefix}.{FOLDER}")
+    for name in (None, "HuggingFaceTokenizer"):
+        tokenizer = recorded_tokenizer(prefix, name)
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        assert tokenizer.encode("hi").tolist() == [104, 105]
+    assert tokenizer_files(prefix) == {file.name: file.read_bytes() for file in model.iterdir()}
+    with open(f"{prefix}.{FOLDER}/{huggingface.TOKENIZER}", "a") as file:
+        file.write(" ")
+    with pytest.raises(DataError, match="but that tokenizer is now"):
+        tokenizer_files(prefix)
+    shutil.rmtree(f"{prefix}.{FOLDER}")
+    with pytest.raises(DataError, match=rf"there is no {prefix}\.{FOLDER}"):
+        recorded_tokenizer(prefix)
+
+
+def test_bytes_become_a_tokenizer_of_hugging_face(model: Path, tmp_path: Path) -> None:
+    prefix = record(tmp_path / "x", ByteTokenizer())
+    assert tokenizer_files(prefix) == {file.name: file.read_bytes() for file in model.iterdir()}
+
+
+def test_ids_that_are_nobodys_have_no_files(tmp_path: Path) -> None:
+    assert tokenizer_files(record(tmp_path / "x", NullTokenizer(9))) == {}
+    assert tokenizer_files(tmp_path / "no record") == {}

@@ -45,6 +45,19 @@ def test_without_a_record_the_flags_say_it(tmp_path: Path, mock: bool) -> None:
         vocabulary(DataConfig(mock_data=mock, data_path=path, tokenizer_type="NullTokenizer"), None)
 
 
+def test_training_needs_the_record_and_not_the_tokenizer(tmp_path: Path) -> None:
+    facts = TokenizerRecord("HuggingFaceTokenizer", 50257, 50256, "0" * 16)
+    (tmp_path / f"x.{RECORD}").write_bytes(facts.to_bytes())
+    data = DataConfig(data_path=(str(tmp_path / "x"),), tokenizer_type="HuggingFaceTokenizer")
+    assert vocabulary(data, None) == 50257
+    with pytest.raises(DataError, match="50000 is too small for HuggingFaceTokenizer, which has 50257 ids"):
+        vocabulary(data, 50000)
+    bare = DataConfig(data_path=(str(tmp_path / "y"),), tokenizer_type="HuggingFaceTokenizer")
+    assert vocabulary(bare, 77) == 77
+    with pytest.raises(DataError, match="nothing says how large the vocabulary is\n  fix: --vocab-size"):
+        vocabulary(bare, None)
+
+
 @pytest.mark.parametrize("paths", [(), ("a", "b")])
 def test_a_run_reads_one_dataset(paths: tuple[str, ...]) -> None:
     with pytest.raises(DataError, match=f"names {len(paths)} datasets"):

@@ -8,10 +8,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron.data import huggingface, preprocess
 from megatron.data.indexed import IndexedDataset
-from megatron.data.tokenizer import ByteTokenizer, TokenizerRecord, read_record
+from megatron.data.tokenizer import ByteTokenizer, TokenizerRecord, read_record, recorded_tokenizer
 from tools.preprocess_data import main
 
 ROOT = Path(__file__).parents[3]
@@ -100,8 +102,10 @@ def test_a_mistake_is_told_in_a_sentence_and_leaves_no_files(
         (["--vocab-size", "300"], "ByteTokenizer has 257 ids, not 300"),
         (
             ["--tokenizer-type", "HuggingFaceTokenizer"],
-            "there is no HuggingFaceTokenizer: text is read by ByteTokenizer",
+            "HuggingFaceTokenizer must be told where it is",
         ),
+        (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"], "there is no nowhere"),
+        (["--tokenizer-model", "nowhere"], "ByteTokenizer reads no file"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_made_is_a_wrong_flag(
@@ -110,6 +114,76 @@ def test_a_tokenizer_that_cannot_be_made_is_a_wrong_flag(
     assert run(tmp_path, "--input", str(corpus), *flags) == 2
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+# --- a tokenizer of Hugging Face ---
+
+
+@pytest.fixture
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Bytes as ids, and 60,000 words more, so that the ids still fit 16 bits."""
+    tokenizer = huggingface.bytes_as_ids()
+    tokenizer.add_tokens([f"~{i}~" for i in range(60_000)])
+    folder = tmp_path_factory.mktemp("model")
+    for name, content in huggingface.tokenizer_files(tokenizer).items():
+        (folder / name).write_bytes(content)
+    (folder / "README.md").write_text("not of the tokenizer")
+    return folder
+
+
+def run_model(folder: Path, model: Path, *flags: str) -> int:
+    chosen = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", str(model)]
+    return main(["--output-prefix", str(folder / "out"), *chosen, *flags])
+
+
+def test_documents_and_the_tokenizer_beside_them(corpus: Path, tmp_path: Path, model: Path) -> None:
+    assert run_model(tmp_path, model, "--input", str(corpus), "--append-eod", "--json-keys", "text", "title") == 0
+    prefix = tmp_path / "out_text_document"
+    assert documents(prefix) == [[*t.encode(), 256] if t else [] for t in TEXTS]
+    assert IndexedDataset(prefix).dtype == np.uint16
+    for key in ("text", "title"):
+        kept = tmp_path / f"out_{key}_document.tokenizer"
+        assert {p.name: p.read_bytes() for p in kept.iterdir()} == {
+            p.name: p.read_bytes() for p in model.iterdir() if p.suffix == ".json"
+        }
+    tokenizer = recorded_tokenizer(prefix)
+    assert tokenizer is not None
+    assert tokenizer.decode(documents(prefix)[2]) == "zwölf<|endoftext|>"
+
+
+def test_batches_leave_no_trace(
+    corpus: Path, tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sizes = []
+    for size in (1, 60, 1 << 20):
+        monkeypatch.setattr(preprocess, "BATCH_BYTES", size)
+        folder = tmp_path / str(size)
+        assert run_model(folder, model, "--input", str(corpus), "--append-eod", "--log-interval", "1") == 0
+        sizes.append([(folder / f"out_text_document.{end}").read_bytes() for end in ("bin", "idx")])
+        assert len(capsys.readouterr().err.splitlines()) == 4
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def test_a_tokenizer_of_before_leaves_nothing(corpus: Path, tmp_path: Path, model: Path) -> None:
+    (model / huggingface.SPECIAL).write_text('{"eos_token": "<|endoftext|>"}')
+    assert run_model(tmp_path, model, "--input", str(corpus)) == 0
+    kept = tmp_path / "out_text_document.tokenizer"
+    assert len(list(kept.iterdir())) == 3
+    (model / huggingface.SPECIAL).unlink()
+    assert run_model(tmp_path, model, "--input", str(corpus)) == 0
+    assert sorted(p.name for p in kept.iterdir()) == [huggingface.TOKENIZER, huggingface.CONFIG]
+
+
+def test_a_text_in_another_encoding_is_named_and_leaves_no_files(
+    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, text in {"a.txt": b"good", "b.txt": b"caf\xe9"}.items():
+        (tmp_path / name).write_bytes(text)
+    assert run_model(tmp_path, model, "--input", str(tmp_path)) == 1
+    err = capsys.readouterr().err
+    assert f"{tmp_path}/b.txt is not UTF-8 text: byte 3: unexpected end of data\n  fix: iconv -f LATIN1" in err
+    assert "--exclude b.txt" in err
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["a.txt", "b.txt"]
 
 
 def test_nothing_to_learn_from_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,167 @@
+"""Tokenizers of Hugging Face: a ``tokenizer.json``, read and written."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tokenizers
+from numpy.typing import NDArray
+from tokenizers import decoders, models, pre_tokenizers
+
+from megatron.data.digest import fingerprint
+from megatron.data.errors import DataError
+
+TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+END_OF_DOCUMENT = "<|endoftext|>"
+ENDS = (END_OF_DOCUMENT, "</s>")  # what ends a document where the files do not say it
+
+
+class HuggingFaceTokenizer:
+    """The ids that the library ``tokenizers`` gives, of nothing but the text.
+
+    No special token is put around a text, and one that is spelled out in it stays text: the words ``<|endoftext|>``
+    in a document about tokenizers do not end it. (The library does so for the added tokens that are marked special;
+    others are ordinary words to it.) Lengths and padding that the file asks for are switched off.
+
+    Attributes:
+        files: contents by name of the files it was read from.
+        vocab_size: the largest id, added tokens included, plus one.
+        eod: the id of the ``eos_token`` of ``tokenizer_config.json`` or ``special_tokens_map.json``; where neither
+            says it, of ``<|endoftext|>`` or ``</s>``.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        """Read a ``tokenizer.json``, or the one in a folder, and the files beside it.
+
+        Raises:
+            DataError: when there is none, it is damaged or random, or nothing says which id ends a document.
+        """
+        self.files = _read_files(Path(path))
+        self._tokenizer = _parse(self.files[TOKENIZER], Path(path))
+        ids = self._tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size = 1 + max(ids.values(), default=-1)
+        self.eod = _end_of_document(self.files, ids, Path(path))
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the content of ``tokenizer.json``."""
+        return fingerprint(self.files[TOKENIZER].decode())
+
+    def encode(self, text: str | bytes) -> NDArray[np.int64]:
+        """Ids of the text.
+
+        Raises:
+            ValueError: when it is no Unicode text.
+        """
+        return self.encode_batch([text])[0]
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> list[NDArray[np.int64]]:
+        """Ids of each text, on as many threads as ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` allow.
+
+        Raises:
+            ValueError: when one is no Unicode text.
+        """
+        encoded = self._tokenizer.encode_batch_fast([_unicode(text) for text in texts], add_special_tokens=False)
+        return [np.array(one.ids, dtype=np.int64) for one in encoded]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _unicode(text: str | bytes) -> str:
+    if isinstance(text, bytes):
+        return text.decode()
+    text.encode()  # half of a surrogate pair is no character
+    return text
+
+
+def _read_files(path: Path) -> dict[str, bytes]:
+    """The files of a tokenizer by name: ``tokenizer.json``, and the others if they are there."""
+    main = path / TOKENIZER if path.is_dir() else path
+    if not main.is_file():
+        fetch = f"hf download {path} --include 'tokenizer*' 'special*' --local-dir DIR"
+        convert = f"import transformers as t; t.AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained('DIR')"
+        how = f"python -c {shlex.quote(convert)}" if path.is_dir() else fetch
+        raise DataError(f"there is no {main}", how, "--tokenizer-model DIR")
+    files = {TOKENIZER: main.read_bytes()}
+    beside = {name: main.with_name(name) for name in (CONFIG, SPECIAL)}
+    return files | {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+
+
+def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
+    try:
+        tokenizer = tokenizers.Tokenizer.from_str(content.decode())
+    except Exception as error:  # the library raises no other class
+        raise DataError(f"{path} is no tokenizer.json that the library can read: {error}", "copy it again") from error
+    if getattr(tokenizer.model, "dropout", None):
+        raise DataError(f"{path} drops merges at random, so that ids differ from time to time", 'set "dropout" to null')
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def _end_of_document(files: Mapping[str, bytes], ids: Mapping[str, int], path: Path) -> int:
+    named = (_eos_token(files[name], path / name) for name in (CONFIG, SPECIAL) if name in files)
+    token = next((token for token in named if token is not None), None)
+    if token is None:
+        token = next((end for end in ENDS if end in ids), None)
+    if token is not None and token in ids:
+        return ids[token]
+    seen = f"{path} names no eos_token" if token is None else f"{path} has no id for its eos_token '{token}'"
+    raise DataError(f"{seen}: nothing says what ends a document", f'"eos_token": "..." in {CONFIG} beside {TOKENIZER}')
+
+
+def _eos_token(content: bytes, source: Path) -> str | None:
+    """The end token that a JSON file names, as text or as an object with the text in it."""
+    try:
+        token = json.loads(content).get("eos_token")
+    except (ValueError, AttributeError) as error:
+        raise DataError(f"{source} is no JSON object: {error}", "copy it again") from error
+    token = token.get("content") if isinstance(token, dict) else token
+    if not isinstance(token, str | None):
+        raise DataError(f"{source}: eos_token is {token!r}, not a string", "copy it again")
+    return token
+
+
+def tokenizer_files(tokenizer: tokenizers.Tokenizer) -> dict[str, bytes]:
+    """The files, by name, from which ``transformers.AutoTokenizer`` makes a tokenizer with `END_OF_DOCUMENT`."""
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": END_OF_DOCUMENT}
+    settings: dict[str, Any] = {**config, "clean_up_tokenization_spaces": False}
+    content = tokenizer.to_str(pretty=True) + "\n"
+    return {TOKENIZER: content.encode(), CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+
+
+def byte_level_bpe(model: models.BPE, words: bool) -> tokenizers.Tokenizer:
+    """A tokenizer of the bytes of UTF-8 text, to which ``model`` knows them as the letters of `byte_letters`.
+
+    ``words``: cut the text into words first, as GPT-2 does.
+    """
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def byte_letters() -> list[str]:
+    """The visible letter that stands for each of the 256 bytes in the vocabulary of a byte-level tokenizer.
+
+    Source: GPT-2's ``bytes_to_unicode``: printable Latin-1 stands for itself, the others follow from U+0100 on.
+    """
+    visible = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = iter(range(0x100, 0x200))
+    return [chr(byte if byte in visible else next(others)) for byte in range(256)]
+
+
+def bytes_as_ids() -> tokenizers.Tokenizer:
+    """The tokenizer whose ids are the bytes of the text, and 256 for `END_OF_DOCUMENT`."""
+    vocabulary = {letter: byte for byte, letter in enumerate(byte_letters())}
+    tokenizer = byte_level_bpe(models.BPE(vocabulary, []), words=False)
+    tokenizer.add_special_tokens([END_OF_DOCUMENT])
+    return tokenizer
