@@ -1,0 +1,241 @@
+"""Proof that a conversion changed nothing: `transformers` on the Hugging Face files against this model on a checkpoint.
+
+Both run on the same tokens in fp32, module by module, each with its weights in memory only while it runs. The weights
+are found under transformers' own names by transformers' own model, so the conversion table has no part in it.
+
+Shapes: B rows of tokens, S tokens of a row, H hidden, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.errors import CheckpointError
+from megatron.config.model import ModelConfig
+from megatron.config.run import ParallelConfig, TrainingConfig
+from megatron.convert.complaints import some
+from megatron.convert.hf_folder import open_weights
+from megatron.convert.lend import Lender
+from megatron.layers.rotary import Rotary
+from megatron.model.fill import Source
+from megatron.model.gpt import GPTChunk, build_gpt
+from megatron.parallel.build import BuildContext
+from megatron.parallel.grads import GradSink
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.microbatch import MicroBatch
+
+TOLERANCE = 1e-5
+"""Largest difference, as a share of the largest value on the other side."""
+
+ROWS, TOKENS = 2, 64
+"""Rows of random tokens, and tokens of a row (fewer where the model knows fewer positions)."""
+
+
+class MismatchError(CheckpointError):
+    """The two models do not compute the same."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Between two tensors that should be equal.
+
+    Attributes:
+        what: is compared.
+        absolute: largest difference.
+        relative: that, as a share of the largest absolute value of transformers'.
+    """
+
+    what: str
+    absolute: float
+    relative: float
+
+    @classmethod
+    def between(cls, what: str, ours: Tensor, theirs: Tensor) -> Difference:
+        """Of two tensors of one shape; infinite where one of them is not finite."""
+        absolute = (ours - theirs).abs().max().item()
+        scale = theirs.abs().max().item()
+        if not torch.isfinite(ours).all() or not torch.isfinite(theirs).all():
+            return cls(what, float("inf"), float("inf"))
+        return cls(what, absolute, absolute / scale if scale else absolute)
+
+    def __str__(self) -> str:
+        return f"{self.what} {self.absolute:.1e} ({self.relative:.1e} of the largest)"
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What a model computes on the way.
+
+    Attributes:
+        blocks: the hidden state after each block, ``[B, S, H]``.
+        logits: ``[B, S, V]``.
+        angles: what rotary positions are made of; None without them.
+    """
+
+    blocks: list[Tensor]
+    logits: Tensor
+    angles: Tensor | None
+
+
+def check(folder: Path, config: Path, model: ModelConfig, source: Source) -> list[Difference]:
+    """Compare the model in a Hugging Face folder with ours.
+
+    Args:
+        folder: with safetensors files.
+        config: the config.json to build transformers' model from.
+        model: ours.
+        source: of our weights.
+
+    Returns:
+        The differences: rotary angles, each block's hidden states, logits.
+
+    Raises:
+        MismatchError: naming the first that is larger than ``TOLERANCE``, or tensors that transformers did not use.
+        DamagedError: when a file cannot be read.
+    """
+    tokens_BS, positions_BS = inputs(model)
+    theirs = run_theirs(folder, config, tokens_BS, positions_BS)
+    ours = run_ours(model, source, tokens_BS, positions_BS)
+    found = []
+    if ours.angles is not None and theirs.angles is not None:
+        found.append(Difference.between("rotary frequencies", ours.angles, theirs.angles))
+    for i, (a, b) in enumerate(zip(ours.blocks, theirs.blocks, strict=True)):
+        found.append(Difference.between(f"block {i}", a, b))
+    found.append(Difference.between("logits", ours.logits, theirs.logits))
+    wrong = next((difference for difference in found if difference.relative > TOLERANCE), None)
+    if wrong is not None:
+        raise MismatchError(
+            f"transformers computes other numbers from {folder} than this model does; first different: {wrong}, "
+            f"at the end: {found[-1]}; at most {TOLERANCE:g} of the largest is rounding"
+        )
+    return found
+
+
+def inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:
+    """Random tokens and their positions, ``[B, S]`` each.
+
+    With learned positions the last row has the last ones. Rotary angles at large positions would differ by rounding
+    alone; there the frequencies are compared.
+    """
+    length = min(TOKENS, model.max_position_embeddings or TOKENS)
+    generator = torch.Generator().manual_seed(length)
+    tokens_BS = torch.randint(model.vocab, (ROWS, length), generator=generator)
+    positions_BS = torch.arange(length).repeat(ROWS, 1)
+    if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings is not None:
+        positions_BS[-1] += model.max_position_embeddings - length
+    return tokens_BS, positions_BS
+
+
+@torch.no_grad()
+def run_ours(model: ModelConfig, source: Source, tokens_BS: Tensor, positions_BS: Tensor) -> Trace:
+    """This model on the weights of ``source``, in fp32."""
+    chunk = _without_weights(model)
+    head, norm = chunk.output_layer, chunk.final_layernorm
+    if head is None or norm is None:
+        raise ValueError("a whole model has a final norm and an output layer")
+
+    def load(name: str) -> Tensor:
+        spec = chunk.specs[name]
+        return source.read(name, spec.view, whole(spec.view)).to(torch.float32).reshape(spec.shape)
+
+    lender = Lender(chunk, load, {"output_layer.weight": head.name})
+    blocks = _note(chunk.layers.values(), lambda out: out.transpose(0, 1))
+    normed = _note([norm], lambda out: out)
+    chunk(None, MicroBatch.of_tokens(tokens_BS, positions_BS))
+    lender.give(head)
+    logits_SBV = head.logits(normed[0])
+    lender.take(head)
+    angles = None if chunk.rotary is None else _angles(chunk.rotary.frequencies, chunk.rotary.magnitude)
+    return Trace(blocks, logits_SBV.transpose(0, 1), angles)
+
+
+def _without_weights(model: ModelConfig) -> GPTChunk:
+    """The model on the meta device, for evaluation, its vocabulary without padding."""
+    model = replace(model, make_vocab_size_divisible_by=1)
+    mesh = Mesh(Layout.from_config(ParallelConfig(), 1), 0)
+    chunk = build_gpt(model, TrainingConfig(), BuildContext(mesh, GradSink(), device=torch.device("meta")))
+    if chunk.rotary is not None:
+        chunk.rotary = Rotary(model, torch.float32, torch.device("cpu"))
+    chunk.eval()
+    return chunk
+
+
+@torch.no_grad()
+def run_theirs(folder: Path, config: Path, tokens_BS: Tensor, positions_BS: Tensor) -> Trace:
+    """transformers' model on the files of ``folder``, in fp32.
+
+    Raises:
+        MismatchError: when the files lack tensors that it needs, or hold tensors that it does not use.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    settings = AutoConfig.from_pretrained(config)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32).eval()
+    angles = _fill_rotary(model)
+    tied = dict(model._tied_weights_keys) if settings.tie_word_embeddings else {}
+    weights = _TheirWeights(folder, f"{model.base_model_prefix}.")
+    Lender(model, weights.load, tied)
+    layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
+    blocks = _note(layers, lambda out: out[0] if isinstance(out, tuple) else out)
+    everything_BS = torch.ones_like(tokens_BS)  # without it, transformers guesses documents from the positions
+    out = model(tokens_BS, position_ids=positions_BS, attention_mask=everything_BS, use_cache=False)
+    weights.refuse_unused({*tied, *BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())})
+    return Trace(blocks, out.logits, angles)
+
+
+BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
+"""What old versions of transformers stored beside the weights."""
+
+
+class _TheirWeights:
+    """Tensors by transformers' names, in fp32, and which of them were asked for."""
+
+    def __init__(self, folder: Path, prefix: str) -> None:
+        self._folder, self._prefix = folder, prefix
+        self._files = open_weights(folder)
+        self._used: set[str] = set()
+
+    def load(self, name: str) -> Tensor:
+        key = name if name in self._files else name.removeprefix(self._prefix)
+        if key not in self._files:
+            raise MismatchError(f"{self._folder} lacks {name}, which transformers needs")
+        self._used.add(key)
+        return self._files[key].tensor(key).to(torch.float32)
+
+    def refuse_unused(self, harmless: Collection[str]) -> None:
+        unused = [k for k in self._files if k not in self._used and not any(re.search(p, k) for p in harmless)]
+        if unused:
+            raise MismatchError(f"transformers does not use these tensors of {self._folder}: {some(unused)}")
+
+
+def _fill_rotary(model: nn.Module) -> Tensor | None:
+    """Compute what the rotary module of transformers keeps, which is on the meta device too; returns its angles."""
+    for name, module in model.named_modules():
+        if hasattr(module, "inv_freq"):
+            rotary = type(module)(model.config)
+            model.set_submodule(name, rotary)
+            return _angles(rotary.inv_freq, rotary.attention_scaling)
+    return None
+
+
+def _angles(frequencies: Tensor, magnitude: float) -> Tensor:
+    """The frequencies and the factor of cosine and sine, by their logarithms: all count alike, however small."""
+    return torch.cat((frequencies, torch.tensor([magnitude]))).double().log()
+
+
+def _note(modules: Iterable[nn.Module], read: Callable[[Any], Tensor]) -> list[Tensor]:
+    """A list to which each of the modules, when it has run, adds what ``read`` makes of its output."""
+    noted: list[Tensor] = []
+    for module in modules:
+        module.register_forward_hook(lambda module, inputs, output: noted.append(read(output)))
+    return noted
