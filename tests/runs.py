@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,8 +15,11 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.reader import CheckpointReader
 from megatron.config.arguments import parse
 from megatron.config.run import RunConfig
+from megatron.training import main
 from megatron.training.setup import Trainer
 
 FLAGS = (
@@ -60,3 +66,111 @@ def spoil_step(trainer: Trainer) -> None:
         return output * float("nan") if trainer.iteration == step else None
 
     trainer.chunk.get_submodule("layers.0").register_forward_hook(spoil)
+
+
+class KilledError(BaseException):
+    """Ends a run as ``kill -9`` does, as far as its files can tell: nobody catches it, nothing more is saved."""
+
+
+def kill(trainer: Trainer) -> None:
+    """Be killed."""
+    raise KilledError
+
+
+@dataclass
+class Told:
+    """What one start of a run did, seen from outside.
+
+    Attributes:
+        status: exit status; None for a run that was killed.
+        out: what it wrote to stdout.
+        err: what it wrote to stderr.
+        samples: by step, the number and the tokens of every sample that this rank read for it.
+    """
+
+    status: int | None = None
+    out: str = ""
+    err: str = ""
+    samples: dict[int, list[tuple[int, tuple[int, ...]]]] = field(default_factory=dict)
+
+
+def start(
+    config: RunConfig, event: AbstractContextManager[Any] | None = None, rank: int = 0, world_size: int = 1
+) -> Told:
+    """Run ``config`` in this process from its start to its end, with ``event`` happening; draws no picture."""
+    told, place = Told(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    no_picture = patch("megatron.training.logging.draw_history", lambda *arguments: None)
+    with patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(told.samples):
+        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+            try:
+                told.status = main.run(config)
+            except KilledError:
+                pass
+    told.out, told.err = out.getvalue(), err.getvalue()
+    return told
+
+
+@contextmanager
+def _noting(samples: dict[int, list[tuple[int, tuple[int, ...]]]]) -> Iterator[None]:
+    """Note what every step reads."""
+    original = Trainer.next_batches
+
+    def next_batches(trainer: Trainer) -> Any:
+        batches = original(trainer)
+        rows = [zip(b.sample_ids.tolist(), b.tokens.tolist()) for b in batches]
+        samples[trainer.iteration + 1] = [(i, tuple(tokens)) for some in rows for i, tokens in some]
+        return batches
+
+    with patch.object(Trainer, "next_batches", next_batches):
+        yield
+
+
+NUMBERS = {
+    "consumed-samples",
+    "lm loss",
+    "grad-norm",
+    "learning-rate",
+    "weight-decay",
+    "batch-size",
+    "loss-scale",
+    "skipped-iterations",
+    "lm loss validation",
+}
+"""What a run records that is not time or memory."""
+
+
+def steps(folder: Path) -> dict[int, dict[str, Any]]:
+    """``NUMBERS`` of every step and evaluation that a run recorded; what was done twice as it was the last time."""
+    taken: dict[int, dict[str, Any]] = {}
+    for record in [*records(folder), *records(folder, "lm loss validation")]:
+        numbers = {name: value for name, value in record.items() if name in NUMBERS}
+        taken[record["iteration"]] = taken.get(record["iteration"], {}) | numbers
+    return taken
+
+
+def checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Every tensor of a checkpoint, in its stored shape, and its numbers; not who wrote it."""
+    manifest = Manifest.open(path)
+    reader = CheckpointReader(manifest)
+    tensors = {name: reader.read(name).view(reader.shape(name)) for name in reader.names}
+    return tensors, {name: value for name, value in manifest.state.items() if name != "written_by"}
+
+
+def saved_steps(folder: Path) -> list[int]:
+    """Steps whose checkpoints are whole."""
+    return sorted(Manifest.open(path).state["iteration"] for path in folder.glob("iter_*") if path.suffix == "")
+
+
+def differences(first: Path, second: Path) -> list[str]:
+    """Names of what two checkpoints have that is not the same to the bit."""
+    (these, state), (those, other_state) = checkpoint(first), checkpoint(second)
+    names = these.keys() | those.keys()
+    same = {
+        n for n in these.keys() & those.keys() if these[n].dtype == those[n].dtype and _same_bits(these[n], those[n])
+    }
+    numbers = {n for n in state.keys() | other_state.keys() if state.get(n) != other_state.get(n)}
+    return sorted((names - same) | numbers)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
