@@ -89,10 +89,13 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def refused(error: OSError, rank: int) -> StorageError:
-    """What to tell of a disk that refused."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+def refused(error: OSError, folder: Path, rank: int) -> StorageError:
+    """What to tell of a disk that refused while a checkpoint was written to ``folder``."""
+    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
     what = "the disk is full" if full else (error.strerror or str(error))
-    where = f"{error.filename}: " if error.filename else ""
     fixes = ["free some space"] if full else []
-    return StorageError(f"{where}{what} (rank {rank}); no checkpoint was written", *fixes, "--save A_FOLDER_ELSEWHERE")
+    return StorageError(
+        f"{error.filename or folder}: {what} (rank {rank}); no checkpoint was written",
+        *fixes,
+        "--save A_FOLDER_ELSEWHERE",
+    )

@@ -12,7 +12,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import BUILDING, OLD, is_complete, remove, settle
 
 NAME = re.compile(rf"iter_(\d+)({re.escape(BUILDING)}|{re.escape(OLD)})?")
-NEWEST_FIRST = (OLD, "", BUILDING)
+OLDEST_FIRST = (OLD, "", BUILDING)
 """Of the same iteration: a complete one that only lacks its name is newer, one that was set aside is older."""
 
 
@@ -107,4 +107,4 @@ class Checkpoints:
             return []
         paths = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
         found = [(int(NAME.fullmatch(path.name)[1]), path) for path in paths]  # type: ignore[index]
-        return sorted(found, key=lambda item: (item[0], NEWEST_FIRST.index(item[1].suffix)), reverse=True)
+        return sorted(found, key=lambda item: (item[0], OLDEST_FIRST.index(item[1].suffix)), reverse=True)

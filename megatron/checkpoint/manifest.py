@@ -214,6 +214,18 @@ def _parse(path: Path, content: bytes) -> Manifest:
         raise DamagedError(f"{path / MANIFEST} is not what its version says: {error!r}") from error
 
 
+def dims(numbers: Iterable[int]) -> tuple[int, ...]:
+    """A shape or place as it comes from a file.
+
+    Raises:
+        ValueError: when it is not made of whole numbers from 0 on.
+    """
+    found = tuple(numbers)
+    if not all(isinstance(n, int) and n >= 0 for n in found):
+        raise ValueError(f"{found} is no shape")
+    return found
+
+
 def _safe(name: str) -> str:
     """A file's name, if it stays inside the checkpoint."""
     if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
@@ -222,7 +234,7 @@ def _safe(name: str) -> str:
 
 
 def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
-    record = TensorRecord(data["dtype"], tuple(data["shape"]), tuple(data["view"]), tuple(_chunks(data["chunks"])))
+    record = TensorRecord(data["dtype"], dims(data["shape"]), dims(data["view"]), tuple(_chunks(data["chunks"])))
     if prod(record.shape) != prod(record.view):
         raise ValueError(f"{record.view} is not a view of {record.shape}")
     for chunk in record.chunks:
@@ -236,5 +248,5 @@ def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
 
 def _chunks(data: Iterable[JSON]) -> Iterable[Chunk]:
     for item in data:
-        box = Box(tuple(item["start"]), tuple(item["size"]))
+        box = Box(dims(item["start"]), dims(item["size"]))
         yield Chunk(box, item["file"], item["offset"], item["bytes"], item["xxh3"])

@@ -62,9 +62,10 @@ def publish(final: Path) -> None:
     old = set_aside(final)
     if is_complete(final):
         remove(old)
+    if final.exists() and old.exists():  # the old one is complete, the one in the place is not
+        shutil.rmtree(final)
+    elif final.exists():
         os.rename(final, old)
-    else:
-        remove(final)
     os.rename(building(final), final)
     try:
         sync_folder(final.parent)
@@ -113,9 +114,7 @@ def remove(path: Path) -> None:
     if is_complete(path):
         os.unlink(path / MARKER)
         sync_folder(path)
-    if path.suffix not in (BUILDING, OLD):
-        if building(path).exists():
-            shutil.rmtree(building(path))
+    if path.suffix not in (BUILDING, OLD) and not building(path).exists():
         os.rename(path, building(path))
         path = building(path)
     shutil.rmtree(path)

@@ -206,7 +206,7 @@ class CheckpointWriter(StorageWriter):
         try:
             return action()
         except OSError as error:
-            raise refused(error, self._rank) from error
+            raise refused(error, self._final, self._rank) from error
 
 
 def _with_chunks(record: TensorRecord, chunks: Sequence[Chunk]) -> TensorRecord:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megatron.checkpoint.errors import DamagedError
 from megatron.checkpoint.files import NewFile, checksum
-from megatron.checkpoint.manifest import ITEM_BYTES, FileRecord
+from megatron.checkpoint.manifest import ITEM_BYTES, FileRecord, dims
 
 DTYPES = {
     "F64": torch.float64,
@@ -161,7 +161,7 @@ class TensorFile:
             raise DamagedError(f"{path} cannot be read: {error}") from error
         try:
             self.metadata, self._table = _parse_header(self._map)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise DamagedError(f"{path} is no safetensors file, or is damaged: {error}") from error
         self.keys = tuple(self._table)
 
@@ -200,7 +200,7 @@ def _parse_header(content: mmap.mmap) -> tuple[dict[str, str], Table]:
     metadata = header.pop("__metadata__", {})
     table: Table = {}
     for key, entry in header.items():
-        name, shape, (start, end) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+        name, shape, (start, end) = entry["dtype"], dims(entry["shape"]), entry["data_offsets"]
         if not 0 <= start <= end <= len(content) - 8 - size or end - start != prod(shape) * ITEM_BYTES[name]:
             raise ValueError(f"{key}, {name} {list(shape)}, does not fit its bytes {start}..{end}")
         table[key] = (name, shape, 8 + size + start, 8 + size + end)

@@ -1,0 +1,130 @@
+"""Boxes against brute force: a numpy array that counts who holds each element."""
+
+from __future__ import annotations
+
+import time
+from math import prod
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint import boxes
+from megatron.parallel.shard import Box
+
+quick = settings(max_examples=150, deadline=None, derandomize=True)
+shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
+
+
+@st.composite
+def box_of(draw: st.DrawFn, shape: tuple[int, ...]) -> Box:
+    start = tuple(draw(st.integers(0, n)) for n in shape)
+    return Box(start, tuple(draw(st.integers(0, n - a)) for n, a in zip(shape, start)))
+
+
+@st.composite
+def partition_of(draw: st.DrawFn, box: Box, depth: int = 4) -> list[Box]:
+    """Cut in two, again and again, at random places."""
+    wide = [i for i, n in enumerate(box.size) if n > 1]
+    if not wide or not depth or draw(st.booleans()):
+        return [box]
+    dim = draw(st.sampled_from(wide))
+    n = draw(st.integers(1, box.size[dim] - 1))
+    lower = Box(box.start, (*box.size[:dim], n, *box.size[dim + 1 :]))
+    start = (*box.start[:dim], box.start[dim] + n, *box.start[dim + 1 :])
+    upper = Box(start, (*box.size[:dim], box.size[dim] - n, *box.size[dim + 1 :]))
+    return draw(partition_of(lower, depth - 1)) + draw(partition_of(upper, depth - 1))
+
+
+def counted(shape: tuple[int, ...], found: list[Box]) -> np.ndarray:
+    held = np.zeros(shape, dtype=int)
+    for box in found:
+        held[box.slices] += 1
+    return held
+
+
+@quick
+@given(st.data())
+def test_intersection(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    a, b = data.draw(box_of(shape)), data.draw(box_of(shape))
+    both = counted(shape, [a]) * counted(shape, [b])
+    shared = boxes.intersect(a, b)
+    assert np.array_equal(both, counted(shape, [shared] if shared else []))
+    if shared:
+        assert np.array_equal(both[a.slices][boxes.relative(shared, a).slices], both[shared.slices])
+
+
+@quick
+@given(st.data(), st.integers(1, 40))
+def test_cut(data: st.DataObject, limit: int) -> None:
+    shape = data.draw(shapes)
+    box = data.draw(box_of(shape))
+    pieces = list(boxes.cut(box, limit))
+    assert np.array_equal(counted(shape, pieces), counted(shape, [box]))
+    assert all(0 < piece.numel <= limit for piece in pieces)
+    order = np.arange(prod(shape)).reshape(shape)
+    flat = [order[piece.slices].reshape(-1) for piece in pieces]
+    assert np.array_equal(np.concatenate(flat) if flat else [], order[box.slices].reshape(-1))
+
+
+@quick
+@given(st.data())
+def test_a_partition_is_proved(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    pieces = data.draw(st.permutations(data.draw(partition_of(boxes.whole(shape)))))
+    assert boxes.partition_problem(shape, pieces) is None
+    assert boxes.partition_problem(shape, pieces[1:]) is not None
+    assert "overlap" in str(boxes.partition_problem(shape, [*pieces, pieces[0]]))
+
+
+@quick
+@given(st.data())
+def test_any_boxes_against_counting(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    pieces = data.draw(st.lists(box_of(shape), max_size=4))
+    assert (boxes.partition_problem(shape, pieces) is None) == bool((counted(shape, pieces) == 1).all())
+
+
+@pytest.mark.parametrize(
+    ("found", "sentence"),
+    [
+        ([Box((0, 0), (4, 2))], "nothing holds [0:4, 2:3]"),
+        ([Box((0, 0), (4, 3)), Box((1, 1), (2, 1))], "[0:4, 0:3] and [1:3, 1:2] overlap in [1:3, 1:2]"),
+        ([Box((0, 0), (5, 3))], "[0:5, 0:3] is not inside [4, 3]"),
+        ([Box((0,), (4,))], "[0:4] is not inside [4, 3]"),
+        ([], "nothing holds [0:4, 0:3]"),
+    ],
+)
+def test_sentences(found: list[Box], sentence: str) -> None:
+    assert boxes.partition_problem((4, 3), found) == sentence
+
+
+@pytest.mark.parametrize("grid", [(20_000, 1), (1, 20_000), (140, 140)])
+def test_twenty_thousand_boxes_take_a_second(grid: tuple[int, int]) -> None:
+    found = [Box((3 * i, 2 * j), (3, 2)) for i in range(grid[0]) for j in range(grid[1])]
+    start = time.process_time()
+    assert boxes.partition_problem((3 * grid[0], 2 * grid[1]), found) is None
+    assert time.process_time() - start < 2
+
+
+@quick
+@given(st.data())
+def test_folded(data: st.DataObject) -> None:
+    groups = data.draw(st.lists(st.lists(st.integers(1, 4), min_size=1, max_size=3), min_size=1, max_size=2))
+    view = tuple(n for group in groups for n in group)
+    shape = tuple(prod(group) for group in groups)
+    box = data.draw(box_of(view))
+    order = np.arange(prod(view))
+    for inner, outer in boxes.folded(box, shape, view):
+        assert np.array_equal(order.reshape(view)[inner.slices].reshape(outer.size), order.reshape(shape)[outer.slices])
+    pieces = [inner for inner, _ in boxes.folded(box, shape, view)]
+    assert np.array_equal(counted(view, pieces), counted(view, [box]))
+
+
+def test_what_is_no_view() -> None:
+    assert boxes.folding((12, 5), (2, 6, 5)) == (slice(0, 2), slice(2, 3))
+    assert boxes.folding((12, 5), (5, 12)) is boxes.folding((8,), (2, 3)) is boxes.folding((2, 3), (6,)) is None
+    with pytest.raises(ValueError, match="not a view"):
+        list(boxes.folded(boxes.whole((5, 12)), (12, 5), (5, 12)))

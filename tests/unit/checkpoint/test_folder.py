@@ -1,0 +1,144 @@
+"""Which checkpoints a folder has, which may go, and what is left when a save or a removal was cut off."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.errors import StorageError
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.manifest import MANIFEST, MARKER, encode, marker
+from megatron.checkpoint.publish import abandon, begin, publish, settle
+
+
+def make(path: Path, value: int = 0, complete: bool = True) -> Path:
+    path.mkdir(parents=True)
+    content = encode({}, {}, {"value": value}, {})
+    (path / MANIFEST).write_bytes(content)
+    if complete:
+        (path / MARKER).write_bytes(marker(content))
+    return path
+
+
+def values(folder: Path) -> list[int]:
+    """State of all that can be loaded, newest first."""
+    return [found.manifest.state["value"] for found in Checkpoints(folder).scan() if found.manifest]
+
+
+def test_newest_first_with_reasons(tmp_path: Path) -> None:
+    runs = Checkpoints(tmp_path)
+    for iteration in (5, 20, 10_000_000):
+        make(runs.path(iteration), iteration)
+    make(tmp_path / "iter_0000030", complete=False)
+    make(tmp_path / "iter_0000040.tmp", complete=False)
+    for name in ("iter_x", "latest", "iter_0000050.txt", "iter_0000060.tmp.old"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "iter_0000070").write_text("a file")
+    found = runs.candidates()
+    assert [f.iteration for f in found] == [10_000_000, 40, 30, 20, 5]
+    assert [f.path.name for f in found][1:3] == ["iter_0000040.tmp", "iter_0000030"]
+    assert [bool(f.manifest) for f in found] == [not f.problem for f in found] == [True, False, False, True, True]
+    assert "has no COMPLETE" in str(found[1].problem)
+    assert runs.leftovers == [tmp_path / "iter_0000040.tmp"]
+    assert Checkpoints(tmp_path / "none").candidates() == []
+
+
+@pytest.mark.parametrize(
+    ("keep_last", "keep_every", "kept"),
+    [
+        (None, None, [70, 60, 50, 40, 30, 20, 10]),
+        (2, None, [70, 60]),
+        (1, 30, [70, 60, 30]),
+        (3, 20, [70, 60, 50, 40, 20]),
+        (99, None, [70, 60, 50, 40, 30, 20, 10]),
+    ],
+)
+def test_retain(tmp_path: Path, keep_last: int | None, keep_every: int | None, kept: list[int]) -> None:
+    runs = Checkpoints(tmp_path)
+    for iteration in range(10, 80, 10):
+        make(runs.path(iteration))
+    gone = runs.retain(keep_last, keep_every)
+    assert [found.iteration for found in runs.candidates()] == kept
+    assert gone == [runs.path(i) for i in range(70, 0, -10) if i not in kept]
+
+
+def test_a_damaged_one_does_not_count_as_kept(tmp_path: Path) -> None:
+    runs = Checkpoints(tmp_path)
+    for iteration in (10, 20, 30, 40):
+        make(runs.path(iteration))
+    (runs.path(40) / MANIFEST).write_text("damaged")
+    (runs.path(10) / MANIFEST).write_text("damaged")
+    assert runs.retain(1) == [runs.path(20), runs.path(10)]
+    assert [(f.iteration, bool(f.manifest)) for f in runs.candidates()] == [(40, False), (30, True)]
+
+
+def test_retain_removes_leftovers_and_finishes_what_was_complete(tmp_path: Path) -> None:
+    runs = Checkpoints(tmp_path)
+    make(tmp_path / "iter_0000001.tmp", complete=False)
+    make(tmp_path / "iter_0000002.tmp", 2)
+    make(tmp_path / "iter_0000003", 3)
+    make(tmp_path / "iter_0000003.old", 33)
+    assert values(tmp_path) == [3, 33, 2]
+    assert runs.retain(None) == []
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000003"]
+    assert values(tmp_path) == [3, 2]
+
+
+def test_every_state_a_crash_can_leave_is_settled_without_loss(tmp_path: Path) -> None:
+    """All combinations of .tmp, plain and .old being absent, cut off or complete: the best one survives under its name."""
+    for tmp in (None, False, True):
+        for plain in (None, False, True):
+            for old in (None, False, True):
+                folder = tmp_path / f"{tmp}-{plain}-{old}"
+                folder.mkdir()
+                for suffix, state, value in ((".tmp", tmp, 3), ("", plain, 2), (".old", old, 1)):
+                    if state is not None:
+                        make(folder / f"iter_0000007{suffix}", value, state)
+                loadable = [value for state, value in ((tmp, 3), (plain, 2), (old, 1)) if state]
+                assert values(folder) == loadable
+                settle(folder / "iter_0000007")
+                assert values(folder)[:1] == loadable[:1]
+                make(begin(folder / "iter_0000007").joinpath("x")).rename(folder / "x")
+                make(folder / "y", 9)
+                for path in (folder / "y").iterdir():
+                    path.rename(folder / "iter_0000007.tmp" / path.name)
+                publish(folder / "iter_0000007")
+                assert values(folder)[0] == 9
+                settle(folder / "iter_0000007")
+                assert values(folder) == [9]
+
+
+def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
+    final = tmp_path / "iter_0000001"
+    final.mkdir()
+    (final / "mp_rank_00").mkdir()
+    with pytest.raises(StorageError, match="not a checkpoint of this program"):
+        begin(final)
+    assert (final / "mp_rank_00").exists()
+
+
+def test_abandon_puts_back_what_was_set_aside(tmp_path: Path) -> None:
+    make(tmp_path / "iter_0000001.old", 1)
+    make(tmp_path / "iter_0000001.tmp", 2)
+    abandon(tmp_path / "iter_0000001")
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000001"]
+    assert values(tmp_path) == [1]
+
+
+def test_random_saves_and_retains(tmp_path: Path) -> None:
+    """Against a list of numbers."""
+    draw, expected = random.Random(3), set()
+    runs = Checkpoints(tmp_path)
+    for _ in range(40):
+        iteration = draw.randint(1, 12)
+        if iteration not in expected:
+            make(runs.path(iteration), iteration)
+            expected.add(iteration)
+        if draw.random() < 0.3:
+            last, every = draw.randint(1, 4), draw.choice([None, 3, 5])
+            runs.retain(last, every)
+            newest = sorted(expected)[-last:]
+            expected = {i for i in expected if i in newest or (every and i % every == 0)}
+        assert {found.iteration for found in runs.candidates()} == expected

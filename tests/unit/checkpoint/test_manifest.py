@@ -1,0 +1,138 @@
+"""A manifest is what was written, proved by the marker, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint.errors import CheckpointError, DamagedError, NewerVersionError
+from megatron.checkpoint.manifest import (
+    MANIFEST,
+    MARKER,
+    VERSION,
+    Chunk,
+    FileRecord,
+    Manifest,
+    TensorRecord,
+    encode,
+    marker,
+)
+from megatron.parallel.shard import Box
+
+CHUNK = Chunk(Box((0, 0), (2, 3)), "tensors_00000.safetensors", 16, 24, "0123456789abcdef")
+TENSOR = TensorRecord("F32", (6,), (2, 3), (CHUNK,))
+FILES = {"tensors_00000.safetensors": FileRecord(40, 16, "f" * 16), "tokenizer/t.json": FileRecord(2, 2, "e" * 16)}
+
+
+def make(folder: Path, change: Callable[[dict[str, Any]], object] = lambda data: None) -> Path:
+    """A checkpoint whose manifest was changed by somebody who knows how to make a marker."""
+    data = json.loads(encode({"w": TENSOR}, FILES, {"iteration": 3, "loss": 0.1}, {"model": {}}))
+    change(data)
+    content = json.dumps(data).encode()
+    (folder / "tokenizer").mkdir()
+    (folder / "tokenizer" / "t.json").write_bytes(bytes(2))
+    (folder / "tensors_00000.safetensors").write_bytes(bytes(40))
+    (folder / MANIFEST).write_bytes(content)
+    (folder / MARKER).write_bytes(marker(content))
+    return folder
+
+
+def test_what_was_written_is_read(tmp_path: Path) -> None:
+    manifest = Manifest.open(make(tmp_path))
+    assert manifest == Manifest(tmp_path, VERSION, {"w": TENSOR}, FILES, {"iteration": 3, "loss": 0.1}, {"model": {}})
+    assert manifest.total_bytes == 42
+    assert TENSOR.bytes == 24
+
+
+def chunk_of(data: dict[str, Any]) -> dict[str, Any]:
+    return data["tensors"]["w"]["chunks"][0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: data.pop("state"),
+        lambda data: data.update(format="other"),
+        lambda data: data.update(version="1"),
+        lambda data: data.update(tensors=[]),
+        lambda data: data["tensors"]["w"].update(dtype="F3"),
+        lambda data: data["tensors"]["w"].update(shape=[7]),
+        lambda data: data["tensors"]["w"].update(view=[2, -3]),
+        lambda data: chunk_of(data).update(start=[0]),
+        lambda data: chunk_of(data).update(start=[1, 0]),
+        lambda data: chunk_of(data).update(size=[2, 2]),
+        lambda data: chunk_of(data).update(offset=17),
+        lambda data: chunk_of(data).update(offset=15),
+        lambda data: chunk_of(data).update(file="other"),
+        lambda data: data["files"].update({"../x": data["files"]["tokenizer/t.json"]}),
+        lambda data: data["files"].update({"/x": data["files"]["tokenizer/t.json"]}),
+        lambda data: data["files"]["tokenizer/t.json"].update(more=1),
+    ],
+)
+def test_numbers_that_contradict_each_other(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    with pytest.raises(DamagedError, match=r"manifest\.json is"):
+        Manifest.open(make(tmp_path, change))
+
+
+def test_a_newer_version_is_named(tmp_path: Path) -> None:
+    with pytest.raises(NewerVersionError, match="written by a newer version: its format has the number 2") as caught:
+        Manifest.open(make(tmp_path, lambda data: data.update(version=VERSION + 1, tensors="in another way")))
+    assert not isinstance(caught.value, DamagedError)
+
+
+@pytest.mark.parametrize(
+    ("fault", "sentence"),
+    [
+        (lambda folder: (folder / MARKER).unlink(), "has no COMPLETE"),
+        (lambda folder: (folder / MARKER).write_text("0" * 16 + "\n"), "does not fit manifest.json"),
+        (lambda folder: (folder / MARKER).write_text(""), "does not fit manifest.json"),
+        (lambda folder: (folder / MANIFEST).unlink(), "manifest.json cannot be read"),
+        (lambda folder: (folder / MANIFEST).write_text("{}"), "does not fit manifest.json"),
+        (lambda folder: (folder / "tokenizer" / "t.json").unlink(), "t.json is missing"),
+        (lambda folder: (folder / "tokenizer" / "t.json").write_bytes(b"1"), "t.json is truncated: 1 bytes, not 2"),
+        (lambda folder: (folder / "tokenizer" / "t.json").write_bytes(b"123"), "t.json is too long"),
+    ],
+)
+def test_what_is_missing_or_cut_short(tmp_path: Path, fault: Callable[[Path], object], sentence: str) -> None:
+    make(tmp_path)
+    fault(tmp_path)
+    with pytest.raises(DamagedError, match=sentence):
+        Manifest.open(tmp_path)
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(DamagedError, match="has no COMPLETE"):
+        Manifest.open(tmp_path / "none")
+
+
+def test_a_small_file_is_proved_when_it_is_read(tmp_path: Path) -> None:
+    manifest = Manifest.open(make(tmp_path))
+    with pytest.raises(DamagedError, match="flipped bytes"):
+        manifest.read_file("tokenizer/t.json")
+    with pytest.raises(KeyError):
+        manifest.read_file("vocab.json")
+
+
+def test_chunks_that_leave_a_hole(tmp_path: Path) -> None:
+    manifest = Manifest.open(make(tmp_path, lambda data: data["tensors"]["w"].update(chunks=[])))
+    with pytest.raises(DamagedError, match=r"chunks of w do not make it up: nothing holds \[0:2, 0:3\]"):
+        manifest.prove("w")
+
+
+@pytest.mark.parametrize("state", [{"loss": float("nan")}, {"loss": float("inf")}, {"x": {1, 2}}])
+def test_state_is_json(state: dict[str, Any]) -> None:
+    with pytest.raises((TypeError, ValueError)):
+        encode({}, {}, state, {})
+
+
+def test_errors_survive_the_way_between_ranks() -> None:
+    import pickle
+
+    for error in (CheckpointError("a", "b", "c"), NewerVersionError("d")):
+        again = pickle.loads(pickle.dumps(error))
+        assert (type(again), str(again)) == (type(error), str(error))
+    assert str(CheckpointError("a", "b", "c")) == "a\n  fix: b | c"
