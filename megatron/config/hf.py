@@ -162,7 +162,7 @@ def family_for(model: ModelConfig) -> str:
     raise UserError(problems)
 
 
-def config_json(model: ModelConfig, dtype: str = "float32", special: Mapping[str, int | None] | None = None) -> Values:
+def config_json(model: ModelConfig, dtype: str = "float32", special: Json | None = None) -> Values:
     """The contents of the config.json that describes ``model``; dropout of training that a family lacks is left out.
 
     Args:

@@ -20,17 +20,13 @@ from torch import Tensor, nn
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig
-from megatron.config.run import ParallelConfig, TrainingConfig
 from megatron.convert.complaints import some
 from megatron.convert.hf_folder import open_weights
 from megatron.convert.lend import Lender
 from megatron.layers.rotary import Rotary
 from megatron.model.fill import Source
-from megatron.model.gpt import GPTChunk, build_gpt
-from megatron.parallel.build import BuildContext
-from megatron.parallel.grads import GradSink
-from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh
+from megatron.model.gpt import GPTChunk
+from megatron.model.hf import shapes_only
 from megatron.parallel.microbatch import MicroBatch
 
 TOLERANCE = 1e-5
@@ -68,7 +64,7 @@ class Difference:
         return cls(what, absolute, absolute / scale if scale else absolute)
 
     def __str__(self) -> str:
-        return f"{self.what} {self.absolute:.1e} ({self.relative:.1e} of the largest)"
+        return f"{self.what} by {self.absolute:.1e} ({self.relative:.1e} of the largest)"
 
 
 @dataclass(frozen=True)
@@ -114,8 +110,8 @@ def check(folder: Path, config: Path, model: ModelConfig, source: Source) -> lis
     wrong = next((difference for difference in found if difference.relative > TOLERANCE), None)
     if wrong is not None:
         raise MismatchError(
-            f"transformers computes other numbers from {folder} than this model does; first different: {wrong}, "
-            f"at the end: {found[-1]}; at most {TOLERANCE:g} of the largest is rounding"
+            f"transformers computes other numbers from {folder} than this model: "
+            f"the first to differ is {wrong}; {found[-1]} in the end; up to {TOLERANCE:g} of the largest is rounding"
         )
     return found
 
@@ -160,9 +156,7 @@ def run_ours(model: ModelConfig, source: Source, tokens_BS: Tensor, positions_BS
 
 def _without_weights(model: ModelConfig) -> GPTChunk:
     """The model on the meta device, for evaluation, its vocabulary without padding."""
-    model = replace(model, make_vocab_size_divisible_by=1)
-    mesh = Mesh(Layout.from_config(ParallelConfig(), 1), 0)
-    chunk = build_gpt(model, TrainingConfig(), BuildContext(mesh, GradSink(), device=torch.device("meta")))
+    chunk = shapes_only(replace(model, make_vocab_size_divisible_by=1))
     if chunk.rotary is not None:
         chunk.rotary = Rotary(model, torch.float32, torch.device("cpu"))
     chunk.eval()

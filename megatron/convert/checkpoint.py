@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +25,7 @@ from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.config.sources import from_dict, to_dict
 from megatron.convert.complaints import refuse
 from megatron.convert.hf_folder import HFSource
-from megatron.model.hf import model_specs
+from megatron.model.hf import shapes_only
 from megatron.parallel.comm import Group
 from megatron.parallel.shard import Box, ShardSpec
 
@@ -45,6 +46,8 @@ TOKENIZER_FILES = (
 """What a Hugging Face folder may hold of its tokenizer; a checkpoint has them under ``TOKENIZER``."""
 
 GENERATION = "generation_config.json"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a generation_config.json says of the tokens that begin, end and fill a text."""
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Types by the names of ``--params-dtype``."""
@@ -61,7 +64,10 @@ def open_checkpoint(path: Path, step: int | None = None) -> Manifest:
         DamagedError: when it, or every one there, is damaged.
     """
     if is_complete(path):
-        return Manifest.open(path)
+        manifest = Manifest.open(path)
+        if step not in (None, manifest.state.get("iteration")):
+            raise CheckpointError(f"{path} is the checkpoint of step {manifest.state.get('iteration')}, not {step}")
+        return manifest
     found = [f for f in Checkpoints(path).candidates() if step in (None, f.iteration)]
     for candidate in found:
         if candidate.manifest is not None:
@@ -78,7 +84,7 @@ class SavedModel:
         manifest: of the checkpoint.
         model: its shape, with the size of its vocabulary.
         specs: of all its tensors, by global name.
-        dtype: that the run computed in.
+        precision: the name of the type that the run computed in.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -89,12 +95,12 @@ class SavedModel:
             UserError: when its configuration is not one of this version.
         """
         self.manifest = manifest
-        config = from_dict(manifest.config)
-        self.dtype = FORMATS[config.precision.params_dtype]
+        config = from_dict({group: manifest.config[group] for group in ("model", "precision")})
+        self.precision = config.precision.params_dtype
         words = manifest.tensors.get("embedding.word_embeddings.weight")
         size = config.model.vocab_size if words is None else words.shape[0]
         self.model = replace(config.model, vocab_size=size)
-        self.specs = model_specs(self.model)
+        self.specs = shapes_only(self.model).specs
         self._reader = CheckpointReader(manifest)
         self._check()
 
@@ -128,56 +134,55 @@ class SavedModel:
         refuse(self.manifest.path, complaints)
 
 
-def import_hf(folder: Path, save: Path, report: Report) -> Path:
+def import_hf(folder: Path, path: Path, report: Report) -> None:
     """Write a checkpoint of step 0, weights only, from a Hugging Face folder.
 
     Args:
         folder: with config.json and safetensors files.
-        save: the ``--save`` folder that gets the checkpoint.
-        report: told after each tensor.
-
-    Returns:
-        The checkpoint's folder.
+        path: the checkpoint's own folder.
+        report: told after each part.
 
     Raises:
         UserError: when config.json asks for what is not here.
-        CheckpointError: when weights are missing, not used or misshapen, or ``save`` has checkpoints already.
+        CheckpointError: when weights are missing, not used or misshapen.
         StorageError: when the disk refuses.
     """
     model = ModelConfig(**model_values(read_config(folder), str(folder / "config.json")))
     source = HFSource(folder, model)
-    checkpoints = Checkpoints(save)
-    if checkpoints.candidates():
-        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
     precision = PrecisionConfig(params_dtype=next(name for name, dtype in FORMATS.items() if dtype == source.dtype))
     config = resolve(RunConfig(model=model, precision=precision), 1)
-    progress = _Progress(report, sum(spec.numel for spec in source.specs.values()))
+    progress = Progress(report, sum(spec.numel for spec in source.specs.values()))
     tensors = {name: _entry(source, name, spec, progress) for name, spec in source.specs.items()}
-    path = checkpoints.path(0)
     state = {"iteration": 0, "consumed_samples": 0}
-    write(path, tensors, state, to_dict(config), Group(), carried_files(folder))
-    return path
+    files: dict[str, Path | bytes] = {GENERATION: _special_ids(folder), **carried_files(folder)}
+    write(path, tensors, state, to_dict(config), Group(), files)
 
 
-def carried_files(folder: Path) -> dict[str, Path | bytes]:
-    """Small files of a Hugging Face folder that a checkpoint keeps, by their names there."""
-    files: dict[str, Path | bytes] = {TOKENIZER + name: folder / name for name in TOKENIZER_FILES}
-    files[GENERATION] = folder / GENERATION
-    return {name: path for name, path in files.items() if isinstance(path, Path) and path.is_file()}
+def _special_ids(folder: Path) -> bytes:
+    """The ids of config.json as a generation_config.json, for folders that are older than that file."""
+    config = read_config(folder)
+    return json.dumps({name: config[name] for name in SPECIAL_IDS if config.get(name) is not None}).encode()
 
 
-class _Progress:
+def carried_files(folder: Path) -> dict[str, Path]:
+    """Small files of a Hugging Face folder that a checkpoint keeps, by their names in the checkpoint."""
+    files = {**{TOKENIZER + name: folder / name for name in TOKENIZER_FILES}, GENERATION: folder / GENERATION}
+    return {name: path for name, path in files.items() if path.is_file()}
+
+
+class Progress:
     """Counts elements and tells of them."""
 
     def __init__(self, report: Report, total: int) -> None:
         self._report, self._total, self._done = report, total, 0
 
     def add(self, name: str, elements: int) -> None:
+        """Count what was done last."""
         self._done += elements
         self._report(name, self._done, self._total)
 
 
-def _entry(source: HFSource, name: str, spec: ShardSpec, progress: _Progress) -> GlobalTensor:
+def _entry(source: HFSource, name: str, spec: ShardSpec, progress: Progress) -> GlobalTensor:
     """Parts that are read when they are written, so that one of them exists at a time."""
 
     def part(box: Box) -> Part:

@@ -17,7 +17,7 @@ from megatron.checkpoint.tensorfile import TensorFile
 from megatron.config.hf import family_of, read_config
 from megatron.config.model import ModelConfig
 from megatron.convert.complaints import refuse, some
-from megatron.model.hf import TABLES, Slot, Table, model_specs, slots
+from megatron.model.hf import TABLES, Slot, Table, shapes_only, slots
 from megatron.parallel.shard import Box
 
 WEIGHTS = "model.safetensors"
@@ -45,7 +45,7 @@ class HFSource:
             DamagedError: when a file cannot be read.
         """
         self.folder = Path(folder)
-        self.specs = model_specs(model)
+        self.specs = shapes_only(model).specs
         kind = family_of(read_config(self.folder), str(self.folder / "config.json"))
         self._slots = slots(kind, self.specs)
         self._files = open_weights(self.folder)

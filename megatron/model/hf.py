@@ -22,7 +22,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import ParallelConfig, TrainingConfig
-from megatron.model.gpt import build_gpt
+from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
@@ -194,8 +194,7 @@ def _axes(dimension: str) -> Iterator[tuple[str, slice]]:
         yield letter, slice(int(first) if first else None, int(stop) if stop else None)
 
 
-def model_specs(model: ModelConfig) -> dict[str, ShardSpec]:
-    """The place of every tensor of the whole model, on one rank; nothing is allocated."""
+def shapes_only(model: ModelConfig) -> GPTChunk:
+    """The whole model on one rank, on the meta device: nothing is allocated."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), 1), 0)
-    context = BuildContext(mesh, GradSink(), device=torch.device("meta"))
-    return build_gpt(model, TrainingConfig(), context).specs
+    return build_gpt(model, TrainingConfig(), BuildContext(mesh, GradSink(), device=torch.device("meta")))

@@ -1,0 +1,98 @@
+"""Both conversions from end to end: nothing is published before `transformers` agrees with it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.errors import CheckpointError, StorageError
+from megatron.checkpoint.files import sync_folder
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.publish import remove
+from megatron.config.model import ModelConfig
+from megatron.convert.check import Difference, check
+from megatron.convert.checkpoint import FORMATS, Report, SavedModel, import_hf
+from megatron.convert.export import Export
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written, of which model, and how far the two models are apart; empty when that was not checked."""
+
+    path: Path
+    model: ModelConfig
+    differences: Sequence[Difference]
+
+
+def from_hf(folder: Path, save: Path, report: Report, checked: bool = True) -> Converted:
+    """A checkpoint of step 0 in ``save`` from a Hugging Face folder.
+
+    Args:
+        folder: of the model.
+        save: a ``--save`` folder without checkpoints.
+        report: told after each tensor.
+        checked: compare with `transformers` before the checkpoint gets its name.
+
+    Raises:
+        UserError, CheckpointError: when the model is not one that can be converted, or the comparison fails.
+    """
+    checkpoints = Checkpoints(save)
+    if checkpoints.candidates():
+        raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
+    path = checkpoints.path(0)
+    unchecked = path.with_name(f"{path.name}.unchecked")  # no checkpoint by name
+    import_hf(folder, unchecked, report)
+    try:
+        saved = SavedModel(Manifest.open(unchecked))
+        differences = check(folder, folder / "config.json", saved.model, saved) if checked else ()
+    except BaseException:
+        remove(unchecked)
+        raise
+    try:
+        os.rename(unchecked, path)
+        sync_folder(save)
+    except OSError as error:
+        raise StorageError(f"{path}: {error.strerror or error}; nothing was written", "--save A_NEW_FOLDER") from error
+    return Converted(path, saved.model, differences)
+
+
+def to_hf(
+    manifest: Manifest,
+    folder: Path,
+    report: Report,
+    *,
+    dtype: str | None = None,
+    shard_bytes: int,
+    tokenizer: Path | None = None,
+    checked: bool = True,
+) -> Converted:
+    """A Hugging Face folder from a checkpoint.
+
+    Args:
+        manifest: of the checkpoint.
+        folder: must not exist, or be empty.
+        report: told after each tensor.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; None for what the run computed in.
+        shard_bytes: size of a weights file.
+        tokenizer: folder of the tokenizer's files; None for those the checkpoint carries.
+        checked: compare with `transformers` before the folder gets its name.
+
+    Raises:
+        UserError, CheckpointError: when the model is not one that can be converted, or the comparison fails.
+    """
+    saved = SavedModel(manifest)
+    if dtype is None and saved.precision == "fp64":
+        fixes = ("--dtype fp32", "--dtype bf16")
+        raise CheckpointError("the run computed in fp64, which Hugging Face models are not stored in", *fixes)
+    export = Export(saved, folder, FORMATS[dtype or saved.precision], tokenizer)
+    export.build(shard_bytes, report)
+    try:
+        differences = check(export.building, export.pending_config, saved.model, export.source) if checked else ()
+    except BaseException:
+        export.abandon()
+        raise
+    export.publish()
+    return Converted(folder, saved.model, differences)

@@ -1,0 +1,242 @@
+"""A Hugging Face folder made of a checkpoint, tensor by tensor.
+
+The folder is built beside its place, under a name ending in ``.tmp`` and without a config.json, so that nothing takes
+it for a model before it is whole and checked.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.errors import CheckpointError, StorageError
+from megatron.checkpoint.files import make_folder, sync_folder, write_file
+from megatron.checkpoint.tensorfile import Entry, TensorFileWriter
+from megatron.config.hf import config_json, family_for
+from megatron.convert.checkpoint import GENERATION, SPECIAL_IDS, TOKENIZER, Progress, Report, SavedModel, carried_files
+from megatron.convert.hf_folder import INDEX, WEIGHTS
+from megatron.model.hf import Slot, slots
+from megatron.parallel.shard import Box
+
+CONFIG = "config.json"
+PENDING = "config.json.unfinished"
+"""What config.json is called until everything beside it is whole."""
+
+
+@dataclass(frozen=True)
+class Item:
+    """One tensor of theirs to write, and which of ours it is made of."""
+
+    ours: str
+    slot: Slot
+
+    def bytes(self, dtype: torch.dtype) -> int:
+        """Size in a file."""
+        return prod(self.slot.shape) * dtype.itemsize
+
+
+class RoundedModel:
+    """The weights of a checkpoint, rounded to the type they are exported in."""
+
+    def __init__(self, saved: SavedModel, dtype: torch.dtype) -> None:
+        self._saved, self._dtype = saved, dtype
+
+    def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
+        """The elements of ``box`` of a tensor.
+
+        Raises:
+            CheckpointError: when one of them is too large for the type.
+            DamagedError: when what is read is not what was written.
+        """
+        exact = self._saved.read(name, view, box)
+        rounded = exact.to(self._dtype)
+        if self._dtype == torch.float16 and not torch.isfinite(rounded).all() and torch.isfinite(exact).all():
+            raise CheckpointError(
+                f"{name} has values above {torch.finfo(self._dtype).max:g}, too large for fp16", "--dtype bf16"
+            )
+        return rounded
+
+
+class Export:
+    """A folder on its way.
+
+    Attributes:
+        folder: where it will be.
+        building: where it is made.
+        source: of the rounded weights.
+    """
+
+    def __init__(self, saved: SavedModel, folder: Path, dtype: torch.dtype, tokenizer: Path | None = None) -> None:
+        """Check everything that can be known before anything is written.
+
+        Args:
+            saved: the checkpoint.
+            folder: must not exist, or be empty.
+            dtype: of the tensors written.
+            tokenizer: folder of the tokenizer's files; None for the one the checkpoint carries.
+
+        Raises:
+            CheckpointError: when the folder has something in it, or the tokenizer does not fit the model.
+            UserError: when Hugging Face has no model that computes the same.
+        """
+        self.folder, self.source, self._saved, self._dtype = folder, RoundedModel(saved, dtype), saved, dtype
+        self.building = folder.with_name(folder.name + ".tmp")
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise CheckpointError(f"{folder} exists and is not empty", "--save-hf A_NEW_FOLDER")
+        if self.building.exists() and any(self.building.iterdir()) and not (self.building / PENDING).exists():
+            raise CheckpointError(
+                f"{self.building} is in the way and was not left by a conversion", f"mv {self.building} ..."
+            )
+        self._files = _small_files(saved, tokenizer)
+        special = special_ids(self._files, saved.model.vocab)
+        self._config = config_json(saved.model, str(dtype).removeprefix("torch."), special)
+        self._files.setdefault(GENERATION, _json({name: value for name, value in special.items() if value is not None}))
+        kind = family_for(saved.model)
+        self._items = [Item(name, slot) for name, found in slots(kind, saved.specs).items() for slot in found]
+
+    @property
+    def pending_config(self) -> Path:
+        """config.json before it is called so."""
+        return self.building / PENDING
+
+    def build(self, shard_bytes: int, report: Report) -> None:
+        """Write everything but the name of config.json.
+
+        Args:
+            shard_bytes: a file takes no further tensor once it would be larger.
+            report: told after each tensor.
+
+        Raises:
+            StorageError: when the disk refuses; what was built is removed.
+            DamagedError: when the checkpoint's bytes are not those that were written.
+        """
+        with self._removing_on_failure():
+            if self.building.exists():
+                shutil.rmtree(self.building)
+            make_folder(self.building)
+            write_file(self.pending_config, _json(self._config))
+            self._write_weights(list(shards(self._items, self._dtype, shard_bytes)), report)
+            for name, content in self._files.items():
+                write_file(self.building / name, content)
+            sync_folder(self.building)
+
+    def publish(self) -> None:
+        """Give config.json and the folder their names.
+
+        Raises:
+            StorageError: when the disk refuses; what was built is removed.
+        """
+        with self._removing_on_failure():
+            os.rename(self.pending_config, self.building / CONFIG)
+            sync_folder(self.building)
+            os.rename(self.building, self.folder)  # takes the place of an empty folder
+            sync_folder(self.folder.parent)
+
+    def abandon(self) -> None:
+        """Remove what was built."""
+        shutil.rmtree(self.building, ignore_errors=True)
+
+    @contextmanager
+    def _removing_on_failure(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            self.abandon()
+            seen = f"{error.filename or self.building}: {error.strerror or error}"
+            raise StorageError(f"{seen}; nothing was exported", "--save-hf A_FOLDER_ELSEWHERE") from error
+        except BaseException:
+            self.abandon()
+            raise
+
+    def _write_weights(self, groups: list[list[Item]], report: Report) -> None:
+        progress = Progress(report, sum(prod(item.slot.shape) for item in self._items))
+        places: dict[str, str] = {}
+        for number, group in enumerate(groups, 1):
+            name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
+            entries: list[Entry] = [(item.slot.name, self._dtype, item.slot.shape) for item in group]
+            with TensorFileWriter(self.building / name, entries, {"format": "pt"}) as file:
+                for item in group:
+                    view = self._saved.specs[item.ours].view
+                    file.write(item.slot.name, item.slot.restore(self.source.read(item.ours, view, item.slot.box)))
+                    progress.add(item.slot.name, prod(item.slot.shape))
+            places |= {item.slot.name: name for item in group}
+        if len(groups) > 1:
+            total = sum(item.bytes(self._dtype) for item in self._items)
+            write_file(self.building / INDEX, _json({"metadata": {"total_size": total}, "weight_map": places}))
+
+
+def shards(items: list[Item], dtype: torch.dtype, limit: int) -> Iterator[list[Item]]:
+    """Consecutive items that together are at most ``limit`` bytes; a larger one is alone."""
+    group: list[Item] = []
+    size = 0
+    for item in items:
+        if group and size + item.bytes(dtype) > limit:
+            yield group
+            group, size = [], 0
+        group.append(item)
+        size += item.bytes(dtype)
+    yield group
+
+
+def _small_files(saved: SavedModel, tokenizer: Path | None) -> dict[str, bytes]:
+    """Files of the tokenizer and settings of generation, by their names in a Hugging Face folder.
+
+    Raises:
+        CheckpointError: when there is no tokenizer in the folder named for it.
+    """
+    carried = [name for name in saved.manifest.files if name.startswith(TOKENIZER) or name == GENERATION]
+    if tokenizer is None:
+        return {name.removeprefix(TOKENIZER): saved.manifest.read_file(name) for name in carried}
+    found = carried_files(tokenizer)
+    if not any(name.startswith(TOKENIZER) for name in found):
+        raise CheckpointError(f"{tokenizer} holds no tokenizer.json or other file of a tokenizer", "--tokenizer FOLDER")
+    return {name.removeprefix(TOKENIZER): path.read_bytes() for name, path in found.items()}
+
+
+def special_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int | list[int] | None]:
+    """The ids of the tokens that begin, end and fill a text, by ``SPECIAL_IDS``; None for those there are not.
+
+    Args:
+        files: of the tokenizer, and generation_config.json, which comes first where it says something.
+        entries: of the model's vocabulary.
+
+    Raises:
+        CheckpointError: when the tokenizer has ids that the model does not.
+    """
+    ids = _vocabulary(files.get("tokenizer.json"))
+    largest = max(ids.values(), default=-1)
+    if largest >= entries:
+        seen = f"the tokenizer has ids up to {largest}, but the model's vocabulary {entries} entries"
+        raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER")
+    said: dict[str, Any] = {}
+    for file in ("special_tokens_map.json", "tokenizer_config.json"):
+        said |= json.loads(files.get(file, b"{}"))
+    generation = json.loads(files.get(GENERATION, b"{}"))
+    found: dict[str, int | list[int] | None] = {}
+    for name in SPECIAL_IDS:
+        token = said.get(name.removesuffix("_id"))
+        text = token.get("content") if isinstance(token, dict) else token
+        found[name] = generation.get(name, ids.get(str(text)))
+    return found
+
+
+def _vocabulary(tokenizer: bytes | None) -> dict[str, int]:
+    """Token -> id of a tokenizer.json."""
+    content = json.loads(tokenizer or b"{}")
+    vocabulary = content.get("model", {}).get("vocab", {})
+    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {token: i for i, (token, _) in enumerate(vocabulary)}
+    return ids | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+
+
+def _json(content: Mapping[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()

@@ -1,0 +1,126 @@
+"""Checkpoints from and to Hugging Face.
+
+``python tools/convert_checkpoint.py --load-hf HF_FOLDER --save CHECKPOINTS``
+``python tools/convert_checkpoint.py --load CHECKPOINTS --save-hf HF_FOLDER``
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megatron.convert.conversions import Converted
+
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+ONLY_OUT = ("ckpt_step", "dtype", "max_shard_size", "tokenizer")
+"""What makes sense only on the way to Hugging Face."""
+
+
+def size(text: str) -> int:
+    """Bytes of a size such as ``5GB``.
+
+    Raises:
+        ArgumentTypeError: when it is none.
+    """
+    match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(UNITS)})?", text.strip().upper())
+    if match is None or float(match[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 200MB")
+    return int(float(match[1]) * UNITS[match[2] or "B"])
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        description="Turn a Hugging Face model into a checkpoint, or a checkpoint into a Hugging Face model.",
+        epilog="One CPU process, tensor by tensor. What transformers does not compute the same from is not kept.",
+        allow_abbrev=False,
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--load-hf", type=Path, metavar="DIR", help="folder with config.json and .safetensors files")
+    source.add_argument("--load", type=Path, metavar="CKPT", help="--save folder of a run, or one checkpoint in it")
+    target = parser.add_mutually_exclusive_group(required=True)
+    target.add_argument("--save", type=Path, metavar="CKPT", help="gets a checkpoint of step 0, weights only")
+    target.add_argument("--save-hf", type=Path, metavar="DIR", help="folder to write; must not exist, or be empty")
+    parser.add_argument("--ckpt-step", type=int, metavar="N", help="which checkpoint of --load (the newest valid one)")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (what the run computed in)")
+    parser.add_argument("--max-shard-size", type=size, metavar="SIZE", help="of a weights file (5GB)")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="its files, instead of those in the checkpoint")
+    parser.add_argument("--no-check", action="store_true", help="do not compare with transformers")
+    return parser
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """The flags, those that would do nothing refused."""
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if (args.load_hf is None) == (args.save_hf is None):
+        parser.error("--load-hf goes with --save, and --load with --save-hf")
+    idle = [f"--{name.replace('_', '-')}" for name in ONLY_OUT if getattr(args, name) is not None]
+    if args.load_hf is not None and idle:
+        parser.error(f"{', '.join(idle)}: only with --save-hf")
+    return args
+
+
+def main(argv: Sequence[str]) -> int:
+    """Convert, and print what was written and how it was checked.
+
+    Returns:
+        The exit status: 1 when something cannot be converted, 2 for wrong flags.
+    """
+    args = parse(argv)
+    from megatron.checkpoint.errors import CheckpointError
+    from megatron.config.problems import UserError
+
+    try:
+        done = convert(args)
+    except (CheckpointError, UserError) as error:
+        print(f"convert_checkpoint: {error}", file=sys.stderr)
+        return 1
+    print(f"wrote {done.path}: {done.model.num_parameters():,} parameters")
+    if done.differences:
+        worst = max(done.differences, key=lambda difference: difference.relative)
+        print(f"transformers computes the same: {done.differences[-1]}; worst {worst}")
+    else:
+        print("not compared with transformers")
+    return 0
+
+
+def convert(args: argparse.Namespace) -> Converted:
+    """Do what the flags say."""
+    from megatron.convert.checkpoint import open_checkpoint
+    from megatron.convert.conversions import from_hf, to_hf
+
+    report, checked = Percent(), not args.no_check
+    if args.load_hf is not None:
+        return from_hf(args.load_hf, args.save, report, checked)
+    return to_hf(
+        open_checkpoint(args.load, args.ckpt_step),
+        args.save_hf,
+        report,
+        dtype=args.dtype,
+        shard_bytes=args.max_shard_size or size("5GB"),
+        tokenizer=args.tokenizer,
+        checked=checked,
+    )
+
+
+class Percent:
+    """Prints a line to stderr whenever another tenth is written."""
+
+    def __init__(self) -> None:
+        self._tenths = 0
+
+    def __call__(self, name: str, done: int, total: int) -> None:
+        """Take note of what was written last."""
+        if 10 * done // total > self._tenths:
+            self._tenths = 10 * done // total
+            print(f"{10 * self._tenths}% {name}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
