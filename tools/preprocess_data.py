@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 
-from megatron.data.corpus import JSON_LINES, PLAIN_TEXT, find_files, read_documents
+from megatron.data.corpus import add_input_flags, find_files, read_documents
 from megatron.data.errors import DataError
 from megatron.data.preprocess import Progress, output_prefix, write_dataset
 from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
@@ -20,21 +20,7 @@ def build_parser() -> argparse.ArgumentParser:
         epilog="Files ending in .jsonl or .json hold one JSON object per line; any other file is one document.",
         allow_abbrev=False,
     )
-    read = parser.add_argument_group("input")
-    read.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
-    read.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="where an object's texts are (text)"
-    )
-    read.add_argument(
-        "--suffix",
-        nargs="+",
-        default=[*JSON_LINES, *PLAIN_TEXT],
-        metavar=".EXT",
-        help="which files to take from a folder, in the order of their paths (.jsonl .json .txt)",
-    )
-    read.add_argument(
-        "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to pass over inside a folder"
-    )
+    add_input_flags(parser)
     tokens = parser.add_argument_group("tokenizer")
     tokens.add_argument(
         "--tokenizer-type", required=True, metavar="TYPE", help=f"how text becomes ids: {' or '.join(TOKENIZER_TYPES)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import codecs
 import glob
 import json
@@ -40,6 +41,25 @@ class Document(NamedTuple):
     texts: tuple[str | bytes, ...]
     source: str
     num_bytes: int
+
+
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a tool that reads text: ``input``, ``json_keys``, ``suffix``, ``exclude``."""
+    read = parser.add_argument_group("input")
+    read.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
+    read.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="where an object's texts are (text)"
+    )
+    read.add_argument(
+        "--suffix",
+        nargs="+",
+        default=[*JSON_LINES, *PLAIN_TEXT],
+        metavar=".EXT",
+        help="which files to take from a folder, in the order of their paths (.jsonl .json .txt)",
+    )
+    read.add_argument(
+        "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to pass over inside a folder"
+    )
 
 
 def find_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:

@@ -1,0 +1,85 @@
+"""The tool that makes a tokenizer, as a person runs it, and the result in the Hugging Face libraries."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer
+
+from megatron.data.huggingface import CONFIG, END_OF_DOCUMENT, TOKENIZER, HuggingFaceTokenizer
+from megatron.data.indexed import IndexedDataset
+from tools import preprocess_data
+from tools.train_tokenizer import main
+
+LINES = ["def area(width, height):", "    return width * height", "", "for row in rows: print(row)"] * 20
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text("".join(json.dumps({"text": line, "title": "t"}) + "\n" for line in LINES))
+    (folder / "b.py").write_text("\n".join(LINES))
+    (folder / "c.md").write_bytes(b"\xff\xfe")
+    return folder
+
+
+def train(corpus: Path, output: Path, *flags: str) -> int:
+    return main(["--input", str(corpus), "--vocab-size", "290", "--output", str(output), *flags])
+
+
+def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(corpus, tmp_path / "bpe", "--suffix", ".jsonl", ".py") == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0] == "files: 2, documents: 81, MB of text: 0.0"
+    assert re.fullmatch(r"entries: 290, bytes per token: \d\.\d\d in the first 0\.0 MB", out[1])
+    assert out[2] == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/bpe"
+    assert sorted(p.name for p in (tmp_path / "bpe").iterdir()) == [TOKENIZER, CONFIG]
+
+    theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "bpe"), HuggingFaceTokenizer(tmp_path / "bpe")
+    assert (len(theirs), theirs.eos_token) == (ours.vocab_size, END_OF_DOCUMENT) == (290, END_OF_DOCUMENT)
+    assert theirs.eos_token_id == ours.eod
+    text = "for row in rows: naïve = width * 東京"
+    assert theirs(text).input_ids == ours.encode(text).tolist()
+    assert theirs.decode(theirs(text).input_ids) == text
+
+    flags = ["--input", str(corpus), "--output-prefix", str(tmp_path / "out"), "--append-eod", *out[2].split()]
+    assert preprocess_data.main(flags) == 0
+    data = IndexedDataset(tmp_path / "out_text_document")
+    texts = [ours.decode(data[i].tolist()) for i in range(len(data))]
+    assert texts == [line + END_OF_DOCUMENT for line in LINES if line]
+
+
+def test_less_text_than_entries_is_told(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(corpus, tmp_path / "bpe", "--vocab-size", "9000") == 0
+    entries = HuggingFaceTokenizer(tmp_path / "bpe").vocab_size
+    assert f"entries: {entries} (not 9,000: the text has no more pairs that occur twice)" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--vocab-size", "100"], 2, "a vocabulary of 100 does not hold the 256 bytes"),
+        (["--input", "nothing"], 1, "--input nothing: there is no such file"),
+        (["--suffix", ".md"], 1, "c.md is UTF-16, not UTF-8 text"),
+        (["--suffix", ".gz"], 1, "no file below it ends in .gz"),
+        (["--json-keys", "body"], 1, "a.jsonl:1 has no key 'body'"),
+    ],
+)
+def test_a_mistake_is_told_in_a_sentence_and_leaves_no_files(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], status: int, message: str
+) -> None:
+    assert train(corpus, tmp_path / "bpe", *flags) == status
+    assert message in capsys.readouterr().err
+    assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_a_tokenizer_that_is_there_stays(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train(corpus, tmp_path / "bpe") == 0
+    before = {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()}
+    assert train(corpus, tmp_path / "bpe", "--vocab-size", "280") == 2
+    assert "bpe is there already, with another tokenizer\n  fix: another --output" in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()} == before
