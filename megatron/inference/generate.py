@@ -15,7 +15,8 @@ from megatron.inference.sampling import Sampling, draw, sample
 from megatron.layers.cache import KVCache
 from megatron.model.gpt import GPTChunk
 
-OnToken = Callable[[int, int], None]
+OnToken = Callable[[int, int, bool], None]
+"""Told the prompt's number, the token, and whether it is the last."""
 
 
 def generate(
@@ -35,10 +36,10 @@ def generate(
     Args:
         chunk: the whole model; is put into evaluation mode.
         prompts: ids, at least one each.
-        max_new_tokens: a continuation's greatest length.
+        max_new_tokens: a continuation's greatest length, at least 1.
         sampling: how tokens are chosen.
         stop_ids: tokens that end a continuation, of which they are the last one.
-        on_token: told ``(prompt, id)`` of every token as soon as it is chosen.
+        on_token: told of every token as soon as it is chosen.
         batch_size: prompts computed at once.
 
     Returns:
@@ -52,15 +53,15 @@ def generate(
     new: list[list[int]] = [[] for _ in prompts]
 
     def take(prompt: int, token: int) -> bool:
-        """Note a token; whether the continuation goes on."""
+        """Note a token; whether it is the last."""
         new[prompt].append(token)
+        last = token in stop_ids or len(new[prompt]) == max_new_tokens
         if on_token is not None:
-            on_token(prompt, token)
-        return token not in stop_ids and len(new[prompt]) < max_new_tokens
+            on_token(prompt, token, last)
+        return last
 
-    if max_new_tokens > 0:
-        for first in range(0, len(prompts), batch_size):
-            _continue_batch(chunk, prompts[first : first + batch_size], first, max_new_tokens, sampling, take)
+    for first in range(0, len(prompts), batch_size):
+        _continue_batch(chunk, prompts[first : first + batch_size], first, max_new_tokens, sampling, take)
     return new
 
 
@@ -72,7 +73,7 @@ def _continue_batch(
     sampling: Sampling,
     take: Callable[[int, int], bool],
 ) -> None:
-    """Continue prompts ``first``.. together until ``take`` wants no more of any."""
+    """Continue prompts ``first``.. together until ``take`` has said of each that a token was its last."""
     device = chunk.context.device
     lengths = [len(prompt) for prompt in prompts]
     longest = max(lengths)
@@ -84,7 +85,7 @@ def _continue_batch(
         logits_BV = chunk.logits(tokens_BS, cache, last=1)[0]
         chosen_B = sample(logits_BV, sampling, _draws(sampling, first, lengths).to(device))
         for index, token in enumerate(chosen_B.tolist()):
-            if index in going and not take(first + index, token):
+            if index in going and take(first + index, token):
                 going.discard(index)
         tokens_BS, lengths = chosen_B.unsqueeze(1), [length + 1 for length in lengths]
 
@@ -102,8 +103,8 @@ def check(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens:
         InferenceError: when a prompt is empty, has ids that are not in the vocabulary, or does not leave as many
             positions as there shall be new tokens.
     """
-    if max_new_tokens < 0:
-        raise InferenceError(f"{max_new_tokens} new tokens", "--max-new-tokens 100")
+    if max_new_tokens < 1:
+        raise InferenceError(f"{max_new_tokens} new tokens are nothing to generate", "--max-new-tokens 100")
     for number, prompt in enumerate(prompts, start=1):
         if not prompt:
             raise InferenceError(f"prompt {number} is empty: there is nothing to continue")

@@ -97,15 +97,18 @@ def test_a_stop_token_ends_its_prompt_only() -> None:
 
 def test_tokens_are_told_one_by_one() -> None:
     chunk = model()
-    prompts, told = prompts_of(chunk.config), []
-    new = generate(chunk, prompts, NEW, GREEDY, on_token=lambda *token: told.append(token), batch_size=2)
+    prompts = prompts_of(chunk.config)
+    told: list[tuple[int, int, bool]] = []
+    stop = generate(chunk, prompts, NEW, GREEDY)[1][3]
+    new = generate(chunk, prompts, NEW, GREEDY, [stop], lambda *token: told.append(token), batch_size=2)
+    assert {len(ids) for ids in new} > {NEW}
     for number, ids in enumerate(new):
-        assert [token for prompt, token in told if prompt == number] == ids
-    assert [prompt for prompt, _ in told[:4]] == [0, 1, 0, 1]
+        assert [token for prompt, token, _ in told if prompt == number] == ids
+        assert [last for prompt, _, last in told if prompt == number] == [False] * (len(ids) - 1) + [True]
+    assert [prompt for prompt, *_ in told[:4]] == [0, 1, 0, 1]
 
 
-def test_nothing_new() -> None:
-    assert generate(model(), [[1], [2]], 0, GREEDY) == [[], []]
+def test_no_prompts() -> None:
     assert generate(model(), [], 5, GREEDY) == []
 
 
@@ -116,7 +119,7 @@ def test_nothing_new() -> None:
         ([[1, 101]], 3, r"prompt 1 has id 101, but the model's ids are 0\.\.100"),
         ([[1] * 10], 7, r"exceed the model's 16 positions\n  fix: --max-new-tokens 6"),
         ([[1] * 16], 1, "has 16 positions, which must hold the new tokens too"),
-        ([[1]], -1, "-1 new tokens"),
+        ([[1]], 0, "0 new tokens"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(prompts: list[list[int]], new: int, message: str) -> None:

@@ -1,0 +1,144 @@
+"""A trained model from a checkpoint or a Hugging Face folder, ready to be asked."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.manifest import Manifest
+from megatron.config.checks import layout
+from megatron.config.hf import model_values, read_config
+from megatron.config.model import ModelConfig
+from megatron.config.run import ParallelConfig, RunConfig, TrainingConfig
+from megatron.convert.checkpoint import FORMATS, GENERATION, TOKENIZER, SavedModel, carried_files, open_checkpoint
+from megatron.convert.hf_folder import HFSource
+from megatron.inference.errors import InferenceError
+from megatron.inference.text import Codec, open_codec
+from megatron.model.fill import Source, fill
+from megatron.model.gpt import GPTChunk, build_gpt
+from megatron.parallel.build import BuildContext
+from megatron.parallel.grads import GradSink
+from megatron.parallel.mesh import Mesh
+
+HF = "hf:"
+HF_CONFIG = "config.json"
+
+
+@dataclass(frozen=True)
+class Pretrained:
+    """A model at rest.
+
+    Attributes:
+        model: its shape.
+        dtype: that it was trained in or is stored in.
+        source: of its weights.
+        codec: of its text.
+        stop_ids: tokens that end a text.
+    """
+
+    model: ModelConfig
+    dtype: torch.dtype
+    source: Source
+    codec: Codec
+    stop_ids: frozenset[int]
+
+    def build(self, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> GPTChunk:
+        """The model on this rank, its part of the weights read.
+
+        Raises:
+            DamagedError: when what is read is not what was written.
+        """
+        context = BuildContext(mesh, GradSink(), dtype, device, initialised=False)
+        chunk = build_gpt(self.model, TrainingConfig(), context)
+        fill(chunk.specs, chunk.params, self.source)
+        return chunk.eval()
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt; an empty one begins where a document ends."""
+        ids = self.codec.encode(text)
+        return ids if ids or self.codec.end is None else [self.codec.end]
+
+
+def open_pretrained(load: str, step: int | None = None) -> Pretrained:
+    """The model that ``--load`` names: a folder of checkpoints, one of them, or ``hf:DIR``.
+
+    Args:
+        load: as on the command line.
+        step: of the checkpoint; None takes the newest valid one.
+
+    Raises:
+        InferenceError: when ``step`` does not fit ``load``, or a tokenizer cannot be read.
+        CheckpointError: when there is nothing to load, or not the weights of the model described.
+        UserError: when the configuration asks for what is not here.
+    """
+    if not load.startswith(HF):
+        return _from_checkpoint(Path(load), step)
+    if step is not None:
+        raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
+    return _from_hugging_face(Path(load.removeprefix(HF)))
+
+
+def _from_checkpoint(path: Path, step: int | None) -> Pretrained:
+    manifest = open_checkpoint(path, step)
+    if step not in (None, manifest.state["iteration"]):
+        raise InferenceError(f"{path} is of step {manifest.state['iteration']}, not {step}", "drop --ckpt-step")
+    saved, files = SavedModel(manifest), _small_files(manifest)
+    codec = open_codec(files)
+    return Pretrained(saved.model, FORMATS[saved.precision], saved, codec, stop_ids(files, codec))
+
+
+def _from_hugging_face(folder: Path) -> Pretrained:
+    model = ModelConfig(**model_values(read_config(folder), str(folder / HF_CONFIG)))
+    source = HFSource(folder, model)
+    names = [name.removeprefix(TOKENIZER) for name in carried_files(folder)]
+    files = {name: (folder / name).read_bytes() for name in (*names, HF_CONFIG)}
+    codec = open_codec(files)
+    return Pretrained(model, source.dtype, source, codec, stop_ids(files, codec))
+
+
+def _small_files(manifest: Manifest) -> dict[str, bytes]:
+    """What a checkpoint carries of a tokenizer, by the names that Hugging Face gives."""
+    names = [name for name in manifest.files if name.startswith(TOKENIZER) or name == GENERATION]
+    return {name.removeprefix(TOKENIZER): manifest.read_file(name) for name in names}
+
+
+def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
+    """Tokens that end a text: those that generation_config.json names, else config.json, else the tokenizer.
+
+    Raises:
+        InferenceError: when a file is not the JSON it should be.
+    """
+    for name in (GENERATION, HF_CONFIG):
+        try:
+            named = json.loads(files.get(name, b"{}")).get("eos_token_id")
+            ids = named if isinstance(named, list) else [named]
+            if named is not None:
+                return frozenset(int(i) for i in ids)
+        except (ValueError, TypeError, AttributeError) as error:
+            raise InferenceError(f"{name} does not say which tokens end a text: {error}") from error
+    return frozenset() if codec.end is None else frozenset({codec.end})
+
+
+def check_layout(model: ModelConfig, tp: int, world_size: int) -> None:
+    """Whether ``tp`` ranks, which must be all, can share a model's matrices.
+
+    Raises:
+        InferenceError: when they cannot.
+    """
+    if tp != world_size:
+        ranks = "1 process" if world_size == 1 else f"{world_size} processes"
+        seen = f"--tensor-model-parallel-size {tp} on {ranks}: every process holds one part of the model"
+        raise InferenceError(seen, f"torchrun --nproc-per-node {tp} tools/generate.py")
+    wrong = _misfits(model, tp)
+    if wrong:
+        fits = next(n for n in range(tp, 0, -1) if not _misfits(model, n))
+        raise InferenceError("; ".join(wrong), f"torchrun --nproc-per-node {fits} tools/generate.py")
+
+
+def _misfits(model: ModelConfig, tp: int) -> list[str]:
+    config = RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp))
+    return [problem.sentence for check in (layout.heads, layout.widths) for problem in check(config, tp)]

@@ -1,0 +1,38 @@
+"""Checkpoints of small models as files, without a training run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.parts import GlobalTensor, Part
+from megatron.checkpoint.store import write
+from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.sources import to_dict
+from megatron.data import huggingface
+from megatron.model.gpt import GPTChunk
+from megatron.parallel.comm import Group
+
+BYTES = {
+    f"tokenizer/{name}": content for name, content in huggingface.tokenizer_files(huggingface.bytes_as_ids()).items()
+}
+"""The files of a tokenizer whose ids are bytes, and 256 the end of a document."""
+
+
+def save_model(
+    chunk: GPTChunk, folder: Path, step: int = 0, files: Mapping[str, bytes] = BYTES, params_dtype: str = "fp32"
+) -> Path:
+    """A checkpoint of a model on one rank, its weights only, in the ``--save`` folder ``folder``."""
+    tensors = {}
+    for name, parameter in chunk.params.items():
+        spec = chunk.specs[name]
+        view = parameter.detach().view(spec.local_view)
+        parts = tuple(Part(piece.place, view[piece.local.slices]) for piece in spec.pieces)
+        tensors[name] = GlobalTensor(spec.shape, spec.view, parameter.dtype, parts)
+    config = RunConfig(model=chunk.config, precision=PrecisionConfig(params_dtype=params_dtype))
+    state: dict[str, Any] = {"iteration": step, "consumed_samples": 0}
+    path = Checkpoints(folder).path(step)
+    write(path, tensors, state, to_dict(config), Group(), dict(files))
+    return path

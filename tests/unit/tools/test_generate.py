@@ -1,0 +1,176 @@
+"""The generation tool, as a person runs it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from io import BytesIO, TextIOWrapper
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.inference.generate import generate
+from megatron.inference.sampling import Sampling
+from megatron.inference.text import TextCodec
+from megatron.model.gpt import GPTChunk
+from tests.checkpoints import BYTES, save_model
+from tests.solo import Solo, tiny
+from tools.generate import main
+
+ROOT = Path(__file__).parents[3]
+CODEC = TextCodec({name.removeprefix("tokenizer/"): content for name, content in BYTES.items()})
+PROMPT = "héllo"
+
+
+def model(seed: int = 0) -> GPTChunk:
+    """Far from its first weights, so that steps differ."""
+    chunk = Solo.build(tiny(vocab_size=257, max_position_embeddings=40), torch.float32).chunk
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in chunk.params.values():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    return chunk
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with checkpoints of steps 10 and 20, which differ."""
+    folder = tmp_path_factory.mktemp("save")
+    for step in (10, 20):
+        save_model(model(step), folder, step)
+    return folder
+
+
+def expected(step: int, prompt: str, new: int, sampling: Sampling, number: int = 0) -> str:
+    """Prompt and continuation, computed on the model itself; prompts before it make its number."""
+    prompts = [CODEC.encode(prompt)] * (number + 1)
+    ids = generate(model(step), prompts, new, sampling, [256], batch_size=1)[number]
+    ids = ids[:-1] if ids[-1] == 256 else ids
+    return CODEC.decode(prompts[0] + ids)
+
+
+def test_the_newest_checkpoint_writes(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--load", str(saved), "--prompt", PROMPT, "--max-new-tokens", "12", "--greedy"]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(20, PROMPT, 12, Sampling(0.0)) + "\n"
+    assert re.fullmatch(r"generate: \d+ tokens in [\d.]+ s, [\d.,]+ tokens/s; the first after [\d.]+ s\n", err)
+
+
+@pytest.mark.parametrize("stream", [[], ["--no-stream"]])
+def test_samples_of_an_older_checkpoint(saved: Path, stream: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--ckpt-step", "10", "--temperature", "1.3", "--top-k", "100", "--top-p", "0.9", "--seed", "7"]
+    prompts = [PROMPT, "x", ""]
+    assert main(["--load", str(saved), "--prompt", *prompts, "--max-new-tokens", "9", *flags, *stream]) == 0
+    sampling = Sampling(1.3, 100, 0.9, 7)
+    texts = [expected(10, prompt, 9, sampling, number) for number, prompt in enumerate(prompts[:2])]
+    blocks = capsys.readouterr().out.split("\n\n--- ")
+    assert blocks[:2] == [f"--- 1 of 3\n{texts[0]}", f"2 of 3\n{texts[1]}"]
+    assert blocks[2].startswith("3 of 3\n")
+
+
+def test_one_checkpoint_by_its_own_folder_and_prompts_from_a_file(
+    saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "prompts.txt").write_text(f"{PROMPT}\nx\n")
+    flags = ["--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "3", "--greedy"]
+    assert main(["--load", str(saved / "iter_0000010"), *flags]) == 0
+    texts = [expected(10, prompt, 3, Sampling(0.0)) for prompt in (PROMPT, "x")]
+    assert capsys.readouterr().out == f"--- 1 of 2\n{texts[0]}\n\n--- 2 of 2\n{texts[1]}\n"
+
+
+def test_the_prompt_on_standard_input(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "stdin", TextIOWrapper(BytesIO(f"{PROMPT}\n".encode())))
+    assert main(["--load", str(saved), "--greedy", "--max-new-tokens", "3"]) == 0
+    assert capsys.readouterr().out == expected(20, PROMPT, 3, Sampling(0.0)) + "\n"
+
+
+def test_without_a_number_as_many_as_fit(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--load", str(saved), "--prompt", "x" * 30, "--greedy"]) == 0
+    assert capsys.readouterr().out == expected(20, "x" * 30, 10, Sampling(0.0)) + "\n"
+
+
+def test_a_model_without_a_tokenizer_reads_and_writes_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(model(), tmp_path, files={})
+    flags = ["--load", str(tmp_path), "--max-new-tokens", "4", "--greedy"]
+    assert main([*flags, "--prompt", "7 11"]) == 0
+    ids = generate(model(), [[7, 11]], 4, Sampling(0.0))[0]
+    assert capsys.readouterr().out == " ".join(map(str, [7, 11, *ids])) + "\n"
+    assert main([*flags, "--prompt", "seven"]) == 2
+    assert "prompts are ids" in capsys.readouterr().err
+
+
+def test_weights_are_rounded_into_the_format_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_model(model(), tmp_path, params_dtype="bf16")
+    flags = ["--load", str(tmp_path), "--prompt", PROMPT, "--max-new-tokens", "12", "--greedy"]
+    assert main(flags) == 0
+    rounded = model().to(torch.bfloat16)
+    assert rounded.rotary is None
+    prompt = CODEC.encode(PROMPT)
+    ids = [token for token in generate(rounded, [prompt], 12, Sampling(0.0), [256])[0] if token != 256]
+    assert capsys.readouterr().out == CODEC.decode(prompt + ids) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "message"),
+    [
+        (["--prompt", "x" * 41], 2, "prompt 1 has 41 tokens; the model has 40 positions"),
+        (["--prompt", "x", "--max-new-tokens", "40"], 2, "fix: --max-new-tokens 39"),
+        (["--prompt", "x", "--max-new-tokens", "0"], 2, "nothing to generate"),
+        (["--prompt", "x", "--top-k", "0"], 2, "fix: --top-k 50"),
+        (["--prompt", "x", "--greedy", "--top-k", "5"], 2, "change nothing"),
+        (["--prompt", "x", "--batch-size", "0"], 2, "--batch-size 0"),
+        (["--prompt", "x", "--ckpt-step", "15"], 1, "a checkpoint of step 15"),
+        (["--prompt", "x", "--tensor-model-parallel-size", "2"], 2, "torchrun --nproc-per-node 2 tools/generate.py"),
+        (["--prompt", "\udcff"], 2, "not text in UTF-8"),
+    ],
+)
+def test_what_cannot_work_is_said(
+    saved: Path, flags: list[str], status: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--load", str(saved), *flags]) == status
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("generate: ")
+    assert message in err
+
+
+@pytest.mark.parametrize("load", ["missing", "hf:missing"])
+def test_nothing_to_load(tmp_path: Path, load: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--load", load.replace("missing", str(tmp_path)), "--prompt", "x"]) in (1, 2)
+    assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_a_flipped_byte_is_not_generated_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = save_model(model(), tmp_path)
+    [file] = path.glob("*.safetensors")
+    content = bytearray(file.read_bytes())
+    content[-5] ^= 1
+    file.write_bytes(content)
+    assert main(["--load", str(tmp_path), "--prompt", "x"]) == 1
+    assert "flipped" in capsys.readouterr().err
+
+
+def test_help_needs_no_torch() -> None:
+    program = (
+        "import sys, tools.generate as g\ntry: g.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_a_closed_pipe_ends_it_quietly(saved: Path) -> None:
+    program = [sys.executable, "tools/generate.py", "--load", str(saved), "--prompt", "x", "--max-new-tokens", "30"]
+    done = subprocess.run(
+        ["bash", "-c", '"$@" | head -c 1', "bash", *program],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+    )
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,230 @@
+"""Let a model write: ``python tools/generate.py --load CHECKPOINTS --prompt "Once upon a time"``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.config.launch import Launch
+from megatron.config.problems import UserError
+from megatron.config.settings import SETTINGS
+from megatron.inference.errors import InferenceError
+
+if TYPE_CHECKING:
+    from megatron.inference.load import Pretrained
+    from megatron.inference.sampling import Sampling
+    from megatron.model.gpt import GPTChunk
+
+NEW_TOKENS = 128
+TIMEOUT = timedelta(minutes=10)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The flags."""
+    parser = argparse.ArgumentParser(
+        description="Continue prompts with a trained model. Under torchrun its matrices are shared by all processes.",
+        epilog="Without --prompt and --prompts the prompt is what stands on standard input. An empty prompt begins a "
+        "document. The text goes to standard output, the speed to standard error.",
+        allow_abbrev=False,
+    )
+    model = parser.add_argument_group("model")
+    model.add_argument(
+        "--load", required=True, metavar="PATH", help="a folder of checkpoints, one of them, or hf:DIR of Hugging Face"
+    )
+    model.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint (the newest valid one)")
+    dtypes, devices = (SETTINGS[name].option.choices or () for name in ("params_dtype", "device"))
+    model.add_argument(
+        "--params-dtype", choices=dtypes, help="format of weights and activations (as trained or stored)"
+    )
+    model.add_argument("--device", choices=devices, default="auto", help="where to compute (auto)")
+    model.add_argument(
+        "--tensor-model-parallel-size", type=int, metavar="N", help="processes that share the model: all that there are"
+    )
+    text = parser.add_argument_group("text")
+    source = text.add_mutually_exclusive_group()
+    source.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
+    source.add_argument("--prompts", type=Path, metavar="FILE", help="file with one prompt per line")
+    text.add_argument(
+        "--max-new-tokens", type=int, metavar="N", help=f"tokens to write ({NEW_TOKENS}, or what the positions leave)"
+    )
+    text.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts computed at once (8)")
+    text.add_argument("--no-stream", action="store_true", help="show a continuation when it is complete")
+    choice = parser.add_argument_group("choice of tokens")
+    how = choice.add_mutually_exclusive_group()
+    how.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    how.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (1.0)")
+    choice.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
+    choice.add_argument(
+        "--top-p", type=float, metavar="P", help="only the likeliest tokens that together have probability P"
+    )
+    choice.add_argument("--seed", type=int, default=1234, metavar="N", help="of the draws (1234)")
+    return parser
+
+
+def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
+    """The texts to continue.
+
+    Raises:
+        InferenceError: when there are none, or a file is not text.
+        OSError: when the file cannot be read.
+    """
+    if args.prompt is None and args.prompts is None:
+        return [_standard_input(launch)]
+    try:
+        texts = args.prompt if args.prompts is None else args.prompts.read_text(encoding="utf-8").splitlines()
+        for text in texts:
+            text.encode()  # what the shell passed on may be no text
+    except UnicodeError as error:
+        raise InferenceError(f"a prompt is not text in UTF-8: {error}") from error
+    if not texts:
+        raise InferenceError(f"{args.prompts} is empty: it must hold one prompt per line")
+    return list(texts)
+
+
+def _standard_input(launch: Launch) -> str:
+    if launch.world_size > 1:
+        seen = f"{launch.world_size} processes cannot read one standard input"
+        raise InferenceError(seen, '--prompt "Once upon a time"', "--prompts FILE")
+    if sys.stdin.isatty():
+        print("generate: reading the prompt from the terminal; Ctrl-D ends it", file=sys.stderr)
+    try:
+        return sys.stdin.buffer.read().decode().removesuffix("\n")
+    except UnicodeError as error:
+        raise InferenceError(f"standard input is not text in UTF-8: {error}") from error
+
+
+class Speed:
+    """Counts tokens and seconds from the moment it is made."""
+
+    def __init__(self) -> None:
+        self._start, self._first, self._tokens = time.monotonic(), 0.0, 0
+
+    def token(self) -> None:
+        """Count one."""
+        self._tokens += 1
+        if self._tokens == 1:
+            self._first = time.monotonic() - self._start
+
+    def __str__(self) -> str:
+        seconds = time.monotonic() - self._start
+        rate = self._tokens / max(seconds, 1e-9)
+        return f"{self._tokens:,} tokens in {seconds:.2f} s, {rate:,.1f} tokens/s; the first after {self._first:.2f} s"
+
+
+def write(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> None:
+    """Load the model and continue the texts; rank 0 shows them.
+
+    Raises:
+        InferenceError, UserError: when the flags, the prompts and the model do not go together.
+        CheckpointError, OSError: when the model cannot be loaded.
+    """
+    from megatron.inference.generate import check, generate
+    from megatron.inference.load import check_layout, open_pretrained
+    from megatron.inference.printer import Printer
+    from megatron.parallel.mesh import leave_distributed
+
+    sampling = make_sampling(args)
+    model = open_pretrained(args.load, args.ckpt_step)
+    prompts = [model.encode(text) for text in texts]
+    new_tokens = room(model.model.max_position_embeddings, prompts)
+    new_tokens = new_tokens if args.max_new_tokens is None else args.max_new_tokens
+    check(model.model, prompts, new_tokens)
+    check_layout(model.model, args.tensor_model_parallel_size or launch.world_size, launch.world_size)
+    chunk = build(args, model, launch)
+    out = sys.stdout if launch.rank == 0 else open(os.devnull, "w")  # noqa: SIM115
+    printer = Printer(out, model.codec, texts, prompts, model.stop_ids, not args.no_stream)
+    speed = Speed()
+
+    def take(prompt: int, token: int, last: bool) -> None:
+        speed.token()
+        printer.token(prompt, token, last)
+
+    generate(chunk, prompts, new_tokens, sampling, model.stop_ids, take, args.batch_size)
+    if launch.rank == 0:
+        print(f"generate: {speed}", file=sys.stderr)
+    leave_distributed()
+
+
+def make_sampling(args: argparse.Namespace) -> Sampling:
+    """How tokens are chosen, from flags that are checked.
+
+    Raises:
+        InferenceError: when a number is out of its range, or changes nothing.
+    """
+    from megatron.inference.sampling import Sampling
+
+    if args.batch_size < 1:
+        raise InferenceError(f"--batch-size {args.batch_size}: must be at least 1", "--batch-size 8")
+    sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
+    if sampling.greedy and (args.top_k is not None or args.top_p is not None):
+        raise InferenceError("the likeliest token is taken always, so --top-k and --top-p change nothing", "drop them")
+    return sampling
+
+
+def room(positions: int | None, prompts: Sequence[Sequence[int]]) -> int:
+    """How many tokens to write where nobody says it; at least 1."""
+    longest = max(map(len, prompts))
+    return NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - longest))
+
+
+def build(args: argparse.Namespace, model: Pretrained, launch: Launch) -> GPTChunk:
+    """The model on this rank; collective over all ranks.
+
+    Raises:
+        UserError: when the device is not there.
+        DamagedError: when weights are not what was written.
+    """
+    from megatron.config.run import ParallelConfig
+    from megatron.parallel.layout import Layout
+    from megatron.parallel.mesh import Mesh, start_distributed
+    from megatron.training.setup import DTYPES, choose_device
+
+    device = choose_device(args.device)
+    start_distributed(None, TIMEOUT, device)
+    tp = launch.world_size
+    layout = Layout.from_config(ParallelConfig(tensor_model_parallel_size=tp), tp)
+    mesh = Mesh(layout, launch.rank, TIMEOUT, max(1, tp // model.model.kv_groups))
+    return model.build(mesh, DTYPES[args.params_dtype] if args.params_dtype else model.dtype, device)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Write the texts.
+
+    Returns:
+        The exit status: 1 when the model cannot be loaded, 2 for flags and prompts that cannot work, 130 after Ctrl-C.
+    """
+    args = build_parser().parse_args(argv)
+    launch = Launch.read(os.environ)
+    where = f"generate, rank {launch.rank}" if launch.world_size > 1 else "generate"
+    try:
+        write(args, read_prompts(args, launch), launch)
+    except (InferenceError, UserError) as error:  # the same on every rank
+        if launch.local_rank == 0:
+            print(f"generate: {error}", file=sys.stderr)
+        return 2
+    except (CheckpointError, OSError) as error:
+        print(f"{where}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    return 0
+
+
+def leave(status: int) -> NoReturn:
+    """End the process; after a failure at once, because torch.distributed could wait for ranks that are gone."""
+    if status == 0:
+        sys.exit()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+if __name__ == "__main__":
+    leave(main(sys.argv[1:]))
