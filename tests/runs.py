@@ -6,7 +6,15 @@ import io
 import json
 import os
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import (
+    AbstractContextManager,
+    ExitStack,
+    contextmanager,
+    nullcontext,
+    redirect_stderr,
+    redirect_stdout,
+    suppress,
+)
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -100,12 +108,12 @@ def start(
     """Run ``config`` in this process from its start to its end, with ``event`` happening; draws no picture."""
     told, place = Told(), {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     no_picture = patch("megatron.training.logging.draw_history", lambda *arguments: None)
-    with patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(told.samples):
-        with redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
-            try:
-                told.status = main.run(config)
-            except KilledError:
-                pass
+    around = patch.dict(os.environ, place), no_picture, event or nullcontext(), _noting(told.samples)
+    with ExitStack() as stack, redirect_stdout(io.StringIO()) as out, redirect_stderr(io.StringIO()) as err:
+        for context in around:
+            stack.enter_context(context)
+        with suppress(KilledError):
+            told.status = main.run(config)
     told.out, told.err = out.getvalue(), err.getvalue()
     return told
 
@@ -173,4 +181,4 @@ def differences(first: Path, second: Path) -> list[str]:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+    return a.dtype == b.dtype and a.shape == b.shape and a.numpy().tobytes() == b.numpy().tobytes()

@@ -68,12 +68,14 @@ class Checkpoints:
         """What saves that were cut off have left."""
         return [path for _, path in self._named() if path.suffix in (BUILDING, OLD)]
 
-    def retain(self, keep_last: int | None, keep_every: int | None = None) -> list[Path]:
+    def retain(self, keep_last: int | None, keep_every: int | None = None, newest: int | None = None) -> list[Path]:
         """Remove checkpoints that are no longer wanted, and leftovers; not while one is being saved.
 
         Args:
             keep_last: how many of the newest valid ones stay; None: all.
             keep_every: iterations that are a multiple of it stay for good.
+            newest: the iteration just saved. Later ones, which the run has passed over because they could not be read,
+                stay and do not count.
 
         Returns:
             the removed ones. Damaged ones newer than the kept ones stay, to be looked at.
@@ -87,6 +89,8 @@ class Checkpoints:
             return []
         kept, gone = 0, []
         for iteration, path in self._named():
+            if newest is not None and iteration > newest:
+                continue
             if kept < keep_last:
                 kept += self._is_valid(path)
             elif is_complete(path) and not (keep_every and iteration % keep_every == 0):

@@ -65,7 +65,7 @@ class LossScaler:
         overflow = found_inf.to(torch.bool)
         lives = self._lives - overflow.to(self._lives.dtype)
         good_steps = torch.where(overflow, 0, self._good_steps + 1)
-        grow = good_steps == self.window
+        grow = good_steps >= self.window
         smaller = (self.scale * BACKOFF).clamp_min(self.minimum)
         scale = torch.where(overflow & (lives <= 0), smaller, self.scale)
         self.scale = torch.where(grow, scale * GROWTH, scale)

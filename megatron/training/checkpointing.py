@@ -33,11 +33,12 @@ DIGESTS = 2**64
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written, in ``bytes`` of tensors and ``seconds``."""
+    """A checkpoint that was written: ``bytes`` of tensors in ``seconds``; ``warning`` is what went wrong afterwards."""
 
     path: Path
     bytes: int
     seconds: float
+    warning: str | None
 
 
 def save(trainer: Trainer) -> Saved:
@@ -52,10 +53,19 @@ def save(trainer: Trainer) -> Saved:
     folder = Checkpoints(Path(str(options.save)))
     path = folder.path(t.iteration)
     write(path, to_write(t), state(t), to_dict(t.config), t.mesh.world)
-    if t.mesh.world.rank == 0:
-        folder.retain(options.keep_last, options.keep_every)
+    warning = _make_room(t, folder) if t.mesh.world.rank == 0 else None
     size = sum(spec.numel * tensor.element_size() for spec, tensor in held(t).values())
-    return Saved(path, size, time.monotonic() - started)
+    return Saved(path, size, time.monotonic() - started, warning)
+
+
+def _make_room(trainer: Trainer, folder: Checkpoints) -> str | None:
+    """Delete what need not be kept; what the disk says against it, which is no reason to end a run."""
+    options = trainer.config.checkpoint
+    try:
+        folder.retain(options.keep_last, options.keep_every, newest=trainer.iteration)
+    except OSError as error:
+        return f"older checkpoints are not deleted: {error}"
+    return None
 
 
 def restore(trainer: Trainer, manifest: Manifest) -> None:
@@ -64,19 +74,17 @@ def restore(trainer: Trainer, manifest: Manifest) -> None:
     Raises:
         DamagedError: when the checkpoint's bytes are not those that were written, on every rank alike.
         DataError: when the data cannot be opened.
-        UserError: when they are not those that the run was reading, or the checkpoint holds nothing but weights.
+        UserError: when they are not those that the run was reading.
 
     """
     t, saved = trainer, manifest.state
-    if "optimizer" not in saved:
-        fix = "--resume-mode weights-only"
-        raise UserError([Problem("E814", f"{manifest.path} holds weights, but no run to go on with", (fix,))])
     t.begin_at(saved["iteration"], saved["consumed_samples"], saved["data"]["stretches"])
     _take_up_data(t, saved["data"])
     read(manifest, to_fill(held(t)), t.mesh.world)
     t.optimizer.publish()
     t.optimizer.set_steps_applied(saved["optimizer"]["steps"])
-    t.scaler.load_state_dict(saved["loss_scaler"])
+    if saved["loss_scaler"]:  # there is none where the run that saved had a constant one
+        t.scaler.load_state_dict(saved["loss_scaler"])
 
 
 def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
@@ -164,20 +172,23 @@ def state(trainer: Trainer) -> dict[str, Any]:
 def consumed_digest(trainer: Trainer) -> int:
     """Digest of all samples that the run has consumed, from what its ranks have read; collective.
 
+    Every call takes up what was read since the one before, so that its cost does not grow with the run.
+
     Raises:
         RuntimeError: when it is not that of the first ``consumed_samples`` samples of the stream.
 
     """
     t = trainer
     read_by_rank = comm.all_gather_objects(t.digest_read, t.mesh.replicas)
-    digest = (t.digest_before + sum(int(str(part)) for part in read_by_rank)) % DIGESTS
-    if digest != t.data.digest("train", 0, t.consumed_samples):
+    read = sum(int(str(part)) for part in read_by_rank) % DIGESTS
+    if read != t.data.digest("train", t.digested_samples, t.consumed_samples):
         raise RuntimeError(f"the samples read up to step {t.iteration} are not those of the sample stream")
-    return digest
+    t.digest, t.digested_samples, t.digest_read = (t.digest + read) % DIGESTS, t.consumed_samples, 0
+    return t.digest
 
 
 def _take_up_data(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    """Count the consumed samples as read.
+    """Count the samples that the run has consumed as read.
 
     Raises:
         UserError: when what was consumed, or what is still to come, is not what it was for the run that saved.
@@ -185,8 +196,8 @@ def _take_up_data(trainer: Trainer, saved: Mapping[str, Any]) -> None:
     """
     t = trainer
     changed = [s for s, mark in t.data.fingerprints.items() if saved["fingerprints"].get(s, mark) != mark]
-    t.digest_before = t.data.digest("train", 0, t.consumed_samples)
-    if f"{t.digest_before:016x}" != saved["digest"]:
+    t.digest = t.data.digest("train", 0, t.consumed_samples)
+    if f"{t.digest:016x}" != saved["digest"]:
         changed = changed or ["train"]
     if changed:
         sentence = f"the {' and '.join(changed)} data are not those of the checkpoint: other files, or another order"

@@ -74,6 +74,8 @@ def checkpoint(trainer: Trainer, log: RunLog, needed: bool) -> None:
     try:
         saved = save(trainer)
         log.checkpoint(saved.path, saved.bytes, saved.seconds)
+        if saved.warning:
+            log.warning(saved.warning)
     except StorageError as error:
         if needed:
             raise

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.errors import DamagedError
-from megatron.checkpoint.folder import Checkpoints, Found
+from megatron.checkpoint.folder import NAME, Checkpoints, Found
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import BUILDING, is_complete
 from megatron.config.compare import compare
@@ -64,19 +64,28 @@ def choose(options: CheckpointConfig, world: Group) -> Origin:
 
 
 def _look(options: CheckpointConfig) -> Origin:
-    save, load = options.save, options.load
+    save, (load, step) = options.save, _named(options)
     own = Checkpoints(Path(save)).candidates() if save is not None else []
-    back_and_forth = save is not None and load is not None and Path(load).resolve() == Path(save).resolve()
+    asked = options.load is None or (save is not None and load is not None and load.resolve() == Path(save).resolve())
     if any(_finished(found) for found in own):
-        asked = load is None or back_and_forth
-        step = options.ckpt_step if asked else None
-        return _pick(Path(str(save)), own, step, options.resume_mode if asked else "exact", onward=True)
+        mode = options.resume_mode if asked else "exact"
+        return _pick(Path(str(save)), own, step if asked else None, mode, onward=True)
     unfinished = tuple(_passed_over(found) for found in own)
-    if load is None or back_and_forth:
+    if asked and step is None:
         return Origin(notes=unfinished)
-    if load.startswith(HF):
-        return Origin(hf=Path(load.removeprefix(HF)), mode="weights-only", notes=unfinished)
-    return _pick(Path(load), Checkpoints(Path(load)).candidates(), options.ckpt_step, options.resume_mode, unfinished)
+    if options.load is not None and options.load.startswith(HF):
+        return Origin(hf=Path(options.load.removeprefix(HF)), mode="weights-only", notes=unfinished)
+    folder = load or Path(str(save))
+    return _pick(folder, Checkpoints(folder).candidates(), step, options.resume_mode, unfinished)
+
+
+def _named(options: CheckpointConfig) -> tuple[Path | None, int | None]:
+    """The folder of checkpoints in ``load``, and the step that is asked for; ``load`` may be one checkpoint itself."""
+    if options.load is None or options.load.startswith(HF):
+        return None, options.ckpt_step
+    path = Path(options.load)
+    one = NAME.fullmatch(path.name)
+    return (path.parent, int(one[1])) if one else (path, options.ckpt_step)
 
 
 def _pick(
@@ -88,7 +97,7 @@ def _pick(
     passed_over = notes + tuple(_passed_over(f) for f in wanted if f.manifest is None)
     newer = [f for f in found if f.manifest is not None and step is not None and f.iteration > step]
     if not usable:
-        return Origin(problems=(_none_usable(folder, found, step),))
+        return Origin(problems=(_none_usable(folder, found, wanted, step),))
     if onward and newer:
         sentence = f"{folder} holds newer checkpoints than step {step} ({newer[0].path.name}): they would be found next"
         return Origin(problems=(Problem("E813", sentence, (f"--load {folder} --ckpt-step {step} --save ANOTHER",)),))
@@ -104,17 +113,18 @@ def _passed_over(found: Found) -> str:
     return f"passed over {found.path}: {found.problem}"
 
 
-def _none_usable(folder: Path, found: Sequence[Found], step: int | None) -> Problem:
-    there = [f for f in found if _finished(f)]
-    if step is not None and not any(f.iteration == step for f in there):
-        steps = ", ".join(str(f.iteration) for f in there) or "none"
-        return Problem("E812", f"{folder} has no checkpoint of step {step}; it has {steps}")
-    if not there:
-        return Problem("E812", f"{folder} has no checkpoint", ("--load ANOTHER", "drop --load to start from nothing"))
-    reasons = "; ".join(f"{f.path.name}: {f.problem}" for f in there if f.manifest is None)
-    return Problem(
-        "E811", f"no checkpoint in {folder} can be used: {reasons}", ("--save ANOTHER",)
-    )
+def _none_usable(folder: Path, found: Sequence[Found], wanted: Sequence[Found], step: int | None) -> Problem:
+    usable = [str(f.iteration) for f in found if f.manifest is not None]
+    damaged = [f for f in wanted if _finished(f)]
+    instead = tuple(f"--ckpt-step {other}" for other in usable[:1])
+    if damaged:
+        which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+        reasons = "; ".join(f"{f.path.name}: {f.problem}" for f in damaged)
+        return Problem("E811", f"{which} in {folder} can be used: {reasons}", (*instead, "--save ANOTHER"))
+    if step is not None:
+        sentence = f"{folder} has no checkpoint of step {step}; it has {', '.join(usable) or 'none'}"
+        return Problem("E812", sentence, instead)
+    return Problem("E812", f"{folder} has no checkpoint", ("--load ANOTHER", "drop --load to start from nothing"))
 
 
 def begin(trainer: Trainer, origin: Origin) -> list[str]:
@@ -135,6 +145,8 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
         restore_from_source(trainer, HFSource(origin.hf, trainer.config.model))
         return [*notes, f"weights from {origin.hf}"]
     for manifest in origin.manifests:
+        if origin.mode != "weights-only" and "optimizer" not in manifest.state:
+            raise UserError([_only_weights(manifest.path, trainer.config.checkpoint)])
         changes = compare(manifest.config, trainer.config, origin.mode)
         if changes.problems:
             raise UserError(changes.problems)
@@ -145,6 +157,14 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
             continue
         return [*notes, _loaded(trainer, manifest, origin.mode), *changes.lines]
     raise UserError([Problem("E811", "; ".join(["no checkpoint can be used", *notes]))])
+
+
+def _only_weights(path: Path, options: CheckpointConfig) -> Problem:
+    own = options.save is not None and path.parent.resolve() == Path(options.save).resolve()
+    elsewhere = f"--load {options.save} --save {options.save}-new " if own else ""
+    return Problem(
+        "E814", f"{path} holds weights, but no run to go on with", (f"{elsewhere}--resume-mode weights-only",)
+    )
 
 
 def _loaded(trainer: Trainer, manifest: Manifest, mode: str) -> str:

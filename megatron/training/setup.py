@@ -35,7 +35,7 @@ class Trainer:
     Attributes:
         iteration: steps taken.
         consumed_samples: samples they used.
-        digest_before: digest of the samples consumed before this process began.
+        digest: digest of the first ``digested_samples`` samples that the run has consumed.
         digest_read: digest of those that this rank has read since.
     """
 
@@ -50,7 +50,8 @@ class Trainer:
     data: DataSource = field(init=False)
     iteration: int = 0
     consumed_samples: int = 0
-    digest_before: int = 0
+    digest: int = 0
+    digested_samples: int = 0
     digest_read: int = 0
 
     def begin_at(
@@ -69,6 +70,7 @@ class Trainer:
         """
         config, dp, begin = self.config, self.mesh.data_size, (iteration, consumed_samples)
         self.iteration, self.consumed_samples = begin
+        self.digest, self.digested_samples, self.digest_read = 0, consumed_samples, 0
         samples = total_samples(config.training, dp, *begin)
         self.schedule = Schedule.from_config(config.optimizer, samples, global_batch(config.training, dp))
         self.data = build_data(config.data, config.training, config.model.vocab, dp, stretches=stretches, begin=begin)

@@ -77,7 +77,10 @@ def _hugging_face(config: RunConfig) -> Iterator[Problem]:
 def _one_folder(config: RunConfig) -> bool:
     """Whether checkpoints are saved to where they are loaded from."""
     c = config.checkpoint
-    return c.load is not None and c.save is not None and Path(str(c.load)).resolve() == Path(str(c.save)).resolve()
+    if c.load is None or c.save is None:
+        return False
+    load = Path(str(c.load)).resolve()
+    return Path(str(c.save)).resolve() == (load if _step(load) is None else load.parent)
 
 
 def _step(folder: Path) -> int | None:
