@@ -80,7 +80,8 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Parse
     world_size = _world_size(known, config, environ, found, notes)
     found += problems(config, world_size, {name for layer in layers for name in layer.doubtful})
     if theirs.values and all(problem.code != "E600" for problem in found):  # derived sizes need numbers in range
-        changes = compare(to_dict(build(theirs.values)), resolve(config, world_size), "weights-only", "config.json")
+        shape = to_dict(build(theirs.values))
+        changes = compare(shape, resolve(config, world_size), "weights-only", name="config.json")
         notes += changes.lines
         found += changes.problems
     if found:

@@ -108,7 +108,9 @@ class Comparison:
     problems: tuple[Problem, ...]
 
 
-def compare(saved: Mapping[str, Any], now: RunConfig, mode: str, name: str = "checkpoint") -> Comparison:
+def compare(
+    saved: Mapping[str, Any], now: RunConfig, mode: str, begin: tuple[int, int] = (0, 0), name: str = "checkpoint"
+) -> Comparison:
     """Compare a run with the checkpoint that it is about to start from.
 
     Args:
@@ -116,6 +118,7 @@ def compare(saved: Mapping[str, Any], now: RunConfig, mode: str, name: str = "ch
             as today's default; what this version does not know is told.
         now: resolved, the vocabulary's size included.
         mode: resume mode.
+        begin: the checkpoint's steps and samples; the length of a run that changed its batch follows from them.
         name: what ``saved`` is called.
 
     """
@@ -123,7 +126,7 @@ def compare(saved: Mapping[str, Any], now: RunConfig, mode: str, name: str = "ch
     before, after = _values(then) | unreadable, _values(now)
     changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
     roles = {field: _role(field, before, after) for field in changed}
-    if _schedule(then) == _schedule(now):
+    if _schedule(then, begin) == _schedule(now, begin):
         roles = {field: Role.FREE if field in LENGTHS else role for field, role in roles.items()}
     told = {field: _change(SETTINGS[field], before, after, name) for field in changed}
     problems = []
@@ -184,6 +187,8 @@ def _role(name: str, before: Values, after: Values) -> Role:
     """What a change of an option decides, which may depend on its values and on other options."""
     if name == "max_position_embeddings" and after["position_embedding_type"] != "learned_absolute":
         return Role.FREE  # no tensor has that length, and no sample of the data is longer
+    if name == "add_qkv_bias" and after["add_bias_linear"]:
+        return Role.FREE  # there is one either way
     alike = SAME_SHAPES.get(name, ())
     if before[name] in alike and after[name] in alike:
         return Role.FUNCTION
@@ -210,14 +215,14 @@ def _values(config: RunConfig) -> Values:
     return values
 
 
-def _schedule(config: RunConfig) -> tuple[float | None, ...]:
+def _schedule(config: RunConfig, begin: tuple[int, int]) -> tuple[float | None, ...]:
     """Every length, in samples, that learning rate and weight decay depend on."""
-    o, (warmup, decay, final) = config.optimizer, lengths(config, 1)  # the batch is written out
+    o, (warmup, decay, final) = config.optimizer, lengths(config, 1, *begin)  # the batch is written out
     return (
         warmup,
         decay if o.lr_decay_style != "constant" else None,
         final if o.lr_decay_style == "WSD" else None,
-        total_samples(config.training, 1) if o.weight_decay_incr_style != "constant" else None,
+        total_samples(config.training, 1, *begin) if o.weight_decay_incr_style != "constant" else None,
     )
 
 

@@ -22,10 +22,11 @@ class Lengths(NamedTuple):
     final: float | None
 
 
-def lengths(config: RunConfig, data_parallel_size: int) -> Lengths:
-    """The lengths of a run; those in steps count samples of full global batches."""
+def lengths(config: RunConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0) -> Lengths:
+    """The lengths of a run; those in steps count samples of full global batches. For the rest see `total_samples`."""
     o, unit = config.optimizer, global_batch(config.training, data_parallel_size)
-    decay = _samples(o.lr_decay_samples, o.lr_decay_iters, unit) or total_samples(config.training, data_parallel_size)
+    decay = _samples(o.lr_decay_samples, o.lr_decay_iters, unit)
+    decay = decay or total_samples(config.training, data_parallel_size, iteration, consumed_samples)
     return Lengths(_warmup(o, unit, decay), decay, _samples(o.lr_wsd_decay_samples, o.lr_wsd_decay_iters, unit))
 
 

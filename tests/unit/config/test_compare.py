@@ -157,6 +157,14 @@ def test_a_length_may_change_where_no_schedule_depends_on_it(then: str, now: str
     assert (compared(then, now).problems == ()) is same
 
 
+def test_the_length_of_a_run_that_changed_its_batch_is_what_it_was_from_there() -> None:
+    """50 steps of 4 samples, then 50 of 8: 600 samples, not the 800 that 100 steps of 8 would have."""
+    saved, begin = to_dict(run()), (50, 200)
+    assert codes(compare(saved, run("--lr-decay-samples 600"), "exact", begin)) == []
+    assert codes(compare(saved, run("--lr-decay-samples 800"), "exact", begin)) == ["E825"]
+    assert codes(compare(saved, run(), "exact", begin)) == []
+
+
 def test_a_longer_context_is_a_new_run_of_the_same_weights() -> None:
     rope = "--position-embedding-type rope"
     now = "--position-embedding-type yarn --yarn-original-max-position-embeddings 1024 --rotary-base 1e6 --seq-length 8"

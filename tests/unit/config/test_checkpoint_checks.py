@@ -1,0 +1,97 @@
+"""What is refused of folders of checkpoints, on folders that are made here; the words are in the golden file."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.config.arguments import parse
+from megatron.config.problems import Problem, UserError
+
+RUN = "--mock-data --vocab-size 257 --train-iters 100"
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("ckpt/iter_0000100", "other"):
+        (tmp_path / folder).mkdir(parents=True)
+
+
+def told(flags: str) -> list[Problem]:
+    try:
+        parse(shlex.split(f"{RUN} {flags}"), {})
+    except UserError as error:
+        return list(error.problems)
+    return []
+
+
+def notes(flags: str) -> tuple[str, ...]:
+    return parse(shlex.split(f"{RUN} {flags}"), {}).notes
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--save new/and/deep",
+        "--save ckpt --load ckpt --save-interval 10 --keep-last 2 --keep-every 100",
+        "--save new --load new",  # the first start of a command that is started again and again
+        "--save new --load ./new",
+        "--save new --load ckpt --resume-mode weights-only",
+        "--save new --load ckpt --finetune",
+        "--save ckpt --resume-mode new-schedule",
+        "--save ckpt --override-opt_param-scheduler --load ckpt",
+        "--save new --load ckpt/iter_0000100",
+        "--save new --load ckpt/iter_0000100 --ckpt-step 100",
+        "--load ckpt --ckpt-step 0",
+        "--load other --resume-mode new-schedule",
+        "--exit-duration-in-mins 0.5",
+        "--exit-duration-in-mins 230",
+    ],
+)
+def test_what_goes_together_is_accepted(flags: str) -> None:
+    assert told(flags) == []
+
+
+def test_a_folder_that_cannot_be_written_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path).name != "other" and real(path, mode))
+    (problem,) = told("--save other/deep/er")
+    assert (problem.code, problem.sentence) == ("E802", "--save other/deep/er: other cannot be written to")
+    assert told("--save ckpt") == []
+
+
+def test_checkpoints_of_megatron_are_recognised(tmp_path: Path) -> None:
+    (tmp_path / "ckpt" / "latest_checkpointed_iteration.txt").write_text("100")
+    assert [p.code for p in told("--load ckpt")] == ["E801"]
+    (problem,) = told("--load ckpt --save ckpt")
+    assert (problem.code, problem.fixes) == ("E802", ("--save ckpt-new",))
+
+
+def test_a_misspelt_folder_is_offered() -> None:
+    assert told("--load ckpts")[0].fixes == ("--load ckpt",)
+    assert told("--load nothing/like/this")[0].fixes == ("drop --load",)
+
+
+def test_a_checkpoint_and_a_step_that_is_not_its() -> None:
+    (problem,) = told("--load ckpt/iter_0000100 --ckpt-step 200")
+    assert (problem.code, problem.fixes) == ("E803", ("--load ckpt", "--set checkpoint.ckpt_step=null"))
+
+
+def test_links_are_followed_to_see_whether_it_is_one_folder(tmp_path: Path) -> None:
+    (tmp_path / "link").symlink_to(tmp_path / "ckpt")
+    assert [p.code for p in told("--load link --save ckpt --finetune")] == ["E803"]
+
+
+def test_a_run_that_would_save_only_at_its_end_is_told() -> None:
+    assert notes("--save ckpt") == (
+        "--save without --save-interval: checkpoints are written only when the run ends or is stopped",
+    )
+    assert notes("--save ckpt --save-interval 10") == ()
+
+
+def test_a_folder_about_which_something_unreadable_was_said_is_not_looked_at() -> None:
+    assert [p.code for p in told("--load a b --save c d --finetune")] == ["E002", "E002"]
