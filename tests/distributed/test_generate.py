@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import replace
 from datetime import timedelta
 from functools import cache
+from io import StringIO
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,8 +23,10 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from tests.checkpoints import save_model
 from tests.distributed.drive import MODEL
 from tests.distributed.pool import Pool, RankError
+from tools.generate import main
 
 PROMPTS = [[5, 17, 99], [100], [3, 1, 4, 1, 5, 9, 2, 6], [44, 44]]
 NEW = 7
@@ -78,3 +84,37 @@ def logits_with_sequence_parallelism(rank: int, tp: int) -> None:
 def test_sequence_parallelism_is_refused(pool: Pool) -> None:
     with pytest.raises(RankError, match="without sequence parallelism"):
         pool.run(2, logits_with_sequence_parallelism)
+
+
+def run_tool(rank: int, tp: int, flags: list[str]) -> tuple[int, str, str]:
+    """The tool on one rank, as under torchrun: exit status, standard output and error."""
+    launched = {"RANK": str(rank), "WORLD_SIZE": str(tp), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(tp)}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in launched.items():
+            patch.setitem(os.environ, name, value)
+        out, err = StringIO(), StringIO()
+        patch.setattr(sys, "stdout", out)
+        patch.setattr(sys, "stderr", err)
+        patch.setattr("megatron.parallel.mesh.leave_distributed", lambda: None)  # the pool does it, when all are done
+        return main(flags), out.getvalue(), err.getvalue()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tool_on_several_ranks(pool: Pool, tmp_path: Path, name: str) -> None:
+    chunk = chunk_on(0, 1, replace(MODEL, **MODELS[name]))
+    save_model(chunk, tmp_path, files={}, params_dtype="fp64")
+    prompts = [" ".join(map(str, ids)) for ids in PROMPTS]
+    flags = ["--load", str(tmp_path), "--prompt", *prompts, "--max-new-tokens", "7", "--top-k", "50"]
+    status, expected, speed = run_tool(0, 1, flags)
+    assert (status, speed[:10]) == (0, "generate: ")
+    for tp in (2, 4):
+        first, *others = pool.run(tp, run_tool, flags)
+        assert first[:2] == (0, expected)
+        assert others == [(0, "", "")] * (tp - 1)
+
+
+def test_a_prompt_cannot_come_from_one_standard_input(pool: Pool, tmp_path: Path) -> None:
+    first, second = pool.run(2, run_tool, ["--load", str(tmp_path)])
+    assert first[0] == second[0] == 2
+    assert "--prompts FILE" in first[2]
+    assert second[2] == ""

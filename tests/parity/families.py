@@ -87,6 +87,8 @@ def copy_into(params: Mapping[str, nn.Parameter], weights: Tensors) -> None:
 @contextmanager
 def everything_in_double() -> Iterator[None]:
     """Make `transformers` compute wholly in fp64: the fp32 it names in norms, angles and loss means fp64 here."""
+    import transformers.modeling_utils  # noqa: F401  # modules imported later would keep the wrong types for good
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "float32", torch.float64)
         patch.setattr(torch, "float", torch.float64)
