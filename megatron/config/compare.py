@@ -109,7 +109,13 @@ class Comparison:
 
 
 def compare(
-    saved: Mapping[str, Any], now: RunConfig, mode: str, begin: tuple[int, int] = (0, 0), name: str = "checkpoint"
+    saved: Mapping[str, Any],
+    now: RunConfig,
+    mode: str,
+    *,
+    begin: tuple[int, int] = (0, 0),
+    own: bool = False,
+    name: str = "checkpoint",
 ) -> Comparison:
     """Compare a run with the checkpoint that it is about to start from.
 
@@ -119,6 +125,7 @@ def compare(
         now: resolved, the vocabulary's size included.
         mode: resume mode.
         begin: the checkpoint's steps and samples; the length of a run that changed its batch follows from them.
+        own: whether the checkpoint lies in the run's own ``save`` folder.
         name: what ``saved`` is called.
 
     """
@@ -134,7 +141,7 @@ def compare(
         refused = [field for field in changed if roles[field] is role and role not in APPROVED[mode]]
         if refused:
             back = _paste([field for field in refused if field not in unreadable], before, after)
-            fixes = (*filter(None, [back]), *_ways_out(role, now))
+            fixes = (*filter(None, [back]), *_ways_out(role, now, own))
             changes = "; ".join(told[field] for field in refused)
             problems.append(Problem(code, f"{sentence.format(name)}: {changes}", fixes))
     lines += [told[field] for field in changed if roles[field] in TOLD[mode]]
@@ -173,14 +180,15 @@ def _assigned(setting: Setting, value: Any) -> str:
     return f"--set {shlex.quote(setting.key + '=' + ','.join(words))}"
 
 
-def _ways_out(role: Role, now: RunConfig) -> Iterator[str]:
-    """Resume modes that approve of the change."""
+def _ways_out(role: Role, now: RunConfig, own: bool) -> Iterator[str]:
+    """Resume modes that approve of the change. They are about ``load``, so a run's own checkpoints have to be named."""
+    c = now.checkpoint
     if role in APPROVED["new-schedule"]:
-        yield "--resume-mode new-schedule"
+        named = f"--load {c.save} " if own and c.load not in (None, c.save) else ""
+        yield f"{named}--resume-mode new-schedule"
     elif role in APPROVED["weights-only"]:
-        c = now.checkpoint
-        elsewhere = [f"--load {c.save}", f"--save {c.save}-new"] if c.save and c.load in (None, c.save) else []
-        yield " ".join([*elsewhere, "--resume-mode weights-only"])
+        named = f"--load {c.save} --save {c.save}-new " if own else ""
+        yield f"{named}--resume-mode weights-only"
 
 
 def _role(name: str, before: Values, after: Values) -> Role:

@@ -91,7 +91,7 @@ def test_what_is_offered_undoes_the_change(flags: str) -> None:
     for problem in compare(saved, run(flags), "exact").problems:
         assert problem.code not in codes(compare(saved, run(f"{flags} {problem.fixes[0]}"), "exact"))
         for way_out in problem.fixes[1:]:
-            config = run(f"{flags} {way_out}")
+            config = run(f"{flags} --load ckpt --save new {way_out}")
             assert codes(compare(saved, config, config.checkpoint.resume_mode)) == []
 
 
@@ -120,14 +120,21 @@ def test_all_changes_of_a_kind_are_one_problem() -> None:
     )
 
 
-def test_a_new_run_needs_a_folder_of_its_own() -> None:
-    assert compared("", "--optimizer sgd").problems[0].fixes == (
-        "--optimizer adam",
-        "--load ckpt --save ckpt-new --resume-mode weights-only",
-    )
-    assert compared("", "--optimizer sgd --load elsewhere --save null").problems[0].fixes[1] == (
-        "--resume-mode weights-only"
-    )
+@pytest.mark.parametrize(
+    ("flags", "own", "schedule", "anew"),
+    [
+        ("", True, "", "--load ckpt --save ckpt-new "),  # of two starts with one folder, the second finds the first
+        ("--load ckpt", True, "", "--load ckpt --save ckpt-new "),
+        ("--load elsewhere", True, "--load ckpt ", "--load ckpt --save ckpt-new "),
+        ("--load elsewhere", False, "", ""),
+    ],
+)
+def test_a_resume_mode_is_offered_with_what_it_is_about(flags: str, own: bool, schedule: str, anew: str) -> None:
+    comparison = compare(to_dict(run()), run(f"{flags} --optimizer sgd --lr 1"), "exact", own=own)
+    assert [problem.fixes[1] for problem in comparison.problems] == [
+        f"{anew}--resume-mode weights-only",
+        f"{schedule}--resume-mode new-schedule",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -160,9 +167,9 @@ def test_a_length_may_change_where_no_schedule_depends_on_it(then: str, now: str
 def test_the_length_of_a_run_that_changed_its_batch_is_what_it_was_from_there() -> None:
     """50 steps of 4 samples, then 50 of 8: 600 samples, not the 800 that 100 steps of 8 would have."""
     saved, begin = to_dict(run()), (50, 200)
-    assert codes(compare(saved, run("--lr-decay-samples 600"), "exact", begin)) == []
-    assert codes(compare(saved, run("--lr-decay-samples 800"), "exact", begin)) == ["E825"]
-    assert codes(compare(saved, run(), "exact", begin)) == []
+    assert codes(compare(saved, run("--lr-decay-samples 600"), "exact", begin=begin)) == []
+    assert codes(compare(saved, run("--lr-decay-samples 800"), "exact", begin=begin)) == ["E825"]
+    assert codes(compare(saved, run(), "exact", begin=begin)) == []
 
 
 def test_a_longer_context_is_a_new_run_of_the_same_weights() -> None:
