@@ -170,6 +170,16 @@ def carried_files(folder: Path) -> dict[str, Path]:
     return {name: path for name, path in files.items() if path.is_file()}
 
 
+def carried_by(manifest: Manifest) -> dict[str, bytes]:
+    """The same files as a checkpoint keeps them.
+
+    Raises:
+        DamagedError: when one is missing or changed.
+    """
+    names = [name for name in manifest.files if name.startswith(TOKENIZER) or name == GENERATION]
+    return {name: manifest.read_file(name) for name in names}
+
+
 class Progress:
     """Counts elements and tells of them."""
 

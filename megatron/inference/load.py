@@ -14,7 +14,15 @@ from megatron.config.checks import layout
 from megatron.config.hf import model_values, read_config
 from megatron.config.model import ModelConfig
 from megatron.config.run import ParallelConfig, RunConfig, TrainingConfig
-from megatron.convert.checkpoint import FORMATS, GENERATION, TOKENIZER, SavedModel, carried_files, open_checkpoint
+from megatron.convert.checkpoint import (
+    FORMATS,
+    GENERATION,
+    TOKENIZER,
+    SavedModel,
+    carried_by,
+    carried_files,
+    open_checkpoint,
+)
 from megatron.convert.hf_folder import HFSource
 from megatron.inference.errors import InferenceError
 from megatron.inference.text import Codec, open_codec
@@ -102,8 +110,7 @@ def _from_hugging_face(folder: Path) -> Pretrained:
 
 def _small_files(manifest: Manifest) -> dict[str, bytes]:
     """What a checkpoint carries of a tokenizer, by the names that Hugging Face gives."""
-    names = [name for name in manifest.files if name.startswith(TOKENIZER) or name == GENERATION]
-    return {name.removeprefix(TOKENIZER): manifest.read_file(name) for name in names}
+    return {name.removeprefix(TOKENIZER): content for name, content in carried_by(manifest).items()}
 
 
 def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:

@@ -52,7 +52,7 @@ def save(trainer: Trainer) -> Saved:
     t, options, started = trainer, trainer.config.checkpoint, time.monotonic()
     folder = Checkpoints(Path(str(options.save)))
     path = folder.path(t.iteration)
-    write(path, to_write(t), state(t), to_dict(t.config), t.mesh.world)
+    write(path, to_write(t), state(t), to_dict(t.config), t.mesh.world, t.files)
     warning = _make_room(t, folder) if t.mesh.world.rank == 0 else None
     size = sum(spec.numel * tensor.element_size() for spec, tensor in held(t).values())
     return Saved(path, size, time.monotonic() - started, warning)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,8 +12,11 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import BUILDING, is_complete
 from megatron.config.compare import compare
 from megatron.config.problems import Problem, UserError
-from megatron.config.run import CheckpointConfig
+from megatron.config.run import CheckpointConfig, DataConfig
+from megatron.convert.checkpoint import TOKENIZER, carried_by, carried_files
 from megatron.convert.hf_folder import HFSource
+from megatron.data.tokenizer import tokenizer_files
+from megatron.data.vocabulary import dataset_prefix
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
 from megatron.training.checkpointing import restore, restore_from_source, restore_weights
@@ -139,6 +142,7 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
 
     """
     notes = list(origin.notes)
+    trainer.files = companions(trainer.config.data, carried_files(origin.hf) if origin.hf is not None else {})
     if origin.fresh:
         return notes
     if origin.hf is not None:
@@ -147,10 +151,13 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
     for manifest in origin.manifests:
         if origin.mode != "weights-only" and "optimizer" not in manifest.state:
             raise UserError([_only_weights(manifest.path, trainer.config.checkpoint)])
-        changes = compare(manifest.config, trainer.config, origin.mode)
+        at = (manifest.state.get("iteration", 0), manifest.state.get("consumed_samples", 0))
+        own = _is_own(manifest.path, trainer.config.checkpoint)
+        changes = compare(manifest.config, trainer.config, origin.mode, begin=at, own=own)
         if changes.problems:
             raise UserError(changes.problems)
         try:
+            trainer.files = companions(trainer.config.data, carried_by(manifest))
             (restore_weights if origin.mode == "weights-only" else restore)(trainer, manifest)
         except DamagedError as error:
             notes.append(f"passed over {manifest.path}: {error}")
@@ -160,11 +167,26 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
 
 
 def _only_weights(path: Path, options: CheckpointConfig) -> Problem:
-    own = options.save is not None and path.parent.resolve() == Path(options.save).resolve()
-    elsewhere = f"--load {options.save} --save {options.save}-new " if own else ""
+    elsewhere = f"--load {options.save} --save {options.save}-new " if _is_own(path, options) else ""
     return Problem(
         "E814", f"{path} holds weights, but no run to go on with", (f"{elsewhere}--resume-mode weights-only",)
     )
+
+
+def _is_own(path: Path, options: CheckpointConfig) -> bool:
+    """Whether a checkpoint lies in the run's ``save`` folder."""
+    return options.save is not None and path.parent.resolve() == Path(options.save).resolve()
+
+
+def companions(data: DataConfig, carried: Mapping[str, Path | bytes]) -> dict[str, Path | bytes]:
+    """Small files that the run's checkpoints carry: those of its data's tokenizer, and what its origin had besides.
+
+    Raises:
+        DataError: when the tokenizer recorded beside the data cannot be read.
+    """
+    recorded = {} if data.mock_data else tokenizer_files(dataset_prefix(data))
+    ours = {TOKENIZER + name: content for name, content in recorded.items()}
+    return {name: content for name, content in carried.items() if not (ours and name.startswith(TOKENIZER))} | ours
 
 
 def _loaded(trainer: Trainer, manifest: Manifest, mode: str) -> str:

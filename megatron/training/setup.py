@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 
@@ -37,6 +38,7 @@ class Trainer:
         consumed_samples: samples they used.
         digest: digest of the first ``digested_samples`` samples that the run has consumed.
         digest_read: digest of those that this rank has read since.
+        files: what its checkpoints carry besides, by name: those of the tokenizer, for whoever uses the model.
     """
 
     config: RunConfig
@@ -53,6 +55,7 @@ class Trainer:
     digest: int = 0
     digested_samples: int = 0
     digest_read: int = 0
+    files: Mapping[str, Path | bytes] = field(default_factory=dict)
 
     def begin_at(
         self, iteration: int, consumed_samples: int, stretches: Mapping[str, Sequence[int]] | None = None
