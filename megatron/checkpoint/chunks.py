@@ -50,7 +50,15 @@ class ChunkReader:
             DamagedError: when it cannot be read or does not match its checksum; ``out`` may hold anything then.
         """
         buffer = out.detach().reshape(-1).view(torch.uint8).numpy().data
-        self._read(chunk.file, chunk.offset, buffer, chunk.xxh3, f"tensor {name}")
+        self._read(chunk.file, chunk.offset, chunk.bytes, buffer, chunk.xxh3, f"tensor {name}")
+
+    def prove(self, name: str, chunk: Chunk) -> None:
+        """Check a chunk of tensor ``name`` against its checksum, a block at a time.
+
+        Raises:
+            DamagedError: when it cannot be read or does not match.
+        """
+        self._read(chunk.file, chunk.offset, chunk.bytes, None, chunk.xxh3, f"tensor {name}")
 
     def prefetch(self, chunk: Chunk) -> None:
         """Ask the system to read a chunk while something else is done."""
@@ -64,14 +72,16 @@ class ChunkReader:
         """
         if file not in self._proved:
             record = self._manifest.files[file]
-            self._read(file, 0, memoryview(bytearray(record.head)), record.xxh3, "header")
+            self._read(file, 0, record.head, None, record.xxh3, "header" if record.head < record.bytes else "content")
             self._proved.add(file)
 
     def close(self) -> None:
-        """Close the file that is open."""
+        """Close the file that is open; done too when nobody needs the reader any more."""
         if self._open is not None:
             os.close(self._open[1])
         self._open = None
+
+    __del__ = close
 
     def _file(self, name: str) -> int:
         if self._open is None or self._open[0] != name:
@@ -82,10 +92,12 @@ class ChunkReader:
                 raise DamagedError(f"{self._path(name)} is missing or cannot be read: {error.strerror}") from error
         return self._open[1]
 
-    def _read(self, file: str, offset: int, buffer: memoryview, expected: str, what: str) -> None:
+    def _read(self, file: str, offset: int, length: int, buffer: memoryview | None, expected: str, what: str) -> None:
+        """Prove ``length`` bytes of a file, and keep them if there is a ``buffer`` for them."""
         fd, digest, done = self._file(file), xxhash.xxh3_64(), 0
-        while done < len(buffer):
-            block = buffer[done : done + BLOCK]
+        scratch = memoryview(bytearray(min(length, BLOCK) if buffer is None else 0))
+        while done < length:
+            block = scratch[: length - done] if buffer is None else buffer[done : done + BLOCK]
             try:
                 count = os.preadv(fd, [block], offset + done)
             except OSError as error:

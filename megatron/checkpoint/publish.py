@@ -104,19 +104,19 @@ def settle(final: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Delete a checkpoint, marker first; a crash on the way leaves at most an ``X.tmp`` without a marker.
+    """Delete a checkpoint, marker first; a crash on the way leaves it whole or an ``X.tmp`` without a marker.
 
     Raises:
         OSError: when the disk refuses.
     """
     if not path.exists():
         return
-    if is_complete(path):
-        os.unlink(path / MARKER)
-        sync_folder(path)
     if path.suffix not in (BUILDING, OLD) and not building(path).exists():
         os.rename(path, building(path))
         path = building(path)
+    if is_complete(path):
+        os.unlink(path / MARKER)
+        sync_folder(path)
     shutil.rmtree(path)
 
 

@@ -197,7 +197,8 @@ class CheckpointWriter(StorageWriter):
         content = encode(tensors, files, self._extra.state, self._extra.config)
         write_file(folder / MANIFEST, content)
         sync_folder(folder)
-        write_file(folder / MARKER, marker(content))
+        write_file(folder / f"{MARKER}.part", marker(content))
+        os.rename(folder / f"{MARKER}.part", folder / MARKER)  # half a marker must not be taken for one
         sync_folder(folder)
         publish(self._final)
 

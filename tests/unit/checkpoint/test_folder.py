@@ -87,7 +87,7 @@ def test_retain_removes_leftovers_and_finishes_what_was_complete(tmp_path: Path)
 
 
 def test_every_state_a_crash_can_leave_is_settled_without_loss(tmp_path: Path) -> None:
-    """All combinations of .tmp, plain and .old being absent, cut off or complete: the best one survives under its name."""
+    """All combinations of .tmp, plain and .old being absent, cut off or complete: the best one survives."""
     for tmp in (None, False, True):
         for plain in (None, False, True):
             for old in (None, False, True):

@@ -99,7 +99,7 @@ def test_nonsense_is_refused(tmp_path: Path) -> None:
     draw = random.Random(1)
     for length in [0, 1, 7, 8, 9, head // 2, head - 1, head, len(content) - 1]:
         path.write_bytes(content[:length])
-        with pytest.raises(DamagedError, match="x.safetensors"):
+        with pytest.raises(DamagedError, match=r"x\.safetensors"):
             TensorFile(path)
     for _ in range(300):
         damaged = bytearray(content)

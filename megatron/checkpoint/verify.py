@@ -1,0 +1,43 @@
+"""Every byte of a checkpoint against the checksums."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron.checkpoint.chunks import ChunkReader
+from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.manifest import Chunk, Manifest
+
+
+def damage(manifest: Manifest) -> Iterator[str]:
+    """What of a checkpoint is not as it was written, one sentence per place; reads all of it, a block at a time."""
+    reader = ChunkReader(manifest)
+    for name in manifest.tensors:
+        try:
+            manifest.prove(name)
+        except DamagedError as error:
+            yield str(error)
+    chunks = [(name, chunk) for name, record in manifest.tensors.items() for chunk in record.chunks]
+    for file in manifest.files:
+        try:
+            reader.prove_head(file)
+        except DamagedError as error:
+            yield str(error)
+        inside = sorted((c for c in chunks if c[1].file == file), key=lambda item: item[1].offset)
+        yield from _uncovered(manifest, file, [chunk for _, chunk in inside])
+        for name, chunk in inside:
+            try:
+                reader.prove(name, chunk)
+            except DamagedError as error:
+                yield str(error)
+    reader.close()
+
+
+def _uncovered(manifest: Manifest, file: str, chunks: list[Chunk]) -> Iterator[str]:
+    """Bytes of a file that no checksum speaks for."""
+    record = manifest.files[file]
+    starts = [*(chunk.offset for chunk in chunks), record.bytes]
+    ends = [record.head, *(chunk.offset + chunk.bytes for chunk in chunks)]
+    for end, start in zip(ends, starts):
+        if end != start:
+            yield f"{manifest.path / file}: bytes {end} to {start} have no checksum, or two"

@@ -1,0 +1,357 @@
+"""Everything that can happen to a checkpoint while it is written, and afterwards: the run goes on with a whole one.
+
+A save is cut off by SIGKILL before each call it makes to the system, and in the middle of each write; every call is
+made to fail; every file is truncated, changed and removed.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.store import read
+from megatron.checkpoint.verify import damage
+from tests.unit.checkpoint.samples import ALONE, Sample, same, save, small
+
+CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
+"""Everything a save asks of the system that can leave something behind."""
+
+FILES = ["tensors_00000.safetensors", "tokenizer/tokenizer.json", MANIFEST, MARKER]
+
+
+def content(value: float) -> dict[str, Sample]:
+    """Tensors that tell which save wrote them."""
+    return {name: Sample(sample.tensor + value, sample.view) for name, sample in small().items()}
+
+
+def is_whole(manifest: Manifest, value: float) -> bool:
+    reader = CheckpointReader(manifest)
+    return not list(damage(manifest)) and all(
+        same(reader.read(name), sample.tensor.view(sample.view)) for name, sample in content(value).items()
+    )
+
+
+@contextmanager
+def watched(before: Callable[[str, int, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Ask ``before(name, number, arguments)`` before each of ``CALLS``, counted from 0."""
+    count = 0
+
+    def wrap(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal count
+            count += 1
+            before(name, count - 1, args)
+            return real(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in CALLS:
+            patch.setattr(os, name, wrap(name, getattr(os, name)))
+        yield
+
+
+def again(runs: Checkpoints) -> None:
+    """What a run that went back does: an iteration that exists is saved once more, and an older one removed."""
+    save(runs.path(2), content(20))
+    runs.retain(1)
+
+
+def onward(runs: Checkpoints) -> None:
+    """What a run does first of all: into a folder that does not exist yet."""
+    save(Checkpoints(runs.folder / "new").path(3), content(30))
+
+
+SCENARIOS = [again, onward]
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """A folder with two checkpoints."""
+    runs = Checkpoints(tmp_path / "template")
+    for iteration in (1, 2):
+        save(runs.path(iteration), content(iteration))
+    return runs.folder
+
+
+def recorded(template: Path, scenario: Callable[[Checkpoints], None]) -> list[tuple[str, tuple[Any, ...]]]:
+    """The calls of a scenario that nothing disturbs."""
+    calls: list[tuple[str, tuple[Any, ...]]] = []
+    shutil.copytree(template, template.with_name("recorded"))
+    with watched(lambda name, _, args: calls.append((name, args))):
+        scenario(Checkpoints(template.with_name("recorded")))
+    return calls
+
+
+def killed_at(target: int, torn: bool, scenario: Callable[[Checkpoints], None], runs: Checkpoints) -> int:
+    """Run a scenario in a forked process that kills itself at a call; returns how it ended."""
+
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if number == target:
+            if torn and name == "write":
+                os.pwrite(args[0], memoryview(args[1])[: len(args[1]) // 2], os.lseek(args[0], 0, os.SEEK_CUR))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        with watched(before):
+            scenario(runs)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def check_survivors(runs: Checkpoints) -> None:
+    """The newest checkpoint that is offered is whole, the others say why not; saving and removing go on."""
+    for folder in (runs, Checkpoints(runs.folder / "new")):
+        found = folder.candidates()
+        assert all(f.manifest or "has no COMPLETE" in str(f.problem) for f in found)
+        for f in found:
+            if f.manifest:
+                assert any(is_whole(f.manifest, value) for value in (f.iteration, 10 * f.iteration))
+    assert any(f.manifest and f.iteration == 2 for f in runs.scan())
+    save(runs.path(2), content(22))
+    runs.retain(1)
+    assert [path.name for path in runs.folder.iterdir() if path.name != "new"] == ["iter_0000002"]
+    assert is_whole(Manifest.open(runs.path(2)), 22)
+
+
+def kill(template: Path, scenario: Callable[[Checkpoints], None], targets: list[int], torn: bool) -> None:
+    for target in targets:
+        folder = template.with_name(f"kill{target}")
+        shutil.copytree(template, folder)
+        assert killed_at(target, torn, scenario, Checkpoints(folder)) == -signal.SIGKILL
+        check_survivors(Checkpoints(folder))
+        shutil.rmtree(folder)
+
+
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+def test_killed_at_one_call_of_each_kind(template: Path, scenario: Callable[[Checkpoints], None]) -> None:
+    calls, draw = recorded(template, scenario), random.Random(5)
+    kinds = {name for name, _ in calls}
+    assert kinds >= {"open", "write", "fsync", "close", "mkdir", "rename"}
+    kill(template, scenario, [draw.choice([i for i, c in enumerate(calls) if c[0] == kind]) for kind in kinds], True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda s: s.__name__)
+@pytest.mark.parametrize("torn", [False, True])
+def test_killed_at_every_call(template: Path, scenario: Callable[[Checkpoints], None], torn: bool) -> None:
+    calls = recorded(template, scenario)
+    kill(template, scenario, [i for i, call in enumerate(calls) if not torn or call[0] == "write"], torn)
+
+
+def test_the_marker_is_made_when_all_else_is_on_the_disk(template: Path) -> None:
+    """Since a power cut cannot be tried: files are synced after their last write, then folders, then the marker."""
+    events, paths = [], {}
+    real = os.open
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
+        fd = real(path, *args, **kwargs)
+        paths[fd] = Path(path).name if isinstance(path, str | Path) else ""
+        return fd
+
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        events.append((name, paths[args[0]] if name in ("write", "fsync", "close") else Path(args[0]).name))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        with watched(before):
+            save(Checkpoints(template).path(3), content(3))
+    done = [event for event in events if event[0] in ("write", "fsync", "rename")]
+    part = f"{MARKER}.part"
+    names = ["tensors_00000.safetensors", "tokenizer.json", MANIFEST, part]
+    for name in names:
+        syncs = [i for i, event in enumerate(done) if event == ("fsync", name)]
+        assert syncs[-1] > max(i for i, event in enumerate(done) if event == ("write", name))
+    building = "iter_0000003.tmp"
+    last = [done.index(("fsync", name)) for name in names[:3]]
+    marked, renamed = done.index(("rename", part)), done.index(("rename", building))
+    syncs = [i for i, event in enumerate(done) if event == ("fsync", building)]
+    assert max(last) < syncs[-2] < done.index(("fsync", part)) < marked < syncs[-1] < renamed
+    assert done[renamed + 1] == ("fsync", template.name)
+    assert ("fsync", "tokenizer") in done[:marked]
+
+
+def failing(target: int, code: int, once: bool) -> Callable[[str, int, tuple[Any, ...]], None]:
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if number == target or (number > target and not once and name == "write"):
+            raise OSError(code, os.strerror(code))
+
+    return before
+
+
+@pytest.mark.parametrize("once", [True, False])
+def test_every_call_fails(template: Path, once: bool) -> None:
+    """Nothing is published, nothing is left, and what was there is as it was; or nobody needed the call."""
+
+    def overwrite(runs: Checkpoints) -> None:
+        save(runs.path(2), content(20))
+
+    calls, codes = recorded(template, overwrite), [errno.ENOSPC, errno.EIO, errno.EROFS]
+    for target, (name, _) in enumerate(calls):
+        if name == "close" or (name != "write" and not once):
+            continue  # files are synced before they are closed
+        folder, code = template.with_name(f"fail{target}"), codes[target % 3]
+        shutil.copytree(template, folder)
+        runs = Checkpoints(folder)
+        try:
+            with watched(failing(target, code, once)):
+                overwrite(runs)
+            value, text = 20, ""
+        except StorageError as error:
+            value, text = 2, str(error)
+        why = "the disk is full" if code == errno.ENOSPC else os.strerror(code)
+        assert value == 20 or re.search(rf"(iter_0000002|fail{target}).*: {why} \(rank 0\)", text)
+        newest = next(found.manifest for found in runs.scan() if found.manifest)
+        assert newest.path.name == "iter_0000002"
+        assert is_whole(newest, value)
+        names = {path.name for path in folder.iterdir()}
+        assert {"iter_0000001", "iter_0000002"} <= names
+        assert value == 20 or names == {"iter_0000001", "iter_0000002"}
+        shutil.rmtree(folder)
+
+
+def test_a_file_that_may_not_grow(template: Path) -> None:
+    """Not a made-up error: the system itself ends the write after 300 bytes."""
+    runs = Checkpoints(template)
+    child = os.fork()
+    if not child:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+        try:
+            save(runs.path(3), content(3))
+        except StorageError as error:
+            os._exit(0 if os.strerror(errno.EFBIG) in str(error) else 1)
+        os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert [(f.iteration, f.problem) for f in runs.candidates()] == [(2, None), (1, None)]
+
+
+def test_a_disk_that_is_full(tmp_path: Path) -> None:
+    """A real one, where the system lets us make it."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, check=False)
+    if mount.returncode:
+        pytest.skip("a file system may not be mounted here")
+    try:
+        runs = Checkpoints(disk)
+        save(runs.path(1), content(1))
+        large = {"w": Sample(torch.ones(20_000), (20_000,))}
+        with pytest.raises(StorageError, match=r"tensors_00000\.safetensors: the disk is full \(rank 0\)"):
+            save(runs.path(2), large)
+        assert [path.name for path in disk.iterdir()] == ["iter_0000001"]
+        assert is_whole(Manifest.open(runs.path(1)), 1)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StorageError, match="Not a directory"):
+        save(tmp_path / "file" / "iter_0000001", content(1))
+
+
+def load(runs: Checkpoints) -> tuple[float, list[str]]:
+    """What a run does at its start: the newest checkpoint that can be read, and why newer ones were not."""
+    reasons = []
+    for found in runs.scan():
+        if found.manifest is None:
+            reasons.append(str(found.problem))
+            continue
+        filled = {name: s.empty([part.box for part in s.entry([]).parts]) for name, s in small().items()}
+        wanted = {name: s.empty([_all(s)]) for name, s in small().items()} if filled else {}
+        try:
+            found.manifest.read_file("tokenizer/tokenizer.json")
+            read(found.manifest, wanted, ALONE)
+        except DamagedError as error:
+            reasons.append(str(error))
+            continue
+        assert all(content(found.iteration)[name].is_in(entry) for name, entry in wanted.items())
+        return found.iteration, reasons
+    return 0, reasons
+
+
+def _all(sample: Sample) -> Any:
+    from megatron.checkpoint.boxes import whole
+
+    return whole(sample.view)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_truncated(template: Path, name: str) -> None:
+    path = Checkpoints(template).path(2) / name
+    data = path.read_bytes()
+    for length in {n for n in (0, 1, 8, len(data) // 2, len(data) - 1) if n < len(data)}:
+        path.write_bytes(data[:length])
+        iteration, (reason,) = load(Checkpoints(template))
+        assert iteration == 1
+        assert name in reason
+        assert "truncated" in reason
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_removed(template: Path, name: str) -> None:
+    (Checkpoints(template).path(2) / name).unlink()
+    iteration, (reason,) = load(Checkpoints(template))
+    assert iteration == 1
+    assert name in reason
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_byte_is_covered(template: Path, name: str) -> None:
+    """Flip a bit of each byte in turn (of some, in a large file): opening, reading or at the latest verifying it notices, and names the file."""
+    folder = Checkpoints(template).path(2)
+    path = folder / name
+    data = path.read_bytes()
+    draw = random.Random(7)
+    for place in range(len(data)) if len(data) < 500 else draw.sample(range(len(data)), 500):
+        changed = bytearray(data)
+        changed[place] ^= 1 << draw.randrange(8)
+        path.write_bytes(changed)
+        try:
+            found = list(damage(Manifest.open(folder)))
+        except CheckpointError as error:
+            found = [str(error)]
+        assert len(found) == 1
+        assert name in found[0]
+        assert "flipped bytes" in found[0]
+        if place % 97 == 0:
+            iteration, (reason,) = load(Checkpoints(template))
+            assert iteration == 1
+            assert reason == found[0]
+    path.write_bytes(data)
+    assert load(Checkpoints(template)) == (2, [])
+
+
+def test_the_damaged_tensor_is_named(template: Path) -> None:
+    manifest = Manifest.open(Checkpoints(template).path(2))
+    chunk = manifest.tensors["optim.exp_avg.a"].chunks[0]
+    with (manifest.path / chunk.file).open("r+b") as file:
+        file.seek(chunk.offset)
+        file.write(b"flip")
+    (reason,) = damage(manifest)
+    assert reason == f"{manifest.path / chunk.file} has flipped bytes (tensor optim.exp_avg.a)"
+
+
+def test_nothing_can_be_read(template: Path) -> None:
+    for iteration in (1, 2):
+        (Checkpoints(template).path(iteration) / MARKER).unlink()
+    assert load(Checkpoints(template))[0] == 0
