@@ -317,7 +317,7 @@ def test_removed(template: Path, name: str) -> None:
 
 @pytest.mark.parametrize("name", FILES)
 def test_every_byte_is_covered(template: Path, name: str) -> None:
-    """Flip a bit of each byte in turn (of some, in a large file): opening, reading or at the latest verifying it notices, and names the file."""
+    """Flip a bit of each byte in turn (of some, in a large file): it is noticed, and the file named."""
     folder = Checkpoints(template).path(2)
     path = folder / name
     data = path.read_bytes()

@@ -1,0 +1,138 @@
+"""The command line that looks into checkpoints."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.manifest import MANIFEST, MARKER
+from megatron.checkpoint.store import write
+from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, save, small
+from tools.inspect_checkpoint import main
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Checkpoints:
+    found = Checkpoints(tmp_path)
+    for iteration in (1, 2):
+        save(found.path(iteration), small(), iteration=iteration)
+    return found
+
+
+def test_ls(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs.path(2) / MARKER).unlink()
+    assert main(["ls", str(runs.folder)]) == 0
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.split()[:4] == ["iter_0000002", "step", "2", "-"]
+    assert "has no COMPLETE" in first
+    assert second.split()[:5] == ["iter_0000001", "step", "1", "1.15", "kB"]
+    assert second.endswith("s ago  valid")
+
+
+def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(tmp_path)]) == 0
+    assert capsys.readouterr().out == f"no checkpoint in {tmp_path}\n"
+
+
+def test_verify(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(runs.path(2))]) == 0
+    assert capsys.readouterr().out == f"{runs.path(2)}: 1.15 kB in 2 files, as they were written\n"
+    path = runs.path(2) / "tensors_00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    assert main(["verify", str(runs.path(2))]) == 1
+    out = capsys.readouterr().out
+    assert out == f"{path} has flipped bytes (tensor optim.exp_avg.a)\n{runs.path(2)}: damaged\n"
+    assert main(["verify", str(runs.folder)]) == 1
+    assert capsys.readouterr().out.splitlines()[-1].startswith(f"{runs.path(1)}: 1.15 kB")
+    (runs.path(1) / MARKER).unlink()
+    assert main(["verify", str(runs.path(1))]) == 1
+    assert main(["verify", str(runs.folder / "none")]) == 1
+
+
+def test_show(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(runs.folder)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[:2] == [
+        f"{runs.path(2)}: version 1, 1.15 kB",
+        "  a  F32 [24, 5] viewed as [2, 12, 5], 1 chunk",
+    ]
+    assert "  iteration = 2" in lines
+    assert "  model.hidden_size = 5" in lines
+
+
+def test_show_values(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["show", str(runs.path(1)), "opt*"]) == 0
+    assert capsys.readouterr().out == "optim.exp_avg.a  F32 [24, 5]  min -119  max -0  rms 68.8489\n"
+    assert main(["show", str(runs.path(1)), "b*"]) == 2
+    assert "no tensor that matches b*" in capsys.readouterr().err
+
+
+def test_diff(runs: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import random
+
+    one, other = str(runs.path(1)), tmp_path / "other"
+    save(tmp_path / "same", small(), iteration=1)
+    assert main(["diff", one, str(tmp_path / "same")]) == 0
+    assert capsys.readouterr().out == "2 of 2 tensors identical to the bit\n"
+    changed = small() | {"b": Sample(torch.ones(3), (3,))}
+    changed["a"].tensor[3, 4] += 0.5
+    parts = partition((2, 12, 5), random.Random(1), 7)
+    write(other, all_of(changed) | {"a": changed["a"].entry(parts)}, {"iteration": 1, "x": [1]}, {"model": {}}, ALONE)
+    assert main(["diff", one, str(other)]) == 1
+    relative = 0.5 / sum(i * i for i in range(120)) ** 0.5
+    assert capsys.readouterr().out.splitlines() == [
+        "option model: (none) | {}",
+        "option model.hidden_size: 5 | (none)",
+        "state x: (none) | [1]",
+        f"tensor a: max abs 0.5, relative {relative:.3g}",
+        f"tensor b: only in {other}",
+        "1 of 3 tensors identical to the bit",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("values", "line"),
+    [
+        (torch.zeros(2, 2), "[4] viewed as [4] | [2, 2] viewed as [2, 2]"),
+        (torch.tensor([0.0, 1, 2, 3]).double(), "F32 | F64, max abs 0, relative 0"),
+        (torch.tensor([0.0, float("nan"), 2, 3]), "max abs nan, relative nan"),
+    ],
+)
+def test_how_a_tensor_differs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], values: torch.Tensor, line: str
+) -> None:
+    save(tmp_path / "a", {"w": Sample(torch.arange(4.0), (4,))})
+    save(tmp_path / "b", {"w": Sample(values, tuple(values.shape))})
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 1
+    assert capsys.readouterr().out.splitlines()[0] == f"tensor w: {line}"
+    assert main(["diff", str(tmp_path / "b"), str(tmp_path / "b")]) == 0  # a NaN is identical to itself
+
+
+def test_what_cannot_be_read(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs.path(2) / MANIFEST).write_text("{}")
+    for command in (["show"], ["diff", str(runs.path(1))]):
+        assert main([*command, str(runs.path(2))]) == 2
+        assert "does not fit manifest.json" in capsys.readouterr().err
+    assert main(["show", str(runs.folder / "none")]) == 2
+
+
+def test_help_and_ls_need_no_torch(runs: Checkpoints) -> None:
+    program = (
+        "import sys\nfrom tools.inspect_checkpoint import main\n"
+        "main(['ls', sys.argv[1]])\nprint('torch' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(runs.folder)], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "False"
+    command = [sys.executable, "-m", "tools.inspect_checkpoint", "--help"]
+    assert "verify" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,207 @@
+"""Look into checkpoints: ``python tools/inspect_checkpoint.py ls SAVE | verify PATH | show PATH [PATTERN] | diff A B``.
+
+PATH is a checkpoint such as SAVE/iter_0000100, or a folder of them: then its newest valid one (all, for verify).
+Memory is that of a chunk or two, however large the checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.manifest import Manifest
+
+EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
+
+
+def listing(args: argparse.Namespace) -> int:
+    """Print the checkpoints of a folder, newest first; those that cannot be used with the reason."""
+    found = Checkpoints(args.folder).candidates()
+    if not found:
+        print(f"no checkpoint in {args.folder}")
+    for item in found:
+        size = amount(item.manifest.total_bytes) if item.manifest else "-"
+        age = ago(time.time() - item.path.stat().st_mtime)
+        print(f"{item.path.name:18} step {item.iteration:<8} {size:>9}  {age:>12}  {item.problem or 'valid'}")
+    return EQUAL
+
+
+def verify(args: argparse.Namespace) -> int:
+    """Read every byte and compare it with the checksums."""
+    from megatron.checkpoint.verify import damage
+
+    paths = [item.path for item in Checkpoints(args.path).scan()] or [args.path]
+    status = EQUAL
+    for path in paths:
+        try:
+            manifest = Manifest.open(path)
+            problems = list(damage(manifest))
+        except CheckpointError as error:
+            problems = [str(error)]
+        for problem in problems:
+            print(problem)
+        if problems:
+            print(f"{path}: damaged")
+            status = DIFFERENT
+        else:
+            print(f"{path}: {amount(manifest.total_bytes)} in {len(manifest.files)} files, as they were written")
+    return status
+
+
+def show(args: argparse.Namespace) -> int:
+    """Print what a checkpoint holds; with a pattern, the values of the tensors that match it."""
+    manifest = newest(args.path)
+    if args.pattern is not None:
+        return show_values(manifest, args.pattern)
+    print(f"{manifest.path}: version {manifest.version}, {amount(manifest.total_bytes)}")
+    for name, record in manifest.tensors.items():
+        view = "" if record.view == record.shape else f" viewed as {list(record.view)}"
+        chunks = f"{len(record.chunks)} chunk{'s' * (len(record.chunks) != 1)}"
+        print(f"  {name}  {record.dtype} {list(record.shape)}{view}, {chunks}")
+    for title, data in (("state", manifest.state), ("config", manifest.config)):
+        print(title)
+        for key, value in flat(data):
+            print(f"  {key} = {json.dumps(value)}")
+    for name, file in manifest.files.items():
+        print(f"{name}  {amount(file.bytes)}")
+    return EQUAL
+
+
+def show_values(manifest: Manifest, pattern: str) -> int:
+    """Print the extremes and the root mean square of tensors whose names match."""
+    from megatron.checkpoint.compare import summarize
+    from megatron.checkpoint.reader import CheckpointReader
+
+    reader = CheckpointReader(manifest)
+    names = [name for name in reader.names if fnmatch(name, pattern)]
+    if not names:
+        raise CheckpointError(f"{manifest.path} has no tensor that matches {pattern}", "quote it: 'layers.0.*'")
+    for name in names:
+        record, s = manifest.tensors[name], summarize(reader, name)
+        print(f"{name}  {record.dtype} {list(record.shape)}  min {s.minimum:.6g}  max {s.maximum:.6g}  rms {s.rms:.6g}")
+    return EQUAL
+
+
+def diff(args: argparse.Namespace) -> int:
+    """Print in what two checkpoints differ: options, state, tensors."""
+    from megatron.checkpoint.reader import CheckpointReader
+
+    a, b = newest(args.a), newest(args.b)
+    lines = [*differing("option", a.config, b.config), *differing("state", a.state, b.state)]
+    print("".join(f"{line}\n" for line in lines), end="")
+    identical = 0
+    for name in sorted(a.tensors.keys() | b.tensors.keys()):
+        line = differing_tensor(CheckpointReader(a), CheckpointReader(b), name)
+        if line is None:
+            identical += 1
+        else:
+            print(line)
+            lines.append(line)
+    print(f"{identical} of {len(a.tensors.keys() | b.tensors.keys())} tensors identical to the bit")
+    return DIFFERENT if lines else EQUAL
+
+
+def differing(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    """One line per value that two nested mappings do not share."""
+    left, right = dict(flat(a)), dict(flat(b))
+    for key in sorted(left.keys() | right.keys()):
+        seen = [json.dumps(side[key]) if key in side else "(none)" for side in (left, right)]
+        if seen[0] != seen[1]:
+            yield f"{what} {key}: {seen[0]} | {seen[1]}"
+
+
+def differing_tensor(a: Any, b: Any, name: str) -> str | None:
+    """How a tensor differs; None when it is identical to the bit."""
+    from megatron.checkpoint.compare import difference
+
+    records = [side.manifest.tensors.get(name) for side in (a, b)]
+    if None in records:
+        return f"tensor {name}: only in {(a if records[0] else b).manifest.path}"
+    if len({(record.shape, record.view) for record in records}) == 2:
+        return f"tensor {name}: {' | '.join(f'{list(r.shape)} viewed as {list(r.view)}' for r in records)}"
+    found = difference(a, b, name)
+    if found.identical:
+        return None
+    types = "" if records[0].dtype == records[1].dtype else f"{records[0].dtype} | {records[1].dtype}, "
+    return f"tensor {name}: {types}max abs {found.largest:.3g}, relative {found.relative:.3g}"
+
+
+def newest(path: Path) -> Manifest:
+    """A checkpoint, or the newest valid one of a folder of them.
+
+    Raises:
+        CheckpointError: when there is none.
+    """
+    found = Checkpoints(path).candidates()
+    valid = next((item.manifest for item in found if item.manifest), None)
+    if valid is None:
+        return Manifest.open(found[0].path if found else path)
+    return valid
+
+
+def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Values of nested mappings under dotted names."""
+    for key, value in data.items():
+        if isinstance(value, Mapping) and value:
+            yield from flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def amount(size: int) -> str:
+    """Bytes as people say them."""
+    for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if size >= factor:
+            return f"{size / factor:.3g} {unit}"
+    return f"{size} B"
+
+
+def ago(seconds: float) -> str:
+    """A stretch of time as people say it."""
+    for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= factor:
+            return f"{seconds / factor:.0f} {unit} ago"
+    return f"{max(seconds, 0):.0f} s ago"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = top.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("ls", help="list a folder of checkpoints")
+    command.add_argument("folder", type=Path, metavar="SAVE")
+    command.set_defaults(run=listing)
+    command = commands.add_parser("verify", help="every byte against the checksums; exit status 1 when damaged")
+    command.add_argument("path", type=Path, metavar="PATH")
+    command.set_defaults(run=verify)
+    command = commands.add_parser("show", help="tensors, state and options, or values of tensors")
+    command.add_argument("path", type=Path, metavar="PATH")
+    command.add_argument("pattern", nargs="?", metavar="PATTERN", help="names, such as 'layers.0.*'")
+    command.set_defaults(run=show)
+    command = commands.add_parser("diff", help="compare two; exit status 1 when they differ, 2 when one is unreadable")
+    command.add_argument("a", type=Path, metavar="A")
+    command.add_argument("b", type=Path, metavar="B")
+    command.set_defaults(run=diff)
+    return top
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a command; returns the exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except CheckpointError as error:
+        print(f"inspect_checkpoint: {error}", file=sys.stderr)
+        return UNREADABLE
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
