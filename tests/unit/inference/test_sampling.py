@@ -53,6 +53,11 @@ def test_equal_logits_share_a_place_under_top_k() -> None:
     assert kept.tolist() == [[False, True, True, True, False]]
 
 
+def test_top_p_ends_with_the_token_that_reaches_it() -> None:
+    kept = filter_logits(torch.zeros(1, 4), Sampling(top_p=0.5)).isfinite()
+    assert kept.sum() == by_transformers(torch.zeros(1, 4), Sampling(top_p=0.5)).isfinite().sum() == 2
+
+
 @pytest.mark.parametrize("sampling", [Sampling(), Sampling(0.7, 10, 0.9), Sampling(1.5, top_p=0.5)], ids=str)
 def test_frequencies_are_the_probabilities(sampling: Sampling) -> None:
     """Pearson's chi-square over all tokens that can appear; its mean is k - 1, its variance 2 (k - 1)."""
