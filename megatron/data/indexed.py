@@ -107,7 +107,7 @@ class IndexedDatasetWriter:
     def add_file(self, suffix: str, content: bytes) -> None:
         """A small file ``<prefix>.<suffix>`` that appears together with the pair.
 
-        ``suffix`` may be ``folder/name``: of such a folder, an older dataset's other files go.
+        ``suffix`` may be ``folder/name``; what an older dataset left in such a folder goes.
         """
         self._beside[suffix] = content
 
@@ -141,13 +141,14 @@ class IndexedDatasetWriter:
             self._write_index(file)
             _sync(file)
         Path(f"{self._prefix}.idx").unlink(missing_ok=True)
-        for suffix in ("bin", *self._beside, "idx"):
+        for suffix in ("bin", *self._beside):
             os.replace(self._part(suffix), f"{self._prefix}.{suffix}")
         for folder in self._folders():
             for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._beside}:
                 old.unlink()
-            _sync_folder(folder / "x")
-        _sync_folder(self._prefix)
+            _sync_folder(folder)
+        os.replace(self._part("idx"), f"{self._prefix}.idx")
+        _sync_folder(Path(self._prefix).parent)
 
     def _folders(self) -> set[Path]:
         """Folders of the files beside the pair."""
@@ -183,9 +184,9 @@ def _sync(file: IO[bytes]) -> None:
     os.fsync(file.fileno())
 
 
-def _sync_folder(path: str | Path) -> None:
-    """Make renames in the folder of ``path`` outlast a power cut."""
-    folder = os.open(Path(path).resolve().parent, os.O_RDONLY)
+def _sync_folder(path: Path) -> None:
+    """Make renames in a folder outlast a power cut."""
+    folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)
     finally:

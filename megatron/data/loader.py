@@ -85,7 +85,7 @@ class DataSource:
         total = 0
         for places in groups:
             dataset = self._dataset(split, places)
-            numbers = np.array(places, dtype=np.int64)
+            numbers = np.arange(places.start, places.stop, places.step)
             total += digest(numbers, dataset.identities(numbers), int(dataset.fingerprint, 16))
         return total % 2**64
 
@@ -100,24 +100,6 @@ class DataSource:
         """
         self._dataset(split, range(consumed_samples, consumed_samples + global_batch))
         return micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size)
-
-    def step_batches(
-        self,
-        split: str,
-        consumed_samples: int,
-        global_batch: int,
-        dp_rank: int,
-        dp_size: int,
-        step: int,
-        device: torch.device | str = "cpu",
-    ) -> list[MicroBatch]:
-        """The micro-batches of a rank's `share`.
-
-        Raises:
-            DataError: when the split has no such samples, or holds ids beyond the vocabulary.
-        """
-        groups = self.share(split, consumed_samples, global_batch, dp_rank, dp_size)
-        return [self.micro_batch(split, places, step, device) for places in groups]
 
     def micro_batch(self, split: str, places: range, step: int, device: torch.device | str = "cpu") -> MicroBatch:
         """The samples at ``places``, read for step ``step``.

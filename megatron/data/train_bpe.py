@@ -20,7 +20,7 @@ SAMPLE_BYTES = 2_000_000
 FEWEST_PAIRS = 2  # a pair seen once is no pattern
 
 
-@dataclass
+@dataclass(frozen=True)
 class Trained:
     """A tokenizer and the text it was made from.
 

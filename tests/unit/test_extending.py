@@ -96,10 +96,11 @@ def test_layer_declares_its_parameter(page: dict[str, Any]) -> None:
 def test_dataset(page: dict[str, Any]) -> None:
     source = DataSource({"train": page["Counting"](10, 4, 100)}, {"train": (100,)}, {"train": 96}, 4, 2, 10)
     assert source.summary() == ["train      96 samples, 384 tokens, counted up to 10"]
-    (batch,) = source.step_batches("train", 8, 2, 0, 1, step=4)
+    (places,) = source.share("train", 8, 2, 0, 1)
+    batch = source.micro_batch("train", places, step=4)
     assert batch.tokens.tolist() == [[8, 9, 0, 1], [9, 0, 1, 2]]
     assert batch.labels.tolist() == [[9, 0, 1, 2], [0, 1, 2, 3]]
     assert source.digest("train", 0, 9) == sum(source.digest("train", i, i + 1) for i in range(9)) % 2**64
     assert list(source.fingerprints) == ["train"]
     with pytest.raises(DataError, match="this run has 100"):
-        source.step_batches("train", 99, 2, 0, 1, step=4)
+        source.share("train", 99, 2, 0, 1)

@@ -174,6 +174,17 @@ def test_every_byte_of_a_small_file_counts(files: DataConfig, tmp_path: Path) ->
     assert IndexedDataset(tmp_path / "x").fingerprint == before
 
 
+def test_boundaries_of_sequences_count(tmp_path: Path) -> None:
+    """The same ids, cut elsewhere."""
+    marks = set()
+    for lengths in ([10, 20], [20, 10]):
+        with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+            for length in lengths:
+                writer.add_document(np.ones(length, dtype=np.uint16))
+        marks.add(IndexedDataset(tmp_path / "x").fingerprint)
+    assert len(marks) == 2
+
+
 def test_of_a_large_file_first_and_last_bytes_and_documents_count(tmp_path: Path) -> None:
     size = 4 * BLOCKS * BLOCK_BYTES
 

@@ -187,7 +187,7 @@ def starts_by_hand(lengths: list[int], stretches: list[int], seq_length: int, se
     return samples
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
     begun=st.lists(st.integers(1, 20), min_size=1, max_size=3),

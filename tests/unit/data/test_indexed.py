@@ -175,6 +175,27 @@ def test_the_index_gets_its_name_last_and_loses_it_first(small: Path, monkeypatc
         assert set(content(small.parent)) == present
 
 
+def test_a_folder_beside_the_pair_is_whole_or_absent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write_with(prefix: Path, *names: str) -> None:
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            writer.add_document([7])
+            for name in names:
+                writer.add_file(f"beside/{name}", name.encode())
+
+    write_with(tmp_path / "x", "a", "b")
+    write_with(tmp_path / "x", "b", "c")
+    assert content(tmp_path / "x.beside") == {"b": b"b", "c": b"c"}
+    assert len(IndexedDataset(tmp_path / "x")) == 1
+
+    def full(*paths: str) -> None:
+        raise OSError(errno.ENOSPC, "no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_with(tmp_path / "y", "a", "b")
+    assert sorted(os.listdir(tmp_path)) == ["x.beside", "x.bin", "x.idx"]
+
+
 def test_a_full_disk_leaves_the_old_pair_alone(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = content(small.parent)
     writer = IndexedDatasetWriter(small, np.uint16)

@@ -15,6 +15,7 @@ from megatron.data.gpt_dataset import GPTDataset, build_order
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import DataSource, build_data, requested_samples
 from megatron.data.tokenizer import RECORD, ByteTokenizer, TokenizerRecord
+from megatron.parallel.microbatch import MicroBatch
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron" / "case0"
 TRAINING = TrainingConfig(
@@ -29,6 +30,13 @@ def write(prefix: Path, documents: list[list[int]]) -> DataConfig:
         for document in documents:
             writer.add_document(document)
     return DataConfig(data_path=(str(prefix),), split="1")
+
+
+def step_batches(
+    source: DataSource, split: str, consumed: int, size: int, rank: int, ranks: int, step: int
+) -> list[MicroBatch]:
+    """A rank's micro-batches of a step."""
+    return [source.micro_batch(split, places, step) for places in source.share(split, consumed, size, rank, ranks)]
 
 
 def test_requested_samples_are_those_of_megatron() -> None:
@@ -47,7 +55,7 @@ def test_the_stream_is_the_dataset_in_order() -> None:
     dataset = GPTDataset(indexed, build_order(indexed.lengths, range(180), 400, 32, 1234))
     for consumed in (0, 8):
         for rank in (0, 1):
-            batches = source.step_batches("train", consumed, 8, rank, 2, step=consumed // 8)
+            batches = step_batches(source, "train", consumed, 8, rank, 2, step=consumed // 8)
             assert len(batches) == 2
             for n, batch in enumerate(batches):
                 places = [consumed + 4 * n + 2 * rank + i for i in range(2)]
@@ -58,7 +66,7 @@ def test_the_stream_is_the_dataset_in_order() -> None:
 
 
 def test_form_of_a_micro_batch() -> None:
-    (batch, *_) = build_data(MOCK, TRAINING, 300, 1).step_batches("train", 0, 8, 0, 1, step=3)
+    (batch, *_) = step_batches(build_data(MOCK, TRAINING, 300, 1), "train", 0, 8, 0, 1, step=3)
     for tensor in (batch.tokens, batch.labels):
         assert (tensor.dtype, tensor.shape) == (torch.int64, (2, 32))
     assert batch.sample_ids.dtype == torch.int64
@@ -73,7 +81,7 @@ def test_form_of_a_micro_batch() -> None:
 def test_any_layout_reads_the_same_global_batch(data: DataConfig, micro: int, ranks: int) -> None:
     def read(micro: int, ranks: int) -> dict[int, list[int]]:
         source = build_data(data, replace(TRAINING, micro_batch_size=micro), 1000, ranks)
-        batches = [b for r in range(ranks) for b in source.step_batches("train", 16, 8, r, ranks, step=2)]
+        batches = [b for r in range(ranks) for b in step_batches(source, "train", 16, 8, r, ranks, step=2)]
         return {i: t for b in batches for i, t in zip(b.sample_ids.tolist(), b.tokens.tolist())}
 
     assert read(micro, ranks) == read(2, 1)
@@ -92,14 +100,14 @@ def test_without_evaluation_no_validation_data_is_needed() -> None:
     source = build_data(replace(FILES, split="1,0,0"), replace(TRAINING, eval_iters=0), 1000, 1)
     assert list(source.datasets) == ["train"]
     with pytest.raises(DataError, match="no validation samples in this run: it has training"):
-        source.step_batches("valid", 0, 8, 0, 1, step=0)
+        step_batches(source, "valid", 0, 8, 0, 1, step=0)
 
 
 def test_reading_past_the_end_is_refused() -> None:
     source = build_data(MOCK, TRAINING, 300, 1)
-    assert len(source.step_batches("train", 392, 8, 0, 1, step=49)) == 4
+    assert len(step_batches(source, "train", 392, 8, 0, 1, step=49)) == 4
     with pytest.raises(DataError, match="training sample 400 was asked for; this run has 400"):
-        source.step_batches("train", 393, 8, 0, 1, step=50)
+        step_batches(source, "train", 393, 8, 0, 1, step=50)
 
 
 @pytest.mark.parametrize(
@@ -147,15 +155,15 @@ def test_an_id_beyond_the_vocabulary_is_named(tmp_path: Path, at: int, bad: int,
     with pytest.raises(
         DataError, match=f"training sample 0 holds id {bad}, but the vocabulary has ids 0..{vocab_size - 1}"
     ):
-        build_data(data, ONE_SAMPLE, vocab_size, 1).step_batches("train", 0, 1, 0, 1, step=0)
+        step_batches(build_data(data, ONE_SAMPLE, vocab_size, 1), "train", 0, 1, 0, 1, step=0)
 
 
 def test_the_last_id_of_the_vocabulary_passes_and_the_fix_works(tmp_path: Path) -> None:
     data = write(tmp_path / "x", [[99] * 33])
-    (batch,) = build_data(data, ONE_SAMPLE, 100, 1).step_batches("train", 0, 1, 0, 1, step=0)
+    (batch,) = step_batches(build_data(data, ONE_SAMPLE, 100, 1), "train", 0, 1, 0, 1, step=0)
     assert int(batch.labels.max()) == 99
     with pytest.raises(DataError, match="fix: --vocab-size 100 or more"):
-        build_data(data, ONE_SAMPLE, 99, 1).step_batches("train", 0, 1, 0, 1, step=0)
+        step_batches(build_data(data, ONE_SAMPLE, 99, 1), "train", 0, 1, 0, 1, step=0)
 
 
 def test_a_dataset_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
@@ -258,4 +266,4 @@ def test_a_run_that_goes_on_in_larger_batches_has_all_it_needs() -> None:
     assert on.used["train"] == 240 + 20 * 64
     assert on.stretches["train"] == (400, on.used["train"] - 400)
     assert requested_samples(larger, 1, (30, 240))["train"] == 240 + 20 * 64
-    assert len(on.step_batches("train", 240 + 19 * 64, 64, 0, 1, step=49)) == 32
+    assert len(step_batches(on, "train", 240 + 19 * 64, 64, 0, 1, step=49)) == 32
