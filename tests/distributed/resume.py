@@ -1,0 +1,130 @@
+"""Driving runs that are saved on one layout and go on on another: what the resume tests run on every rank."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from megatron.config.resolve import resolve
+from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.parallel.mesh import everyone
+from megatron.training.checkpointing import consumed_digest, held, save
+from megatron.training.resume import begin, choose
+from megatron.training.setup import Trainer, build
+from megatron.training.step import train_step
+from megatron.training.verify import RankTrace, StepTrace, hold, join
+from tests.distributed.grid import FACTORS, case_of, label, valid
+from tests.distributed.pairwise import Choice
+
+GLOBAL_BATCH = 6
+BEFORE, AFTER = 2, 10
+"""Steps before and after the checkpoint."""
+
+LAYOUTS = [("1", 1), ("1", 2), ("1", 3), ("2", 1), ("2sp", 1)]
+"""TP and DP on up to three ranks."""
+ON_FOUR = [("2", 2), ("2sp", 2), ("4", 1), ("4sp", 1)]
+
+MICRO_BATCHES = {1: (2, 3, 6), 2: (1, 3), 3: (1, 2)}
+"""By DP, sizes that make whole micro-batches."""
+
+OTHERWISE = ("recompute", "micro_batch", "loss_chunk", "overlap", "bucket")
+"""What may change with the layout."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A run, and the layout and other ways of computing it in which it goes on."""
+
+    before: Choice
+    after: Choice
+
+    def __str__(self) -> str:
+        moved = " ".join(f"{n}={self.after[n]}" for n in OTHERWISE if self.after[n] != self.before[n])
+        return f"{label(self.before)}->tp{self.after['tp']} dp{self.after['dp']} {moved}".strip().replace(" ", "-")
+
+
+def random_pair(seed: int, on_four: bool = False) -> Pair:
+    """Two different layouts of a random model; with ``on_four`` maybe on four ranks."""
+    chance = random.Random(seed)
+    (tp, dp), (other_tp, other_dp) = chance.sample(LAYOUTS + ON_FOUR if on_four else LAYOUTS, 2)
+    model = {name: chance.choice(values) for name, values in FACTORS.items()} | {"documents": False, "masked": False}
+    if not valid(model | {"micro_batch": 1, "dp": 1}):
+        model["rotary"] = "plain"
+    otherwise = {name: chance.choice(FACTORS[name]) for name in OTHERWISE}
+    sizes = {"tp": tp, "dp": dp, "micro_batch": chance.choice(MICRO_BATCHES[dp])}
+    other = {"tp": other_tp, "dp": other_dp, "micro_batch": chance.choice(MICRO_BATCHES[other_dp])}
+    return Pair(model | sizes, model | otherwise | other)
+
+
+def ranks_of(choice: Choice) -> int:
+    return int(choice["tp"][0]) * int(choice["dp"])
+
+
+def config_of(choice: Choice, options: CheckpointConfig) -> RunConfig:
+    """The run of a choice, in fp64, on generated samples."""
+    config = case_of(choice).config()
+    training = replace(
+        config.training, global_batch_size=GLOBAL_BATCH, train_iters=BEFORE + AFTER, cross_entropy_chunk_size=1024
+    )
+    optimizer = replace(config.optimizer, lr=1e-2, lr_warmup_iters=1)
+    return resolve(replace(config, training=training, optimizer=optimizer, checkpoint=options), ranks_of(choice))
+
+
+@dataclass(frozen=True)
+class Leg:
+    """What one rank has at the checkpoint, and how it goes on.
+
+    Attributes:
+        state: masters as ``weights``, moments as ``grads``.
+        losses: of the steps after it.
+        digest: of all samples in the end.
+    """
+
+    state: RankTrace
+    losses: list[float]
+    digest: int
+
+
+def save_and_go_on(rank: int, world_size: int, config: RunConfig) -> Leg:
+    """Train up to the checkpoint, write it, and go on to the end."""
+    trainer = build(config, rank, world_size)
+    advance(trainer, BEFORE)
+    save(trainer)
+    return go_on(trainer)
+
+
+def load_and_go_on(rank: int, world_size: int, config: RunConfig) -> Leg:
+    """Load the checkpoint and go on to the end."""
+    origin = choose(config.checkpoint, everyone(rank, world_size))
+    trainer = build(config, rank, world_size, fresh=origin.fresh)
+    begin(trainer, origin)
+    return go_on(trainer)
+
+
+def go_on(trainer: Trainer) -> Leg:
+    """Take the steps that are left."""
+    first = trainer.mesh.replicas.rank == 0
+    tensors = {name: hold(spec, tensor, first) for name, (spec, tensor) in held(trainer).items()}
+    weights = {name: pieces for name, pieces in tensors.items() if not name.startswith("optim.")}
+    moments = {name: pieces for name, pieces in tensors.items() if name.startswith("optim.")}
+    state = RankTrace(0.0, 0.0, moments, weights)
+    losses = advance(trainer, trainer.total_steps - trainer.iteration)
+    return Leg(state, losses, consumed_digest(trainer))
+
+
+def advance(trainer: Trainer, steps: int) -> list[float]:
+    """Take steps as the training loop does; returns their losses."""
+    t, losses = trainer, []
+    for _ in range(steps):
+        samples, lr = t.next_batch_size, t.schedule.learning_rate(t.consumed_samples)
+        metrics = train_step(t, t.next_batches(), lr, t.schedule.weight_decay(t.consumed_samples))
+        losses.append(metrics.loss.item())
+        t.iteration += 1
+        t.consumed_samples += samples
+    return losses
+
+
+def gathered(legs: Sequence[Leg]) -> StepTrace:
+    """Masters and moments of all ranks put together."""
+    return join([leg.state for leg in legs])
