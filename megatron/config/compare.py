@@ -133,8 +133,8 @@ def compare(
     before, after = _values(then) | unreadable, _values(now)
     changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
     roles = {field: _role(field, before, after) for field in changed}
-    if _schedule(then, begin) == _schedule(now, begin):
-        roles = {field: Role.FREE if field in LENGTHS else role for field, role in roles.items()}
+    if _schedule(then, begin) == _schedule(now, begin):  # the same lengths, said in another way or of no effect
+        roles |= {field: Role.FREE for field in changed if field in LENGTHS and field not in unreadable}
     told = {field: _change(SETTINGS[field], before, after, name) for field in changed}
     problems = []
     for role, (code, sentence) in REFUSALS.items():

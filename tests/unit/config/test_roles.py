@@ -25,8 +25,14 @@ from tests.runs import tiny_run
 from tests.solo import one_rank_mesh, tiny
 
 BASES = {
-    "learned": tiny(),
-    "rope": tiny(position_embedding_type="rope", add_bias_linear=False, normalization="RMSNorm", activation="swiglu"),
+    "learned": tiny(ffn_hidden_size=64),
+    "rope": tiny(
+        ffn_hidden_size=64,
+        position_embedding_type="rope",
+        add_bias_linear=False,
+        normalization="RMSNorm",
+        activation="swiglu",
+    ),
 }
 OTHER_SIZES = {"hidden_size": 64, "num_query_groups": 2, "vocab_size": 110, "yarn_original_max_position_embeddings": 8}
 
