@@ -1,0 +1,87 @@
+"""Small Hugging Face folders, written by the `safetensors` package, and checkpoints to convert."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.parts import GlobalTensor, Part
+from megatron.checkpoint.store import write
+from megatron.config.hf import config_json, family_for
+from megatron.config.model import ModelConfig
+from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.sources import to_dict
+from megatron.model.hf import shapes_only, slots
+from megatron.parallel.comm import Group
+from tests.solo import tiny
+
+LLAMA: dict[str, Any] = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "activation": "swiglu",
+    "add_bias_linear": False,
+    "ffn_hidden_size": 48,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+
+
+def llama(**changes: Any) -> ModelConfig:
+    """A tiny Llama."""
+    return tiny(**(LLAMA | changes))
+
+
+def random_weights(model: ModelConfig, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    """Under transformers' names."""
+    generator = torch.Generator().manual_seed(seed)
+    made = slots(family_for(model), shapes_only(model).specs).values()
+    return {s.name: (0.2 * torch.randn(s.shape, generator=generator)).to(dtype) for found in made for s in found}
+
+
+def write_folder(folder: Path, model: ModelConfig, weights: dict[str, Tensor], shards: int = 1) -> Path:
+    """A Hugging Face folder with these weights, whatever they are."""
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config_json(model)))
+    if shards == 1:
+        save_file(weights, folder / "model.safetensors", {"format": "pt"})
+        return folder
+    names = sorted(weights)
+    places = {}
+    for i in range(shards):
+        file, held = f"model-{i + 1:05d}-of-{shards:05d}.safetensors", names[i::shards]
+        save_file({name: weights[name] for name in held}, folder / file, {"format": "pt"})
+        places |= dict.fromkeys(held, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    return folder
+
+
+def write_checkpoint(
+    path: Path,
+    model: ModelConfig,
+    params_dtype: str = "fp32",
+    files: dict[str, bytes] | None = None,
+    std: float = 0.2,
+) -> Manifest:
+    """A checkpoint with random weights, a moment of each, and these small files."""
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, spec in shapes_only(model).specs.items():
+        for stored in (name, f"optim.exp_avg.{name}"):
+            value = std * torch.randn(spec.view, generator=generator)
+            tensors[stored] = GlobalTensor(spec.shape, spec.view, torch.float32, (Part(whole(spec.view), value),))
+    config = replace(RunConfig(model=model), precision=PrecisionConfig(params_dtype=params_dtype))
+    small: dict[str, Path | bytes] = dict(files or {})
+    write(path, tensors, {"iteration": 7}, to_dict(config), Group(), small)
+    return Manifest.open(path)
+
+
+def ignore(name: str, done: int, total: int) -> None:
+    """No report."""

@@ -1,0 +1,130 @@
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.convert.check import TOLERANCE, Difference, MismatchError, check, inputs
+from megatron.convert.hf_folder import HFSource
+from megatron.model import hf
+from tests.solo import tiny
+from tests.unit.convert.folders import llama, random_weights, write_folder
+
+MODELS = {
+    "gpt2": tiny(max_position_embeddings=200),
+    "gpt2-untied": tiny(untie_embeddings_and_output_weights=True, activation="gelu"),
+    "llama": llama(),
+    "llama-yarn": llama(
+        position_embedding_type="yarn", rotary_scaling_factor=4.0, yarn_original_max_position_embeddings=64
+    ),
+    "llama3": llama(use_rope_scaling=True, rope_original_max_position=16, max_position_embeddings=4096),
+    "qwen3-window": llama(qk_layernorm=True, window_size=5, kv_channels=6, max_position_embeddings=64),
+}
+
+
+def compare(folder: Path, model: ModelConfig, trusted: Path | None = None) -> list[Difference]:
+    """The folder through transformers against ourselves, fed from ``trusted`` (default: the same folder)."""
+    return check(folder, folder / "config.json", model, HFSource(trusted or folder, model))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_equal_models_are_equal_block_by_block(name: str, tmp_path: Path) -> None:
+    model = MODELS[name]
+    found = compare(write_folder(tmp_path / "m", model, random_weights(model), shards=2), model)
+    rotary = ["rotary frequencies"] if model.rotary_dim else []
+    assert [difference.what for difference in found] == [*rotary, "block 0", "block 1", "logits"]
+    assert all(difference.relative <= TOLERANCE for difference in found)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "gpt2-untied", "llama", "qwen3-window"])
+def test_one_changed_element_of_any_tensor_is_seen(name: str, tmp_path: Path) -> None:
+    model = replace(MODELS[name], num_layers=1)
+    weights = random_weights(model)
+    good = write_folder(tmp_path / "good", model, weights)
+    tokens, _ = inputs(model)
+    for i, key in enumerate(weights):
+        changed = weights[key].clone()
+        row = int(tokens[-1, -1]) if key.endswith(("wte.weight", "embed_tokens.weight")) else -1
+        changed[row] += 0.1
+        bad = write_folder(tmp_path / str(i), model, weights | {key: changed})
+        with pytest.raises(MismatchError, match="the first to differ is"):
+            compare(bad, model, good)
+
+
+def test_first_block_that_differs_is_named(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    weights = random_weights(model)
+    good = write_folder(tmp_path / "good", model, weights)
+    key = "model.layers.1.mlp.up_proj.weight"
+    bad = write_folder(tmp_path / "bad", model, weights | {key: weights[key] * 1.01})
+    with pytest.raises(MismatchError, match=r"the first to differ is block 1 by .* logits by"):
+        compare(bad, model, good)
+
+
+def test_not_a_number_is_no_match(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    weights = random_weights(model)
+    weights["model.norm.weight"][0] = torch.nan
+    with pytest.raises(MismatchError, match="logits by inf"):
+        compare(write_folder(tmp_path / "m", model, weights), model)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "seen"),
+    [
+        ("rope_theta", 20000.0, "rotary frequencies"),
+        ("rms_norm_eps", 0.1, "block 0"),
+        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}, "rotary"),
+    ],
+)
+def test_changed_config_is_seen(key: str, value: object, seen: str, tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    folder = write_folder(tmp_path / "m", model, random_weights(model))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(MismatchError, match=f"the first to differ is {seen}"):
+        compare(folder, model)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("llama", "llama"), ("gpt2", "gpt2")])
+def test_a_wrong_row_of_the_table_is_seen(
+    kind: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = MODELS[kind]
+    folder = write_folder(tmp_path / "m", model, random_weights(model))
+    table = hf.TABLES[kind]
+    swaps = {"x g d": "g x d", "h, x g d": "h, g x d", "p[:1] f, h": "p[1:] f, h", "p[1:] f, h": "p[:1] f, h"}
+
+    def mutate(row: hf.Row) -> hf.Row:
+        return row[0], row[1], tuple((theirs, swaps.get(axes, axes)) for theirs, axes in row[2])
+
+    monkeypatch.setitem(hf.TABLES, kind, replace(table, rows=tuple(map(mutate, table.rows))))
+    with pytest.raises(MismatchError, match="the first to differ is block 0"):
+        compare(folder, model)
+
+
+def test_tensors_missing_or_unused_by_transformers(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    weights = random_weights(model)
+    good = write_folder(tmp_path / "good", model, weights)
+    more = write_folder(tmp_path / "more", model, weights | {"model.layers.0.adapter": torch.ones(1)})
+    with pytest.raises(MismatchError, match=r"does not use these tensors .*: model\.layers\.0\.adapter"):
+        compare(more, model, good)
+    del weights["model.layers.1.input_layernorm.weight"]
+    less = write_folder(tmp_path / "less", model, weights)
+    with pytest.raises(MismatchError, match=r"lacks model\.layers\.1\.input_layernorm\.weight"):
+        compare(less, model, good)
+
+
+def test_inputs_reach_the_last_learned_position() -> None:
+    tokens, positions = inputs(MODELS["gpt2"])
+    assert tokens.shape == positions.shape == (2, 64)
+    assert positions[0, 0] == 0
+    assert positions[-1, -1] == 199
+    assert (positions.diff(dim=1) == 1).all()
+    assert tokens.max() < 101
+    assert inputs(tiny())[0].shape == (2, 16), "no longer than the model's positions"

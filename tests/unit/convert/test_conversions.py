@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.folder import Checkpoints
+from megatron.config.model import ModelConfig
+from megatron.convert.check import TOLERANCE, MismatchError
+from megatron.convert.checkpoint import open_checkpoint
+from megatron.convert.conversions import from_hf, to_hf
+from megatron.model import hf
+from tests.solo import tiny
+from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
+
+MODELS = {"gpt2": tiny(), "llama": llama()}
+
+
+def swap_rows(monkeypatch: pytest.MonkeyPatch, kind: str, first: str, second: str) -> None:
+    """Let two axes descriptions of a family's table change places."""
+    table = hf.TABLES[kind]
+    swaps = {first: second, second: first}
+    rows = tuple((o, axes, tuple((n, swaps.get(a, a)) for n, a in theirs)) for o, axes, theirs in table.rows)
+    monkeypatch.setitem(hf.TABLES, kind, hf.Table(rows, table.prefix, table.buffers))
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_there_and_back_is_the_same_to_the_bit_and_checked(kind: str, tmp_path: Path) -> None:
+    model = MODELS[kind]
+    weights = random_weights(model, torch.bfloat16)
+    there = from_hf(write_folder(tmp_path / "hf", model, weights, shards=3), tmp_path / "save", ignore)
+    assert there.path == tmp_path / "save" / "iter_0000000"
+    assert there.differences
+    back = to_hf(open_checkpoint(tmp_path / "save"), tmp_path / "back", ignore, shard_bytes=10**9)
+    assert back.differences[-1].what == "logits"
+    assert all(d.relative <= TOLERANCE for d in (*there.differences, *back.differences))
+    found = load_file(tmp_path / "back" / "model.safetensors")
+    assert found.keys() == weights.keys()
+    assert all(torch.equal(found[name], value) for name, value in weights.items())
+
+
+def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"]
+    folder = write_folder(tmp_path / "hf", model, random_weights(model))
+    write_checkpoint(tmp_path / "run" / "iter_0000007", model)
+    swap_rows(monkeypatch, "llama", "p[:1] f, h", "p[1:] f, h")
+    with pytest.raises(MismatchError, match="block 0"):
+        from_hf(folder, tmp_path / "save", ignore)
+    assert list((tmp_path / "save").iterdir()) == []
+    with pytest.raises(MismatchError, match="block 0"):
+        to_hf(open_checkpoint(tmp_path / "run"), tmp_path / "out", ignore, shard_bytes=10**9)
+    assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "save"}
+
+
+def test_unchecked_conversions_compare_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MODELS["llama"]
+    folder = write_folder(tmp_path / "hf", model, random_weights(model))
+    swap_rows(monkeypatch, "llama", "p[:1] f, h", "p[1:] f, h")
+    assert from_hf(folder, tmp_path / "save", ignore, checked=False).differences == ()
+    done = to_hf(open_checkpoint(tmp_path / "save"), tmp_path / "out", ignore, shard_bytes=10**9, checked=False)
+    assert done.differences == ()
+
+
+def test_folder_with_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    write_checkpoint(tmp_path / "save" / "iter_0000007", model)
+    with pytest.raises(CheckpointError, match="holds checkpoints already"):
+        from_hf(write_folder(tmp_path / "hf", model, random_weights(model)), tmp_path / "save", ignore)
+
+
+def test_fp64_is_not_rounded_unasked(tmp_path: Path) -> None:
+    manifest = write_checkpoint(tmp_path / "iter_0000007", MODELS["llama"], "fp64")
+    with pytest.raises(CheckpointError, match=r"computed in fp64[\s\S]*--dtype fp32"):
+        to_hf(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
+    to_hf(manifest, tmp_path / "out", ignore, dtype="bf16", shard_bytes=10**9, checked=False)
+
+
+def killed_at(number: int, convert: Callable[[Callable[[str, int, int], None]], object]) -> None:
+    """Run a conversion in a child that kills itself when ``number`` tensors are reported."""
+    child = os.fork()
+    if child == 0:
+        reports = 0
+
+        def report(name: str, done: int, total: int) -> None:
+            nonlocal reports
+            reports += 1
+            if reports == number or done == total:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        try:
+            convert(report)
+        finally:
+            os._exit(1)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL
+
+
+@pytest.mark.parametrize("number", [1, 6, 10**9])
+def test_a_kill_leaves_nothing_that_looks_complete(number: int, tmp_path: Path) -> None:
+    model: ModelConfig = MODELS["llama"]
+    manifest = write_checkpoint(tmp_path / "run" / "iter_0000007", model)
+    out = tmp_path / "out"
+    killed_at(number, lambda report: to_hf(manifest, out, report, shard_bytes=20_000, checked=False))
+    assert not out.exists()
+    assert not (tmp_path / "out.tmp" / "config.json").exists()
+    to_hf(manifest, out, ignore, shard_bytes=20_000, checked=False)
+    assert not (tmp_path / "out.tmp").exists()
+
+    save = tmp_path / "save"
+    killed_at(number, lambda report: from_hf(out, save, report, checked=False))
+    assert Checkpoints(save).candidates() == []
+    from_hf(out, save, ignore, checked=False)
+    assert [path.name for path in save.iterdir()] == ["iter_0000000"]

@@ -1,0 +1,209 @@
+from __future__ import annotations
+
+import errno
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError
+from megatron.checkpoint.manifest import Manifest
+from megatron.config.problems import UserError
+from megatron.convert.checkpoint import SavedModel
+from megatron.convert.export import PENDING, Export, Item, shards, special_ids
+from megatron.model.hf import Slot
+from megatron.parallel.shard import Box
+from tests.parity.families import from_gpt2, from_llama
+from tests.solo import tiny
+from tests.unit.convert.folders import ignore, llama, write_checkpoint
+
+TOKENIZER = {"model": {"vocab": {"a": 0, "b": 1}}, "added_tokens": [{"id": 2, "content": "<|endoftext|>"}]}
+SETTINGS = {"eos_token": "<|endoftext|>", "bos_token": {"content": "b"}}
+FILES = {
+    "tokenizer/tokenizer.json": json.dumps(TOKENIZER).encode(),
+    "tokenizer/tokenizer_config.json": json.dumps(SETTINGS).encode(),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> SavedModel:
+    return SavedModel(write_checkpoint(tmp_path_factory.mktemp("ckpt") / "iter_0000007", llama(), files=FILES))
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+def export(saved: SavedModel, folder: Path, dtype: torch.dtype = torch.float32, shard_bytes: int = 10**9) -> Path:
+    made = Export(saved, folder, dtype)
+    made.build(shard_bytes, ignore)
+    made.publish()
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_export_holds_the_masters_rounded_once(kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = tiny(make_vocab_size_divisible_by=64) if kind == "gpt2" else llama(make_vocab_size_divisible_by=64)
+    saved = SavedModel(write_checkpoint(tmp_path / "iter_0000007", model))
+    weights = weights_of(export(saved, tmp_path / "hf", dtype))
+    assert all(value.dtype == dtype for value in weights.values())
+    ours = (from_gpt2 if kind == "gpt2" else from_llama)(weights, saved.model)
+    assert ours["embedding.word_embeddings.weight"].shape[0] == 101, "padding of the vocabulary has left"
+    for name, spec in saved.specs.items():
+        exact = saved.read(name, spec.view, Box((0,) * len(spec.view), spec.view)).reshape(spec.shape)
+        assert torch.equal(ours[name], exact.to(dtype)), name
+
+
+def test_files_of_a_folder(saved: SavedModel, tmp_path: Path) -> None:
+    folder = export(saved, tmp_path / "hf", torch.bfloat16)
+    tokenizer = {"tokenizer.json", "tokenizer_config.json"}
+    assert {path.name for path in folder.iterdir()} == tokenizer | {
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+    }
+    config = json.loads((folder / "config.json").read_text())
+    assert (config["bos_token_id"], config["eos_token_id"], config["pad_token_id"]) == (1, 2, None)
+    assert config["torch_dtype"] == "bfloat16"
+    assert json.loads((folder / "generation_config.json").read_text()) == {"bos_token_id": 1, "eos_token_id": 2}
+    assert (folder / "tokenizer.json").read_bytes() == FILES["tokenizer/tokenizer.json"]
+    with safe_open(folder / "model.safetensors", "pt") as file:
+        assert file.metadata() == {"format": "pt"}
+    assert list(tmp_path.iterdir()) == [folder], "nothing is left beside it"
+
+
+def test_shards_and_their_index(saved: SavedModel, tmp_path: Path) -> None:
+    folder = export(saved, tmp_path / "hf", shard_bytes=20_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    files = sorted(folder.glob("*.safetensors"))
+    assert len(files) > 2
+    assert [f.name for f in files] == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    held = {name: file.name for file in files for name in load_file(file)}
+    assert index["weight_map"] == held
+    sizes = {file: sum(t.nbytes for t in load_file(file).values()) for file in files}
+    assert max(sizes.values()) <= 20_000
+    assert index["metadata"]["total_size"] == sum(sizes.values())
+    whole = weights_of(export(saved, tmp_path / "whole"))
+    assert all(torch.equal(whole[name], value) for name, value in weights_of(folder).items())
+
+
+def test_shards_are_consecutive_and_small() -> None:
+    items = [Item(str(i), Slot(str(i), (n,), (0,), Box((0,), (n,)))) for i, n in enumerate([3, 3, 9, 1, 1, 1, 5])]
+    found = [[item.ours for item in group] for group in shards(items, torch.float16, 12)]
+    assert found == [["0", "1"], ["2"], ["3", "4", "5"], ["6"]]
+
+
+def test_values_too_large_for_fp16_are_refused(tmp_path: Path) -> None:
+    saved = SavedModel(write_checkpoint(tmp_path / "iter_0000007", llama(), std=30_000.0))
+    with pytest.raises(CheckpointError, match=r"above 65504, too large for fp16[\s\S]*--dtype bf16"):
+        export(saved, tmp_path / "hf", torch.float16)
+    assert not (tmp_path / "hf").exists()
+    assert not (tmp_path / "hf.tmp").exists()
+
+
+def test_only_an_empty_folder_may_be_there(saved: SavedModel, tmp_path: Path) -> None:
+    (tmp_path / "empty").mkdir()
+    export(saved, tmp_path / "empty")
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        export(saved, tmp_path / "empty")
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match="exists and is not empty"):
+        export(saved, tmp_path / "file")
+
+
+def test_what_a_killed_export_left_is_replaced_and_nothing_else(saved: SavedModel, tmp_path: Path) -> None:
+    left = Export(saved, tmp_path / "hf", torch.float32)
+    left.build(20_000, ignore)
+    (tmp_path / "hf.tmp" / "stale").write_text("x")
+    assert not (tmp_path / "hf.tmp" / "config.json").exists()
+    export(saved, tmp_path / "hf")
+    assert not (tmp_path / "hf" / "stale").exists()
+    (tmp_path / "other.tmp").mkdir()
+    (tmp_path / "other.tmp" / "thesis.tex").write_text("x")
+    with pytest.raises(CheckpointError, match="was not left by a conversion"):
+        export(saved, tmp_path / "other")
+    assert (tmp_path / "other.tmp" / "thesis.tex").exists()
+
+
+@pytest.mark.parametrize(
+    ("call", "number"), [(call, n) for call in ("write", "fsync") for n in (1, 2, 5)] + [("rename", 1), ("rename", 2)]
+)
+def test_disk_that_refuses_leaves_nothing(
+    call: str, number: int, saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, calls = getattr(os, call), 0
+
+    def refuse(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return real(*args)
+
+    monkeypatch.setattr(os, call, refuse)
+    with pytest.raises(StorageError, match="No space left on device; nothing was exported"):
+        export(saved, tmp_path / "hf", shard_bytes=20_000)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_flipped_byte_in_the_checkpoint_stops_the_export(tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000007"
+    write_checkpoint(path, llama())
+    file = next(path.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    start = Manifest.open(path).tensors["final_layernorm.weight"].chunks[0].offset
+    content[start] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(DamagedError, match="flipped bytes"):
+        export(SavedModel(Manifest.open(path)), tmp_path / "hf")
+    assert [p.name for p in tmp_path.iterdir()] == ["iter_0000007"]
+
+
+def test_model_without_a_family_is_refused_before_anything_is_written(tmp_path: Path) -> None:
+    saved = SavedModel(write_checkpoint(tmp_path / "iter_0000007", llama(activation="relu2")))
+    with pytest.raises(UserError, match="activation relu2"):
+        export(saved, tmp_path / "hf")
+    assert [p.name for p in tmp_path.iterdir()] == ["iter_0000007"]
+
+
+def test_tokenizer_of_another_folder(saved: SavedModel, tmp_path: Path) -> None:
+    other = tmp_path / "tokenizer"
+    other.mkdir()
+    with pytest.raises(CheckpointError, match=re.escape("holds no tokenizer.json")):
+        Export(saved, tmp_path / "hf", torch.float32, other)
+    (other / "tokenizer.json").write_text(json.dumps({"model": {"vocab": [["x", -1.0], ["</s>", -2.0]]}}))
+    (other / "special_tokens_map.json").write_text(json.dumps({"eos_token": "</s>"}))
+    made = Export(saved, tmp_path / "hf", torch.float32, other)
+    made.build(10**9, ignore)
+    made.publish()
+    assert json.loads((tmp_path / "hf" / "config.json").read_text())["eos_token_id"] == 1
+    assert not (tmp_path / "hf" / "tokenizer_config.json").exists(), "the checkpoint's own is left out"
+
+
+def test_special_ids() -> None:
+    files = {name.removeprefix("tokenizer/"): content for name, content in FILES.items()}
+    assert special_ids(files, 3) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
+    assert special_ids({}, 3) == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    several = files | {"generation_config.json": b'{"eos_token_id": [2, 0]}'}
+    assert special_ids(several, 3)["eos_token_id"] == [2, 0], "what was said of generation comes first"
+    with pytest.raises(CheckpointError, match="ids up to 2, but the model's vocabulary 2 entries"):
+        special_ids(files, 2)
+
+
+def test_config_has_another_name_until_the_end(saved: SavedModel, tmp_path: Path) -> None:
+    made = Export(saved, tmp_path / "hf", torch.float32)
+    seen: list[set[str]] = []
+    made.build(10**9, lambda name, done, total: seen.append({path.name for path in made.building.iterdir()}))
+    assert all(PENDING in names and "config.json" not in names for names in seen)
+    assert made.pending_config.exists()
+    assert not (tmp_path / "hf").exists()
+    made.abandon()
+    assert list(tmp_path.iterdir()) == []

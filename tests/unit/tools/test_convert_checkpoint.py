@@ -1,0 +1,90 @@
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.unit.convert.folders import llama, random_weights, write_folder
+from tools.convert_checkpoint import Percent, main, size
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = llama()
+    write_folder(tmp_path / "hf", model, random_weights(model))
+    assert main(["--load-hf", f"{tmp_path}/hf", "--save", f"{tmp_path}/save"]) == 0
+    out, err = capsys.readouterr()
+    assert f"wrote {tmp_path}/save/iter_0000000: {model.num_parameters():,} parameters" in out
+    assert "transformers computes the same: logits by " in out
+    assert "100% output_layer.weight" in err
+    back = [
+        "--load",
+        f"{tmp_path}/save",
+        "--save-hf",
+        f"{tmp_path}/back",
+        "--dtype",
+        "bf16",
+        "--max-shard-size",
+        "20KB",
+    ]
+    assert main([*back, "--no-check"]) == 0
+    assert "not compared with transformers" in capsys.readouterr().out
+    assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+
+
+def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--load-hf", f"{tmp_path}/none", "--save", f"{tmp_path}/save"]) == 1
+    assert capsys.readouterr().err.startswith(f"convert_checkpoint: E850 {tmp_path}/none holds no config.json")
+    assert main(["--load", f"{tmp_path}/none", "--save-hf", f"{tmp_path}/out"]) == 1
+    assert capsys.readouterr().err == f"convert_checkpoint: {tmp_path}/none does not hold a checkpoint\n"
+    model = llama()
+    weights = random_weights(model)
+    del weights["model.norm.weight"]
+    write_folder(tmp_path / "hf", model, weights)
+    assert main(["--load-hf", f"{tmp_path}/hf", "--save", f"{tmp_path}/save"]) == 1
+    assert capsys.readouterr().err == f"convert_checkpoint: {tmp_path}/hf lacks: model.norm.weight\n"
+    assert not (tmp_path / "save").exists()
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "one of the arguments --load-hf --load is required"),
+        (["--load-hf", "a"], "one of the arguments --save --save-hf is required"),
+        (["--load-hf", "a", "--save-hf", "b"], "--load-hf goes with --save"),
+        (["--load", "a", "--save", "b"], "--load with --save-hf"),
+        (["--load-hf", "a", "--save", "b", "--dtype", "bf16"], "--dtype: only with --save-hf"),
+        (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --save-hf"),
+        (["--load", "a", "--save-hf", "b", "--max-shard-size", "5XB"], "'5XB' is no size such as 5GB"),
+    ],
+)
+def test_wrong_flags(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(argv)
+    assert caught.value.code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_sizes() -> None:
+    assert [size(text) for text in ("5GB", "1.5kb", "2MiB", "7", "7B")] == [5 * 10**9, 1500, 2 * 2**20, 7, 7]
+    for text in ("0", "GB", "-1MB", "1 TB"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            size(text)
+
+
+def test_tenths_are_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    percent = Percent()
+    for done in (1, 5, 15, 16, 99, 100):
+        percent("x", done, 100)
+    assert capsys.readouterr().err == "10% x\n90% x\n100% x\n"
+
+
+def test_help_needs_no_torch() -> None:
+    code = "import sys; sys.modules['torch'] = None; from tools.convert_checkpoint import main; main(['--help'])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "--load-hf DIR" in done.stdout
