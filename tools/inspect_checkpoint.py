@@ -96,7 +96,8 @@ def diff(args: argparse.Namespace) -> int:
 
     a, b = newest(args.a), newest(args.b)
     lines = [*differing("option", a.config, b.config), *differing("state", a.state, b.state)]
-    print("".join(f"{line}\n" for line in lines), end="")
+    for text in lines:
+        print(text)
     identical = 0
     for name in sorted(a.tensors.keys() | b.tensors.keys()):
         line = differing_tensor(CheckpointReader(a), CheckpointReader(b), name)
