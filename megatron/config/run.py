@@ -196,8 +196,8 @@ class CheckpointConfig:
     ckpt_step: int | None = option(None, "Step of the checkpoint to load. Default: the newest valid one.", at_least=0)
     resume_mode: str = option(
         "exact",
-        "What to take over from load: everything; everything, with batch, length, optimizer numbers and schedules as "
-        "flagged now; or nothing but the weights.",
+        "What to take over from load, or without it from save: everything; everything, with batch, length, optimizer "
+        "numbers and schedules as flagged now; or nothing but the weights.",
         choices=RESUME_MODES,
         aliases={
             "--finetune": "weights-only",

@@ -58,7 +58,7 @@ def resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield from _hugging_face(config)
     elif c.resume_mode == "weights-only" and c.save is not None and (c.load is None or _one_folder(config)):
         sentence = f"weights-only starts a new run, and --save {c.save} would be the old one's folder"
-        yield Problem("E803", sentence, (f"--load {c.save} --save {c.save}-new", "--resume-mode exact"))
+        yield Problem("E803", sentence, (f"--load {c.load or c.save} --save {c.save}-new", "--resume-mode exact"))
     elif c.load is not None and c.ckpt_step is not None and _step(Path(c.load)) not in (None, c.ckpt_step):
         sentence = f"--load {c.load} and --ckpt-step {c.ckpt_step} name two checkpoints"
         yield Problem("E803", sentence, (f"--load {Path(c.load).parent}", "--set checkpoint.ckpt_step=null"))

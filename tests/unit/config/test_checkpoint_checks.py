@@ -81,6 +81,12 @@ def test_a_checkpoint_and_a_step_that_is_not_its() -> None:
     assert (problem.code, problem.fixes) == ("E803", ("--load ckpt", "--set checkpoint.ckpt_step=null"))
 
 
+def test_a_new_run_from_one_of_the_old_ones_checkpoints() -> None:
+    (problem,) = told("--load ckpt/iter_0000100 --save ckpt --finetune")
+    assert problem.fixes[0] == "--load ckpt/iter_0000100 --save ckpt-new"
+    assert told(f"--finetune {problem.fixes[0]}") == []
+
+
 def test_links_are_followed_to_see_whether_it_is_one_folder(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path / "ckpt")
     assert [p.code for p in told("--load link --save ckpt --finetune")] == ["E803"]
