@@ -108,7 +108,8 @@ def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
 
 
 def _end_of_document(files: Mapping[str, bytes], ids: Mapping[str, int], path: Path) -> int:
-    named = (_eos_token(files[name], path / name) for name in (CONFIG, SPECIAL) if name in files)
+    folder = path if path.is_dir() else path.parent
+    named = (_eos_token(files[name], folder / name) for name in (CONFIG, SPECIAL) if name in files)
     token = next((token for token in named if token is not None), None)
     if token is None:
         token = next((end for end in ENDS if end in ids), None)

@@ -218,7 +218,7 @@ def _extended(split: str, before: Sequence[int], after: Sequence[int]) -> str | 
     if len(after) == len(before):
         return None
     planned = " + ".join(f"{count:,}" for count in before)
-    return f"the {WORDS[split]} data were laid out for {planned} samples; {after[-1]:,} more follow in another order"
+    return f"the {WORDS[split]} data, laid out for {planned} samples, are used up: {after[-1]:,} of a new order follow"
 
 
 def _generated(
