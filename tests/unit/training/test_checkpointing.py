@@ -5,8 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,6 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.parallel.microbatch import MicroBatch
-from megatron.training.checkpointing import held, state, to_write
 from megatron.training.setup import Trainer, build
 from tests.runs import before_step, checkpoint, column, differences, kill, records, saved_steps, start, steps, tiny_run
 
@@ -77,7 +75,7 @@ def test_skipped_steps_before_and_after_the_kill(tmp_path: Path) -> None:
     parts = check_twins(tmp_path, FP16, 5)
     skipped = {step for step, numbers in steps(parts).items() if numbers["skipped-iterations"]}
     assert min(skipped) < 4 < max(skipped)
-    tensors, numbers = checkpoint(parts / "saved/iter_0000004")
+    _, numbers = checkpoint(parts / "saved/iter_0000004")
     assert numbers["optimizer"]["steps"] == 4 - len([step for step in skipped if step <= 4])
     assert numbers["loss_scaler"].keys() == {"scale", "good_steps", "lives"}
 
@@ -116,3 +114,132 @@ def test_another_micro_batch_size_is_the_same_run_up_to_rounding(tmp_path: Path)
     assert "--micro-batch-size: checkpoint 1 -> now 4" in told.out
     losses = [[numbers["lm loss"] for numbers in steps(tmp_path / run).values()] for run in ("whole", "parts")]
     assert losses[1] == pytest.approx(losses[0], rel=1e-12)
+
+
+def test_fp16_after_bf16_begins_with_its_own_loss_scale(tmp_path: Path) -> None:
+    start(run_of(tmp_path, "--bf16"), before_step(5, kill))
+    told = start(run_of(tmp_path, "--fp16 --initial-loss-scale 1024"))
+    assert "--params-dtype: checkpoint bf16 -> now fp16" in told.out
+    assert (told.status, steps(tmp_path)[5]["loss-scale"]) == (0, 1024.0)
+
+
+def misread(trainer: Trainer) -> None:
+    """Read the next step's first sample a second time, as a reader does that loses its place."""
+    trainer.consumed_samples -= 1
+    trainer._read("train", trainer.consumed_samples, 1)
+    trainer.consumed_samples += 1
+
+
+def test_samples_that_are_not_the_stream_s_are_noticed_at_the_save(tmp_path: Path) -> None:
+    told = start(run_of(tmp_path), before_step(4, misread))
+    assert told.status == 1
+    assert "RuntimeError: the samples read up to step 4 are not those of the sample stream" in told.err
+    assert saved_steps(tmp_path / "saved") == [2]
+
+
+def test_a_sample_left_out_is_noticed_at_the_save(tmp_path: Path) -> None:
+    original = Trainer._read
+
+    def read(trainer: Trainer, split: str, first: int, size: int) -> list[MicroBatch]:
+        return original(trainer, split, first, size - 1 if trainer.iteration == 4 else size)
+
+    assert start(run_of(tmp_path), patch.object(Trainer, "_read", read)).status == 1
+    assert saved_steps(tmp_path / "saved") == [2, 4]
+
+
+@pytest.mark.parametrize("other", ["other documents", "another seed", "another split", "others of the same size"])
+def test_other_samples_are_refused(tmp_path: Path, other: str) -> None:
+    flags = write_documents(tmp_path / "documents")
+    start(run_of(tmp_path, flags), before_step(6, kill))
+    if other == "other documents":
+        flags = write_documents(tmp_path / "others", seed=1)
+    elif other == "others of the same size":
+        write_documents(tmp_path / "documents", seed=1)
+    else:
+        flags += " --seed 5" if other == "another seed" else " --split 10,10"
+    told = start(run_of(tmp_path, flags))
+    assert told.status == 1
+    if other.startswith("another"):
+        assert "E823 the samples, or their order, are not the checkpoint's: " in told.err
+    else:
+        assert "E815 the train data are not those of the checkpoint: other files, or another order\n" in told.err
+    assert saved_steps(tmp_path / "saved") == [2, 4]
+
+
+def test_the_same_documents_elsewhere_are_the_same_samples(tmp_path: Path) -> None:
+    flags = write_documents(tmp_path / "documents")
+    start(run_of(tmp_path, flags), before_step(6, kill))
+    told = start(run_of(tmp_path, write_documents(tmp_path / "moved")))
+    assert (told.status, told.err) == (0, "")
+    assert f"--data-path: checkpoint {tmp_path}/documents -> now {tmp_path}/moved" in told.out
+
+
+def full_disk(*at: int) -> AbstractContextManager[Any]:
+    """The disk takes nothing when these steps are saved."""
+    from megatron.training import checkpointing
+
+    original = checkpointing.write
+
+    def no_space(fd: int, content: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write(folder: Path, *arguments: Any) -> None:
+        refusing = patch.object(os, "write", no_space) if int(folder.name[5:]) in at else nullcontext()
+        with refusing:
+            original(folder, *arguments)
+
+    return patch.object(checkpointing, "write", write)
+
+
+def test_a_full_disk_does_not_end_a_run_that_can_go_on(tmp_path: Path) -> None:
+    told = start(run_of(tmp_path), full_disk(4, 6))
+    assert told.status == 0
+    assert saved_steps(tmp_path / "saved") == [2, 8, 9]
+    first, second = (line for line in told.err.splitlines() if line.startswith("warning: "))
+    assert first.startswith("warning: step 4 is not saved: ")
+    assert "the disk is full (rank 0); no checkpoint was written" in second
+    assert [r["iteration"] for r in records(tmp_path, "event") if r["event"] == "warning"] == [4, 6]
+
+
+def test_a_full_disk_at_the_end_is_an_error(tmp_path: Path) -> None:
+    told = start(run_of(tmp_path), full_disk(STEPS))
+    assert (told.status, sorted(steps(tmp_path))) == (1, [*range(1, STEPS + 1)])
+    assert told.err.startswith("error: ")
+    assert "the disk is full (rank 0); no checkpoint was written\n  fix: free some space | --save " in told.err
+    assert saved_steps(tmp_path / "saved") == [2, 4, 6, 8]
+    assert start(run_of(tmp_path)).samples.keys() == {STEPS}
+    assert saved_steps(tmp_path / "saved")[-1] == STEPS
+
+
+def test_old_checkpoints_that_cannot_be_deleted_do_not_end_a_run(tmp_path: Path) -> None:
+    def retain(*arguments: object, **named: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), "iter_0000002")
+
+    refusing = patch("megatron.training.checkpointing.Checkpoints.retain", retain)
+    told = start(run_of(tmp_path, "--keep-last 1"), refusing)
+    assert told.status == 0
+    assert "warning: older checkpoints are not deleted: [Errno 30] Read-only file system: 'iter_0000002'" in told.err
+
+
+@pytest.mark.parametrize(
+    ("flags", "kept"),
+    [("", [2, 4, 6, 8, 9]), ("--keep-last 2", [8, 9]), ("--keep-last 1 --keep-every 4", [4, 8, 9])],
+)
+def test_which_checkpoints_are_kept(tmp_path: Path, flags: str, kept: list[int]) -> None:
+    start(run_of(tmp_path, flags), before_step(6, kill))
+    start(run_of(tmp_path, flags))
+    assert saved_steps(tmp_path / "saved") == kept
+
+
+def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
+    """Against the trainer that is left at the end of the same run, by names of its own parameters."""
+    start(run_of(tmp_path, "--bf16"))
+    tensors, numbers = checkpoint(tmp_path / f"saved/iter_{STEPS:07d}")
+    trainer = build(run_of(tmp_path, "--bf16"), 0, 1)
+    names = set(dict(trainer.chunk.named_parameters()))
+    assert tensors.keys() == names | {f"optim.{kind}.{n}" for kind in ("exp_avg", "exp_avg_sq") for n in names}
+    assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
+    assert tensors["embedding.word_embeddings.weight"].shape == (31, 16)  # and not the 128 rows of the padded one
+    assert (numbers["iteration"], numbers["consumed_samples"], numbers["optimizer"]) == (9, 36, {"steps": 9})
+    assert numbers["data"]["digest"] == f"{trainer.data.digest('train', 0, 36):016x}"
+    assert numbers["loss_scaler"] == {}
