@@ -1,0 +1,212 @@
+"""Random odd shapes through `transformers`' own files: bitwise there and back, the same logits, the same gradients."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.parts import GlobalTensor, Part
+from megatron.checkpoint.store import write
+from megatron.config.model import ModelConfig
+from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig
+from megatron.config.sources import to_dict
+from megatron.convert.checkpoint import SavedModel, open_checkpoint
+from megatron.convert.conversions import from_hf, to_hf
+from megatron.model.fill import fill
+from megatron.parallel.comm import Group
+from megatron.parallel.microbatch import MicroBatch
+from tests.parity.families import from_gpt2, from_llama
+from tests.solo import Solo, random_batch
+from tests.unit.convert.folders import ignore
+
+transformers = pytest.importorskip("transformers")
+
+IGNORED = -100  # the label `transformers` leaves out
+SHAPES = 8  # of each family
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model of transformers: its family and the keys of its config.json."""
+
+    family: str
+    keys: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.family}-" + "-".join(str(value) for value in self.keys.values() if isinstance(value, int))
+
+    def build(self, seed: int) -> nn.Module:
+        torch.manual_seed(seed)
+        config = getattr(transformers, f"{self.family}Config")(use_cache=False, **self.keys)
+        model = getattr(transformers, f"{self.family}{'LMHeadModel' if self.family == 'GPT2' else 'ForCausalLM'}")(
+            config
+        )
+        for parameter in model.parameters():  # their initial biases are 0 and their norms 1: both would hide mistakes
+            nn.init.normal_(parameter, mean=float(parameter.dim() == 1), std=0.2)
+        return model.eval()
+
+    def translate(self, tensors: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+        return (from_gpt2 if self.family == "GPT2" else from_llama)(tensors, config)
+
+
+def gpt2_shape(rng: random.Random) -> Shape:
+    heads = rng.randint(1, 5)
+    return Shape(
+        "GPT2",
+        {
+            "n_layer": rng.randint(1, 4),
+            "n_head": heads,
+            "n_embd": heads * rng.randint(3, 11),
+            "n_inner": rng.choice([None, rng.randint(5, 70)]),
+            "vocab_size": rng.randint(30, 260),
+            "n_positions": rng.randint(16, 90),
+            "tie_word_embeddings": rng.random() < 0.5,
+            "activation_function": rng.choice(["gelu_new", "gelu"]),
+            "layer_norm_epsilon": rng.choice([1e-5, 1e-3]),
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+            **dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+        },
+    )
+
+
+def llama_shape(rng: random.Random, family: str = "Llama") -> Shape:
+    groups, shared = rng.randint(1, 3), rng.randint(1, 4)
+    heads = groups * shared
+    scaling = rng.choice([None, {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}])
+    keys: dict[str, Any] = {
+        "num_hidden_layers": rng.randint(1, 4),
+        "num_attention_heads": heads,
+        "num_key_value_heads": groups,
+        "hidden_size": heads * rng.randint(3, 9),
+        "head_dim": 2 * rng.randint(1, 7),
+        "intermediate_size": rng.randint(5, 70),
+        "vocab_size": rng.randint(30, 260),
+        "max_position_embeddings": rng.randint(64, 90),
+        "tie_word_embeddings": rng.random() < 0.5,
+        "rms_norm_eps": rng.choice([1e-6, 1e-3]),
+        "rope_parameters": {"rope_type": "default", **(scaling or {}), "rope_theta": rng.choice([100.0, 10000.0])},
+    }
+    if family == "Llama":
+        biases = rng.random() < 0.4
+        keys |= {"attention_bias": biases, "mlp_bias": biases}
+    if family == "Mistral":
+        keys["sliding_window"] = rng.randint(2, 9)
+    if family.startswith("Qwen"):
+        windowed = rng.random() < 0.5
+        keys |= {"use_sliding_window": windowed, "sliding_window": 5, "max_window_layers": 0 if windowed else 9}
+    return Shape(family, keys)
+
+
+def shapes() -> list[Shape]:
+    rng = random.Random(20)
+    relatives = ["Mistral", "Mistral", "Qwen2", "Qwen2", "Qwen3", "Qwen3"]
+    return [
+        *(gpt2_shape(rng) for _ in range(SHAPES)),
+        *(llama_shape(rng) for _ in range(SHAPES)),
+        *(llama_shape(rng, family) for family in relatives),
+    ]
+
+
+CASES = shapes()
+
+
+def solo(saved: SavedModel) -> Solo:
+    """Our model with the weights of a checkpoint."""
+    made = Solo.build(saved.model, torch.float32, TrainingConfig(cross_entropy_chunk_size=7))
+    fill(made.chunk.specs, made.params, saved)
+    return made
+
+
+def assert_same_numbers(shape: Shape, ours: Solo, theirs: nn.Module) -> None:
+    """Logits within 1e-5 of the largest, gradients of all parameters within 1e-4 of their norms."""
+    batch = random_batch(ours.chunk.config, samples=3, length=16, seed=3)
+    ours.chunk.eval()
+    logits_BSV = ours.chunk.logits(batch.tokens).transpose(0, 1)
+    expected_BSV = theirs(batch.tokens, use_cache=False).logits
+    assert (logits_BSV - expected_BSV).abs().max() <= 1e-5 * expected_BSV.abs().max().clamp(min=1)
+    ours.chunk.train()
+    loss = ours.backward([batch])
+    expected = their_backward(theirs, batch)
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-5)
+    grads = {name: parameter.grad for name, parameter in theirs.named_parameters() if parameter.grad is not None}
+    reference = shape.translate(grads, ours.chunk.config)
+    assert reference.keys() == ours.buckets.grads.keys()
+    scale = max(grad.norm() for grad in reference.values())
+    for name, grad in reference.items():  # a key bias has no gradient but rounding: hence the floor
+        error = (ours.buckets.grads[name][: len(grad)] - grad).norm()
+        assert error <= 1e-4 * max(grad.norm(), 1e-3 * scale), name
+
+
+def their_backward(theirs: nn.Module, batch: MicroBatch) -> Tensor:
+    labels = batch.labels.where(batch.loss_mask > 0, IGNORED)
+    loss = theirs(input_ids=batch.tokens, labels=labels, shift_labels=labels, use_cache=False).loss
+    loss.backward()
+    return loss.detach()
+
+
+def load(folder: Path) -> nn.Module:
+    """A folder as a person loads it; transformers must find every tensor, and no other."""
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    return model.eval()
+
+
+@pytest.mark.parametrize("shape", CASES, ids=str)
+def test_there_and_back(shape: Shape, tmp_path: Path) -> None:
+    theirs = shape.build(seed=len(str(shape)))
+    dtype = (torch.float32, torch.bfloat16, torch.float16)[CASES.index(shape) % 3]
+    theirs.to(dtype).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
+    from_hf(tmp_path / "hf", tmp_path / "save", ignore, checked=False)
+    saved = SavedModel(open_checkpoint(tmp_path / "save"))
+    to_hf(saved.manifest, tmp_path / "back", ignore, shard_bytes=30_000, checked=False)
+    before, after = (weights_of(tmp_path / name) for name in ("hf", "back"))
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        assert value.dtype == after[name].dtype == dtype
+        assert torch.equal(value, after[name]), name
+    assert_same_numbers(shape, solo(saved), load(tmp_path / "back").float())
+
+
+def weights_of(folder: Path) -> dict[str, Tensor]:
+    return {name: value for file in folder.glob("*.safetensors") for name, value in load_file(file).items()}
+
+
+@pytest.mark.parametrize("shape", [CASES[2], CASES[SHAPES + 1], CASES[-1]], ids=str)
+def test_export_of_a_trained_model(shape: Shape, tmp_path: Path) -> None:
+    shape.build(seed=1).save_pretrained(tmp_path / "hf")
+    from_hf(tmp_path / "hf", tmp_path / "save", ignore, checked=False)
+    ours = solo(SavedModel(open_checkpoint(tmp_path / "save")))
+    for step in range(3):
+        ours.step([random_batch(ours.chunk.config, seed=step)], lr=1e-2)
+    manifest = write_trained(tmp_path / "run" / "iter_0000003", ours)
+    done = to_hf(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
+    assert done.differences
+    exported = load(tmp_path / "out")
+    assert_same_numbers(shape, ours, exported)
+    changed = [not torch.equal(a, b) for a, b in zip(exported.parameters(), load(tmp_path / "hf").parameters())]
+    assert all(changed), "training moved every tensor"
+
+
+def write_trained(path: Path, ours: Solo) -> Manifest:
+    """A checkpoint of weights and moments, padding of the vocabulary left out as the specs say."""
+    tensors = {}
+    held = {"": dict(ours.optimizer.masters)} | {f"optim.{k}.": t for k, t in ours.optimizer.moments().items()}
+    for prefix, values in held.items():
+        for name, value in values.items():
+            spec = ours.chunk.specs[name]
+            local = value.detach().view(spec.local_view)
+            parts = tuple(Part(piece.place, local[piece.local.slices]) for piece in spec.pieces)
+            tensors[prefix + name] = GlobalTensor(spec.shape, spec.view, value.dtype, parts)
+    config = RunConfig(model=ours.chunk.config, precision=PrecisionConfig(params_dtype="fp32"))
+    write(path, tensors, {"iteration": 3}, to_dict(config), Group())
+    return Manifest.open(path)
