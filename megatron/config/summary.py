@@ -9,8 +9,16 @@ from megatron.config.run import RunConfig
 from megatron.parallel.shard import padded_vocabulary
 
 
-def summary(config: RunConfig, world_size: int) -> str:
-    """At most ten lines: ranks, model, memory, batch and its ramp, length, learning rate, precision, checkpoints."""
+def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
+    """At most ten lines: ranks, model, memory, batch and its ramp, length, learning rate, precision, checkpoints.
+
+    Args:
+        config: resolved or not.
+        world_size: ranks.
+        iteration: steps taken before the run goes on, perhaps in other batches.
+        consumed_samples: samples they used.
+
+    """
     rows = {
         "ranks": _ranks(config, world_size),
         "model": _model(config.model),
@@ -18,7 +26,7 @@ def summary(config: RunConfig, world_size: int) -> str:
         "memory": _memory(config),
         "batch": _batch(config, world_size),
         "ramp": _ramp(config, world_size),
-        "length": _length(config, world_size),
+        "length": _length(config, world_size, iteration, consumed_samples),
         "optimizer": _optimizer(config),
         "precision": _precision(config),
         "saves": _saves(config),
@@ -82,9 +90,9 @@ def _ramp(config: RunConfig, world_size: int) -> str:
     return ", ".join(shown)
 
 
-def _length(config: RunConfig, world_size: int) -> str:
+def _length(config: RunConfig, world_size: int, *begin: int) -> str:
     t, dp = config.training, config.parallel.data_parallel_size(world_size)
-    steps, samples = total_steps(t, dp), trained_samples(t, dp)
+    steps, samples = total_steps(t, dp, *begin), trained_samples(t, dp, *begin)
     row = f"{steps:,} steps, {samples:,} samples, {samples * t.seq_length:,} tokens"
     if t.eval_iters:
         often = f"every {t.eval_interval} steps and at the end" if t.eval_interval else "at the end"

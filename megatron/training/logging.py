@@ -59,7 +59,7 @@ class RunLog:
         if not enabled:
             return
         name = device_name(device)
-        self.yardstick = Yardstick.from_config(config, world_size, name)
+        self.yardstick = Yardstick.from_config(config, world_size, name, iteration, consumed_samples)
         if self.folder is not None:
             self._open(self.folder, to_yaml(config), name, world_size)
 

@@ -57,7 +57,7 @@ def join_and_train(config: RunConfig, notes: Sequence[str]) -> int:
         notes = [*notes, *begin(trainer, origin)]
         place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
         with RunLog(config, world_size=world_size, device=trainer.device, enabled=rank == 0, **place) as log:
-            for text in (*notes, "\n".join([summary(config, world_size), *trainer.data.summary()])):
+            for text in (*notes, "\n".join([summary(config, world_size, **place), *trainer.data.summary()])):
                 log.note(text)
             return train(trainer, log, stop)
     finally:

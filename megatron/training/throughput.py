@@ -88,12 +88,14 @@ class Yardstick:
     on_gpu: bool
 
     @classmethod
-    def from_config(cls, config: RunConfig, world_size: int, device_name: str) -> Yardstick:
-        """For a run on ``world_size`` devices called ``device_name`` (``cpu`` on CPUs)."""
-        data_parallel_size = world_size // config.parallel.model_ranks
+    def from_config(
+        cls, config: RunConfig, world_size: int, device_name: str, iteration: int = 0, consumed_samples: int = 0
+    ) -> Yardstick:
+        """For a run on ``world_size`` devices called ``device_name`` (``cpu`` on CPUs), from where it goes on."""
+        data_parallel_size, begin = world_size // config.parallel.model_ranks, (iteration, consumed_samples)
         return cls(
-            total_iterations=total_steps(config.training, data_parallel_size),
-            total_samples=trained_samples(config.training, data_parallel_size),
+            total_iterations=total_steps(config.training, data_parallel_size, *begin),
+            total_samples=trained_samples(config.training, data_parallel_size, *begin),
             seq_length=config.training.seq_length,
             world_size=world_size,
             flops_per_token=flops_per_token(config.model, config.training.seq_length),

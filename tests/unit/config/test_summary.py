@@ -35,6 +35,12 @@ def test_everything_that_matters_is_said() -> None:
     assert "ramp" not in told
 
 
+def test_a_run_that_changed_its_batch_has_the_length_it_will_have() -> None:
+    config = parse([*RUN, "--global-batch-size", "8", "--seq-length", "10"], {}).config
+    assert "length     1,000 steps, 8,000 samples, 80,000 tokens" in summary(config, 1)
+    assert "length     1,000 steps, 6,000 samples, 60,000 tokens" in summary(config, 1, 500, 2000)
+
+
 def test_checkpoints_are_described_where_there_are_any() -> None:
     assert "saves" not in rows(ranks=1)
     often = ["--preset", "llama2-7b", "--bf16", "--save", "ckpt", "--save-interval", "1000"]

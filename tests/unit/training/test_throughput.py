@@ -128,6 +128,8 @@ def test_yardstick_of_a_run() -> None:
     yardstick = Yardstick.from_config(config, 8, "NVIDIA A100-SXM4-80GB")
     per_token = flops_per_token(config.model, 100)
     assert (yardstick.total_iterations, yardstick.total_samples) == (100, 400)  # 8 ranks / TP2 = 4 samples a step
+    smaller_before = Yardstick.from_config(config, 8, "cpu", iteration=60, consumed_samples=120)
+    assert (smaller_before.total_iterations, smaller_before.total_samples) == (100, 280)
     assert yardstick.flops_per_second(record()) == pytest.approx(100 * per_token)
     assert yardstick.mfu(record()) == pytest.approx(100 * per_token / 312e12)
     assert yardstick.seconds_left(record()) == pytest.approx(90 * 0.5)
