@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
-# From a fresh checkout to a loss curve: makes .venv, turns the Python standard library's sources into token files and
-# pretrains a small Llama-style model on them with tensor and sequence parallelism, on two processes of the CPU.
-# One or two minutes after the set-up; nothing but the set-up uses the network. Run it as often as you like.
+# From a fresh checkout to text by a model of one's own: makes .venv, learns a tokenizer from the Python standard
+# library's sources, pretrains a small Llama-style model on them on two processes of the CPU, kills it half-way, goes on
+# in another parallel layout, hands the model to Hugging Face's transformers and lets it write there.
+# A few minutes after the set-up; nothing but the set-up uses the network. Run it as often as you like.
 set -euo pipefail
 
 usage() {
@@ -10,8 +11,8 @@ usage: bash examples/quickstart.sh [--input-dir DIR] [--json-keys KEY] [--steps 
 
   --input-dir DIR  text to train on: sources, .txt, .md and .jsonl files below DIR (the Python standard library)
   --json-keys KEY  where the text is in the objects of .jsonl files (text)
-  --steps N        training steps (300)
-  --out DIR        folder for the token files, metrics and the loss curve (runs/quickstart)
+  --steps N        training steps (600)
+  --out DIR        folder for all that it makes (runs/quickstart); DIR-2, DIR-3... while there is something in it
   -- FLAG...       more flags for pretrain_gpt.py, such as: -- --lr 3e-4 --num-layers 6
 END
 }
@@ -21,8 +22,36 @@ fail() {
     exit 2
 }
 
+say() {
+    printf '\n== %s\n' "$*"
+}
+
+# The folder, or DIR-2, DIR-3...: what an earlier quickstart has left is never touched.
+unused() {
+    local folder=$1 number=1
+    while [ -n "$(ls -A "$folder" 2>/dev/null)" ]; do
+        number=$((number + 1)) folder=$1-$number
+    done
+    echo "$folder"
+}
+
+# The step that the run has logged last.
+last_step() {
+    local line
+    line=$(grep '"iteration"' "$out/metrics.jsonl" 2>/dev/null | tail -n 1) || true
+    [[ $line =~ \"iteration\":\ ([0-9]+) ]] && echo "${BASH_REMATCH[1]}" || echo 0
+}
+
+# Kill the launcher and its ranks at once; none of them gets to say goodbye.
+crash() {
+    local ranks
+    ranks=$(pgrep -P $launcher) || ranks=$(cat /proc/$launcher/task/$launcher/children) || true
+    kill -KILL $launcher $ranks
+    wait $launcher 2>/dev/null || true
+}
+
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-input='' key=text steps=300 out=$root/runs/quickstart
+input='' key=text steps=600 out=$root/runs/quickstart
 while [ $# -gt 0 ]; do
     case $1 in
         --input-dir | --json-keys | --steps | --out) [ -n "${2:-}" ] || fail "$1 needs a value (see --help)" ;;
@@ -37,12 +66,20 @@ while [ $# -gt 0 ]; do
         *) usage >&2 && fail "unknown argument: $1" ;;
     esac
 done
+for flag in "$@"; do
+    case ${flag%%=*} in
+        --check-config | --data-path | --load | --run-dir | --save | --train-iters)
+            fail "${flag%%=*} is set by the quickstart itself (see --help: --steps, --out, --input-dir)" ;;
+    esac
+done
 [[ $steps =~ ^[1-9][0-9]*$ ]] || fail "--steps must be a whole number above 0, not '$steps'"
 if [ -n "$input" ]; then
     [ -d "$input" ] || fail "--input-dir: there is no folder '$input'"
     input=$(cd "$input" && pwd)
 fi
+asked=$out out=$(unused "$out")
 mkdir -p "$out" || fail "--out: the folder '$out' cannot be made"
+[ "$out" = "$asked" ] || echo "there is something in $asked already; this time, all goes to $out"
 out=$(cd "$out" && pwd)
 cd "$root"
 
@@ -52,23 +89,29 @@ export OMP_NUM_THREADS=1 # two processes share the machine; threads waiting for 
 if [ -n "$input" ]; then
     suffixes=(.txt .md .rst .jsonl .py .c .h .cc .cpp .java .js .ts .go .rs .sh .html .tex)
     excluded=(.git .venv node_modules)
+    prompt=''
 else
     input=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
     suffixes=(.py)
     excluded=(test tests site-packages dist-packages)
+    prompt='def __init__(self'
 fi
-echo "corpus: $input"
-python tools/preprocess_data.py --input "$input" --suffix "${suffixes[@]}" \
-    --exclude "${excluded[@]}" --json-keys "$key" \
-    --tokenizer-type ByteTokenizer --append-eod --output-prefix "$out/data/corpus"
+text=(--input "$input" --suffix "${suffixes[@]}" --exclude "${excluded[@]}" --json-keys "$key")
+
+say "a tokenizer of at most 4,096 entries, from the text in $input"
+python tools/train_tokenizer.py "${text[@]}" --vocab-size 4096 --output "$out/tokenizer"
+
+say "the text as token files"
+python tools/preprocess_data.py "${text[@]}" --tokenizer-type HuggingFaceTokenizer --tokenizer-model "$out/tokenizer" \
+    --append-eod --output-prefix "$out/data/corpus"
 
 corpus=$out/data/corpus_${key}_document
 flags=(
     --preset tiny-llama --device cpu
-    --tensor-model-parallel-size 2 --sequence-parallel
     --data-path "$corpus" --split 90,10,0
-    --train-iters "$steps" --micro-batch-size 8 --global-batch-size 8
-    --log-interval 10 --run-dir "$out"
+    --train-iters "$steps" --global-batch-size 8
+    --save "$out/checkpoints" --save-interval $(((steps + 2) / 3))
+    --log-interval $((steps < 100 ? 1 : 10)) --run-dir "$out"
 )
 count='import sys; from megatron.data.indexed import IndexedDataset; print(len(IndexedDataset(sys.argv[1]).documents) - 1)'
 documents=$(python -c "$count" "$corpus")
@@ -77,17 +120,50 @@ if [ "$documents" -ge 10 ]; then
 else
     echo "no validation: that takes 10 documents, and $input has $documents"
 fi
+first=(--tensor-model-parallel-size 2 --sequence-parallel --micro-batch-size 8)
+second=(--micro-batch-size 4)
+launch=(torchrun --standalone --nproc-per-node 2)
 
 # First without torchrun: a mistake in the flags is then told once, and without its traceback.
-python pretrain_gpt.py --check-config --world-size 2 "${flags[@]}" "$@" >/dev/null
-torchrun --standalone --nproc-per-node 2 pretrain_gpt.py "${flags[@]}" "$@"
+python pretrain_gpt.py --check-config --world-size 2 "${flags[@]}" "${second[@]}" "$@" >/dev/null
+python pretrain_gpt.py --check-config --world-size 2 "${flags[@]}" "${first[@]}" "$@" >/dev/null
 
+say "training on two processes that share every matrix; killed half-way"
+trap 'kill -TERM ${launcher:-} 2>/dev/null && wait' EXIT # Ctrl-C leaves nothing running
+"${launch[@]}" pretrain_gpt.py "${flags[@]}" "${first[@]}" "$@" &
+launcher=$!
+while kill -0 $launcher 2>/dev/null && [ "$(last_step)" -lt $(((steps + 1) / 2)) ]; do
+    sleep 0.1
+done
+if kill -0 $launcher 2>/dev/null; then
+    crash
+    say "killed at step $(last_step), as a crash would; going on from the last checkpoint, two copies of the model"
+else
+    wait $launcher # it ended before that, perhaps by an error
+    say "done before it could be killed; nothing is left for another layout"
+fi
+launcher=''
+"${launch[@]}" pretrain_gpt.py "${flags[@]}" "${second[@]}" "$@"
+
+say "the newest checkpoint as a Hugging Face model"
+python tools/convert_checkpoint.py --load "$out/checkpoints" --save-hf "$out/huggingface"
+
+say "what it writes in plain transformers"
+export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
+python examples/write_with_transformers.py "$out/huggingface" "$prompt"
+
+run=${out#"$root"/}
 cat <<END
 
-next: with your own text,
-  cd $(printf %q "$root") && . .venv/bin/activate
-  python tools/preprocess_data.py --input TEXT.jsonl --tokenizer-type ByteTokenizer --append-eod --output-prefix data/mine
-  torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --preset tiny-llama --tensor-model-parallel-size 2 \\
-      --data-path data/mine_text_document --train-iters 1000 --micro-batch-size 8 --log-interval 10 --run-dir runs/mine
-  python tools/plot_run.py runs/mine # draws it while it runs
+== next
+cd $(printf %q "$root") && . .venv/bin/activate
+# twice as long, with a new schedule
+torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --config $(printf %q "$run/config.yaml") \\
+    --train-iters $((2 * steps)) --resume-mode new-schedule
+# more text, at the terminal
+python tools/generate.py --load $(printf %q "$run/checkpoints") --prompt $(printf %q "${prompt:-The}")
+# are the checkpoints what was written?
+python tools/inspect_checkpoint.py verify $(printf %q "$run/checkpoints")
+# with your own text
+bash examples/quickstart.sh --input-dir DIR
 END
