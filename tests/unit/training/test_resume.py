@@ -1,0 +1,268 @@
+"""Where a run begins: which checkpoint, what of it, what may have changed; and what is said."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.run import RunConfig
+from megatron.training.setup import Trainer
+from tests.runs import Told, before_step, checkpoint, differences, kill, saved_steps, start, steps, tiny_run
+
+STEPS = 6
+
+
+def run_of(folder: Path, flags: str = "") -> RunConfig:
+    """A run of 6 steps that saves every 2."""
+    return tiny_run(folder, f"--save {folder}/saved --save-interval 2 {flags}")
+
+
+def go_on(folder: Path, flags: str = "") -> Told:
+    return start(run_of(folder, flags))
+
+
+@pytest.fixture(scope="session")
+def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was killed in its last step, after the checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("killed")
+    start(run_of(folder), before_step(STEPS, kill))
+    return folder
+
+
+@pytest.fixture
+def killed(killed_run: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    shutil.copytree(killed_run, tmp_path / "run")
+    return tmp_path / "run"
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+
+
+TENSORS, MANIFEST, MARKER = "tensors_00000.safetensors", "manifest.json", "COMPLETE"
+DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
+    "truncated": (truncate, TENSORS, "tensors_00000.safetensors is truncated: "),
+    "a bit flipped": (flip, TENSORS, "flipped"),
+    "missing": (Path.unlink, TENSORS, "tensors_00000.safetensors is missing"),
+    "manifest truncated": (truncate, MANIFEST, "flipped bytes or is truncated"),
+    "manifest flipped": (flip, MANIFEST, "flipped bytes or is truncated"),
+    "manifest missing": (Path.unlink, MANIFEST, "manifest.json cannot be read: No such file"),
+    "marker missing": (Path.unlink, MARKER, "has no COMPLETE"),
+    "marker flipped": (flip, MARKER, "flipped bytes or is truncated"),
+}
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_a_damaged_checkpoint_is_passed_over_and_replaced(killed: Path, how: str) -> None:
+    damage, name, why = DAMAGE[how]
+    damage(killed / "saved/iter_0000004" / name)
+    told = go_on(killed)
+    assert (told.status, told.err, sorted(told.samples)) == (0, "", [3, 4, 5, 6])
+    (said,) = re.findall(r"^passed over (.*)$", told.out, re.MULTILINE)
+    assert said.startswith(f"{killed}/saved/iter_0000004: ")
+    assert why in said
+    assert f"resumed from {killed}/saved/iter_0000002: step 2, 8 samples" in told.out
+    assert saved_steps(killed / "saved") == [2, 4, 6]
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_when_all_are_damaged_nothing_is_begun(killed: Path, how: str) -> None:
+    damage, name, why = DAMAGE[how]
+    for step in (2, 4):
+        damage(killed / f"saved/iter_000000{step}" / name)
+    told = go_on(killed)
+    assert (told.status, told.samples) == (1, {})
+    assert told.err.startswith("error: E811 no checkpoint ")
+    assert told.err.count(why) == 2
+
+
+def test_a_damaged_checkpoint_newer_than_those_a_run_writes_costs_none_of_them(killed: Path) -> None:
+    flip(killed / "saved/iter_0000004" / TENSORS)
+    told = start(run_of(killed, "--keep-last 1 --save-interval 1"), before_step(4, kill))
+    assert sorted(told.samples) == [3]
+    again = go_on(killed, "--keep-last 1 --save-interval 1")
+    assert (again.status, sorted(again.samples)) == (0, [4, 5, 6])
+    assert saved_steps(killed / "saved") == [6]
+
+
+def test_the_rest_of_a_first_save_is_no_checkpoint(tmp_path: Path) -> None:
+    rest = tmp_path / "saved/iter_0000002.tmp"
+    rest.mkdir(parents=True)
+    (rest / TENSORS).write_bytes(b"half")
+    told = go_on(tmp_path)
+    assert (told.status, sorted(told.samples)) == (0, [1, 2, 3, 4, 5, 6])
+    assert f"passed over {rest}: {rest} has no COMPLETE: it is no checkpoint, or its save was cut off" in told.out
+    assert saved_steps(tmp_path / "saved") == [2, 4, 6]
+    assert not rest.exists()
+
+
+def test_a_save_that_lacked_nothing_but_its_name_counts(killed: Path) -> None:
+    whole = killed / "saved/iter_0000004"
+    whole.rename(whole.with_suffix(".tmp"))
+    told = go_on(killed)
+    assert (told.status, sorted(told.samples)) == (0, [5, 6])
+    assert saved_steps(killed / "saved") == [2, 4, 6]
+
+
+def test_a_run_that_is_complete_says_so(killed: Path) -> None:
+    go_on(killed)
+    before = steps(killed)
+    told = go_on(killed)
+    assert (told.status, told.samples, told.err) == (0, {}, "")
+    assert "nothing to do: this run ends with step 6, and 6 are taken" in told.out
+    assert steps(killed) == before
+
+
+def test_load_from_another_folder(killed: Path, tmp_path: Path) -> None:
+    """Into a new folder, from a step of one's choice; once there is something of its own, that comes first."""
+    go_on(killed)
+    other = tmp_path / "other"
+    flags = f"--load {killed}/saved --ckpt-step 2"
+    told = start(run_of(other, flags), before_step(STEPS, kill))
+    assert sorted(told.samples) == [3, 4, 5]
+    assert f"resumed from {killed}/saved/iter_0000002: step 2, 8 samples" in told.out
+    again = go_on(other, flags)
+    assert sorted(again.samples) == [5, 6]
+    assert f"resumed from {other}/saved/iter_0000004: step 4, 16 samples" in again.out
+    assert differences(other / "saved/iter_0000006", killed / "saved/iter_0000006") == []
+
+
+def test_load_one_checkpoint_by_its_folder(killed: Path, tmp_path: Path) -> None:
+    told = go_on(tmp_path / "other", f"--load {killed}/saved/iter_0000002")
+    assert sorted(told.samples) == [3, 4, 5, 6]
+
+
+def test_going_on_without_saving(killed: Path, tmp_path: Path) -> None:
+    told = start(tiny_run(tmp_path / "other", f"--load {killed}/saved"))
+    assert (told.status, sorted(told.samples)) == (0, [5, 6])
+    assert saved_steps(killed / "saved") == [2, 4]
+
+
+@pytest.mark.parametrize("flags", ["--ckpt-step 2", "--load {}/saved --ckpt-step 2", "--load {}/saved/iter_0000002"])
+def test_going_back_among_newer_checkpoints_is_refused(killed: Path, flags: str) -> None:
+    told = go_on(killed, flags.format(killed))
+    assert (told.status, told.samples) == (1, {})
+    sentence = f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): they would be found next"
+    assert f"{sentence}\n  fix: --load {killed}/saved --ckpt-step 2 --save ANOTHER" in told.err
+    assert go_on(killed, "--ckpt-step 4").status == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "seen"),
+    [
+        ("--ckpt-step 3", "E812 {}/saved has no checkpoint of step 3; it has 4, 2\n  fix: --ckpt-step 4"),
+        ("--load {}/run-dir", "E812 {}/run-dir has no checkpoint\n  fix: --load ANOTHER | drop --load"),
+    ],
+)
+def test_a_checkpoint_that_is_not_there(killed: Path, flags: str, seen: str) -> None:
+    (killed / "run-dir").mkdir()
+    config = tiny_run(killed, f"--save {killed}/{'saved' if 'step' in flags else 'new'} {flags.format(killed)}")
+    told = start(config)
+    assert (told.status, told.samples) == (1, {})
+    assert seen.format(killed) in told.err
+
+
+def test_a_step_asked_for_in_a_folder_that_has_none(tmp_path: Path) -> None:
+    told = go_on(tmp_path, "--ckpt-step 2")
+    assert "E812 " in told.err
+    assert "has no checkpoint of step 2; it has none" in told.err
+
+
+def test_a_damaged_step_that_was_asked_for_is_not_replaced_by_another(killed: Path) -> None:
+    truncate(killed / "saved/iter_0000004" / TENSORS)
+    told = go_on(killed, "--ckpt-step 4")
+    assert (told.status, told.samples) == (1, {})
+    assert "E811 no checkpoint of step 4 in " in told.err
+    assert "fix: --ckpt-step 2 | --save ANOTHER" in told.err
+
+
+CHANGES = {
+    "--lr 2e-2": "--lr: checkpoint 0.01 -> now 0.02",
+    "--global-batch-size 8": "--global-batch-size: checkpoint 4 -> now 8",
+    "--train-iters 8": "--train-iters: checkpoint 6 -> now 8",
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_must_not_change_without_a_word(killed: Path, change: str) -> None:
+    told = go_on(killed, change)
+    assert (told.status, told.samples) == (1, {})
+    assert told.err.startswith("error: E825 the batch, the length or the schedule is not the checkpoint's: --")
+    assert re.search(r"fix: .*--resume-mode new-schedule", told.err)
+
+
+def sizes(told: Told) -> list[int]:
+    return [len(told.samples[step]) for step in sorted(told.samples)]
+
+
+NEW_SCHEDULES = {
+    "--lr 2e-2": ([4, 4], 24),
+    "--global-batch-size 8 --train-iters 7": ([8, 8, 8], 40),
+    "--global-batch-size 2": ([2, 2], 20),
+    "--train-iters 8": ([4, 4, 4, 4], 32),
+    "--train-iters 5": ([4], 20),
+    "--train-iters null --train-samples 30 --global-batch-size 6": ([6, 6], 28),
+}
+"""Flags: the batches after step 4, and the samples in the end."""
+
+
+@pytest.mark.parametrize("change", NEW_SCHEDULES)
+def test_a_new_schedule(killed: Path, change: str) -> None:
+    batches, consumed = NEW_SCHEDULES[change]
+    told = go_on(killed, f"{change} --resume-mode new-schedule")
+    assert (told.status, told.err, sizes(told)) == (0, "", batches)
+    assert CHANGES.get(change, "-> now") in told.out
+    read = [number for step in sorted(told.samples) for number, _ in told.samples[step]]
+    assert read == [*range(16, consumed)]  # where it was, with none left out
+    _, state = checkpoint(sorted((killed / "saved").glob("iter_*"))[-1])
+    assert state["consumed_samples"] == consumed
+    (total,) = {len(batches) + 4}
+    assert f"{total}/{total} " in told.out
+    again = go_on(killed, change)  # and from now on it is its own
+    assert (again.status, again.samples) == (0, {})
+
+
+def test_a_longer_run_reads_what_the_shorter_one_did_first(killed: Path, tmp_path: Path) -> None:
+    go_on(killed)
+    longer = go_on(killed, "--train-iters 9 --resume-mode new-schedule")
+    assert [number for step in (7, 8, 9) for number, _ in longer.samples[step]] == [*range(24, 36)]
+    first = start(run_of(tmp_path / "whole")).samples
+    _, state = checkpoint(killed / "saved/iter_0000009")
+    assert state["data"]["stretches"]["train"] == [24, 12]
+    flags = f"--load {killed}/saved --ckpt-step 2 --train-iters 9 --resume-mode new-schedule"
+    again = start(run_of(tmp_path / "again", flags)).samples
+    assert {step: again[step] for step in (3, 4, 5, 6)} == {step: first[step] for step in (3, 4, 5, 6)}
+
+
+def test_only_the_weights(killed: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other"
+    begun: list[Trainer] = []
+    flags = f"--load {killed}/saved --resume-mode weights-only --lr 5e-3 --optimizer sgd --seed 3"
+    with before_step(1, lambda trainer: begun.append(_copied(trainer))):
+        told = go_on(other, flags)
+    assert (told.status, sorted(told.samples)) == (0, [1, 2, 3, 4, 5, 6])
+    assert f"weights from {killed}/saved/iter_0000004" in told.out
+    tensors, _ = checkpoint(killed / "saved/iter_0000004")
+    ((weights, moments, consumed),) = begun
+    assert all(torch.equal(value[: len(tensors[name])], tensors[name]) for name, value in weights.items())
+    assert consumed == 0
+    assert all(bool((value == 0).all()) for value in moments.values())
+    assert go_on(other, flags).samples == {}
+
+
+def _copied(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], int]:
+    weights = {name: value.clone() for name, value in trainer.optimizer.masters.items()}
+    (moments,) = trainer.optimizer.moments().values()
+    return weights, {name: value.clone() for name, value in moments.items()}, trainer.consumed_samples
