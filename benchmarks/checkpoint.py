@@ -1,0 +1,232 @@
+"""Speed of saving and loading a checkpoint beside writing and reading the same bytes, and the memory a save takes.
+
+    python -m benchmarks.checkpoint --folder DIR_ON_THE_DISK_TO_MEASURE
+
+The tensors are those of GPT-2 layers of width 1024 with Adam's moments, in fp32: matrices of megabytes and vectors of
+kilobytes. Raw writing is one file in blocks of 64 MB and an fsync; raw reading is the same file in blocks of 4 MB; both
+do nothing else with the bytes. A save also plans, proves, hashes, syncs every file and folder and renames; a load also
+proves every byte. Before each reading the system is asked to forget what it has cached of the files. All take turns; a
+ratio is the median over rounds of two neighbours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.parts import GlobalTensor, Part
+from megatron.checkpoint.store import read, write
+from megatron.checkpoint.tensorfile import as_bytes
+from megatron.parallel.comm import Group
+
+RESULTS = Path(__file__).parent / "results"
+HIDDEN = 1024
+LAYER = {
+    "input_layernorm.weight": (HIDDEN,),
+    "input_layernorm.bias": (HIDDEN,),
+    "self_attention.linear_qkv.weight": (3 * HIDDEN, HIDDEN),
+    "self_attention.linear_qkv.bias": (3 * HIDDEN,),
+    "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
+    "self_attention.linear_proj.bias": (HIDDEN,),
+    "pre_mlp_layernorm.weight": (HIDDEN,),
+    "pre_mlp_layernorm.bias": (HIDDEN,),
+    "mlp.linear_fc1.weight": (4 * HIDDEN, HIDDEN),
+    "mlp.linear_fc1.bias": (4 * HIDDEN,),
+    "mlp.linear_fc2.weight": (HIDDEN, 4 * HIDDEN),
+    "mlp.linear_fc2.bias": (HIDDEN,),
+}
+ALONE = Group()
+LINES = {"save / raw write": ("raw write", "save"), "load / raw read": ("raw read", "load")}
+
+
+def model(megabytes: int) -> dict[str, Tensor]:
+    """Tensors of as many layers as fit, at least one."""
+    tensors: dict[str, Tensor] = {}
+    size = 0
+    for layer in range(1_000_000):
+        for prefix in ("", "optim.exp_avg.", "optim.exp_avg_sq."):
+            for name, shape in LAYER.items():
+                tensors[f"{prefix}layers.{layer}.{name}"] = torch.randn(shape)
+        size += sum(t.nbytes for name, t in tensors.items() if f"layers.{layer}." in name)
+        if size * (1 + 1 / (layer + 1)) > megabytes * 1e6:
+            break
+    return tensors
+
+
+def entries(tensors: Mapping[str, Tensor], transposed: bool = False) -> dict[str, GlobalTensor]:
+    """All of them from one rank; ``transposed`` in memory, so that each must be copied to be written."""
+    found = {}
+    for name, tensor in tensors.items():
+        source = tensor.mT.contiguous().mT if transposed and tensor.ndim == 2 else tensor
+        shape = tuple(tensor.shape)
+        found[name] = GlobalTensor(shape, shape, tensor.dtype, (Part(whole(shape), source),))
+    return found
+
+
+def raw_write(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    """The same bytes into one file, and an fsync."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    try:
+        for tensor in tensors.values():
+            content = as_bytes(tensor)
+            while content:
+                content = content[os.write(fd, content[: 64 << 20]) :]
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def raw_read(path: Path) -> None:
+    """All bytes of the file into one buffer."""
+    buffer = memoryview(bytearray(4 << 20))
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        while os.readv(fd, [buffer]):
+            pass
+    finally:
+        os.close(fd)
+
+
+def forget(paths: Iterator[Path]) -> None:
+    """Ask the system to drop what it has cached of files that are on the disk."""
+    for path in paths:
+        fd = os.open(path, os.O_RDONLY)
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each round, by contestant, after a round that warms up.
+
+    Raises:
+        RuntimeError: when what was loaded is not what was saved.
+    """
+    raw, path = folder / "raw", folder / "iter_0000001"
+    saved = entries(tensors)
+    loaded = entries({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
+    actions: dict[str, Callable[[], None]] = {
+        "raw write": lambda: raw_write(raw, tensors),
+        "save": lambda: write(path, saved, {}, {}, ALONE),
+        "raw read": lambda: raw_read(raw),
+        "load": lambda: read(Manifest.open(path), loaded, ALONE),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    for round_ in range(repeats + 1):
+        raw.unlink(missing_ok=True)
+        shutil.rmtree(path, ignore_errors=True)
+        os.sync()
+        for name, action in actions.items():
+            if name in ("raw read", "load"):
+                forget(p for p in (raw, *path.rglob("*")) if p.is_file())
+            start = time.perf_counter()
+            action()
+            if round_:
+                seconds[name].append(time.perf_counter() - start)
+    wrong = [name for name, entry in loaded.items() if not torch.equal(entry.parts[0].resolve(), tensors[name])]
+    if wrong:
+        raise RuntimeError(f"these were not loaded as they were saved: {wrong}")
+    return seconds
+
+
+def peak_memory(folder: Path, tensors: Mapping[str, Tensor]) -> int:
+    """Bytes by which a save of transposed tensors raises the memory of the process (Linux)."""
+    saved = entries(tensors, transposed=True)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts anew
+    before = _status("VmRSS")
+    write(folder / "iter_0000002", saved, {}, {}, ALONE)
+    return _status("VmHWM") - before
+
+
+def _status(key: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
+
+
+def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
+    """Speed over raw speed as ``[median, lowest, highest]``."""
+    found = {}
+    for line, (raw, ours) in LINES.items():
+        values = sorted(a / b for a, b in zip(seconds[raw], seconds[ours]))
+        found[line] = [round(x, 3) for x in (statistics.median(values), values[0], values[-1])]
+    return found
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured with."""
+    info = Path("/proc/cpuinfo")
+    named = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+    return {
+        "processor": f"{named[0] if named else platform.processor()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def keep(result: dict[str, object], measured: Mapping[str, Sequence[float]]) -> None:
+    """Write the results beside the other benchmarks'."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "checkpoint.json").write_text(json.dumps({"ratios": measured} | result, indent=2) + "\n")
+    text = ["# Checkpoint, one process, fp32, local disk", "", "| ratio of speeds | median | lowest | highest |"]
+    text += ["|---|---|---|---|"]
+    text += [f"| {line} | {m:.2f} | {low:.2f} | {high:.2f} |" for line, (m, low, high) in measured.items()]
+    speeds = ", ".join(f"{name} {speed}" for name, speed in dict(result["megabytes_per_second"]).items())  # type: ignore[call-overload]
+    text += [
+        "",
+        f"Medians in MB/s: {speeds}. A save takes {result['peak_megabytes']} MB of memory besides the tensors.",
+        "",
+        f"{result['megabytes']} MB in {result['tensors']} tensors, {result['rounds']} alternating rounds, caches "
+        f"dropped before reading; {result['processor']}, load {result['load']} before the start; python {result['python']}, "
+        f"torch {result['torch']}.",
+    ]
+    (RESULTS / "checkpoint.md").write_text("\n".join(text) + "\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (default: this one)")
+    parser.add_argument("--megabytes", type=int, default=1000, help="less for a quick look")
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    load, tensors = os.getloadavg()[0], model(args.megabytes)
+    megabytes = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        seconds = take_turns(Path(folder), tensors, args.repeats)
+        peak = peak_memory(Path(folder), tensors) / 1e6
+    speeds = {name: round(megabytes / statistics.median(values)) for name, values in seconds.items()}
+    for name, speed in speeds.items():
+        print(f"{name:10} {speed:6} MB/s")
+    measured = ratios(seconds)
+    for line, (middle, lowest, highest) in measured.items():
+        print(f"{line}: {middle:.2f} ({lowest:.2f} .. {highest:.2f})")
+    print(f"memory a save takes besides the tensors: {peak:.0f} MB")
+    if args.write:
+        result = {
+            "megabytes": round(megabytes),
+            "tensors": len(tensors),
+            "rounds": args.repeats,
+            "load": round(load, 1),
+        }
+        keep(result | {"megabytes_per_second": speeds, "peak_megabytes": round(peak)} | machine(), measured)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,26 @@
+"""The benchmark of checkpoints runs, in small, and finds that what it loads is what it saved."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from benchmarks.checkpoint import main, ratios
+
+
+def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--folder", str(tmp_path), "--megabytes", "1", "--repeats", "2"]) == 0
+    out = capsys.readouterr().out
+    assert re.findall(r"^(save / raw write|load / raw read): \d+\.\d\d ", out, re.MULTILINE) == [
+        "save / raw write",
+        "load / raw read",
+    ]
+    assert "memory a save takes" in out
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_ratio_is_of_neighbours() -> None:
+    seconds = {"raw write": [1.0, 4.0, 1.0], "save": [2.0, 4.0, 4.0], "raw read": [1.0] * 3, "load": [1.0] * 3}
+    assert ratios(seconds)["save / raw write"] == [0.5, 0.25, 1.0]
