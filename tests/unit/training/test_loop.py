@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -14,7 +16,7 @@ from megatron.training.loop import train
 from megatron.training.setup import Trainer, build
 from megatron.training.step import evaluate
 from megatron.training.stop import StopRequest
-from tests.runs import before_step, column, records, spoil_step, tiny_run
+from tests.runs import before_step, column, differences, records, saved_steps, spoil_step, start, steps, tiny_run
 
 
 def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
@@ -146,3 +148,56 @@ def test_a_ramp_and_a_last_batch_that_is_not_full(tmp_path: Path) -> None:
     assert (status, trainer.iteration, trainer.consumed_samples) == (0, 6, 26)
     assert column(tmp_path, "batch-size") == [2, 2, 4, 6, 6, 6]
     assert column(tmp_path, "consumed-samples") == [2, 4, 8, 14, 20, 26]
+
+
+SAVING = "--save {}/saved --save-interval 5"
+ENDS = {
+    signal.SIGTERM: (143, "signal 15"),
+    signal.SIGINT: (130, "signal 2"),
+    signal.SIGUSR1: (138, "signal 10"),
+}
+
+
+def check_going_on(tmp_path: Path, step: int) -> None:
+    """A run that was stopped after ``step`` has saved, and once it goes on it ends as one that was not stopped."""
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    assert saved_steps(stopped / "saved") == [step]
+    again = start(tiny_run(stopped, SAVING.format(stopped)))
+    assert (again.status, sorted(again.samples)) == (0, [*range(step + 1, 7)])
+    start(tiny_run(whole, SAVING.format(whole)))
+    assert steps(stopped) == steps(whole)
+    assert differences(stopped / "saved/iter_0000006", whole / "saved/iter_0000006") == []
+
+
+@pytest.mark.parametrize("number", ENDS)
+def test_a_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
+    status, why = ENDS[number]
+    stopped = tmp_path / "stopped"
+    told = start(tiny_run(stopped, SAVING.format(stopped)), before_step(3, lambda trainer: signal.raise_signal(number)))
+    assert (told.status, told.err) == (status, "")
+    assert f"stopped by {why} after step 3 of 6" in told.out
+    check_going_on(tmp_path, 3)
+
+
+def test_the_clock_saves(tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped"
+    config = tiny_run(stopped, f"{SAVING.format(stopped)} --exit-duration-in-mins 90.5")
+    late = [1000.0]
+    clock = SimpleNamespace(monotonic=lambda: late[-1])
+    with patch("megatron.training.stop.time", clock):
+        told = start(config, before_step(4, lambda trainer: late.append(1000.0 + 90.5 * 60)))
+    assert (told.status, told.err) == (124, "")
+    assert "stopped by --exit-duration-in-mins after step 4 of 6" in told.out
+    check_going_on(tmp_path, 4)
+
+
+def test_an_exit_interval_saves(tmp_path: Path) -> None:
+    stopped = tmp_path / "stopped"
+    told = start(tiny_run(stopped, f"{SAVING.format(stopped)} --exit-interval 2"))
+    assert (told.status, told.err) == (0, "")
+    check_going_on(tmp_path, 2)
+
+
+def test_the_last_step_is_saved_whatever_the_interval(tmp_path: Path) -> None:
+    start(tiny_run(tmp_path, SAVING.format(tmp_path)))
+    assert saved_steps(tmp_path / "saved") == [5, 6]
