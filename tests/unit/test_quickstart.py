@@ -1,16 +1,20 @@
+"""The quickstart as a user runs it: its mistakes, its crash half-way, what it leaves and what it tells to do next."""
+
 from __future__ import annotations
 
-import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from megatron.config.arguments import parse
-from megatron.data.preprocess import output_prefix
-from tools.preprocess_data import build_parser
+from megatron.training.history import read_history
+from tools import generate, inspect_checkpoint
 
 ROOT = Path(__file__).parents[2]
 
@@ -30,7 +34,8 @@ def write_text(folder: Path) -> None:
 def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """This checkout with the environment of these tests in the place of the one that the set-up would make."""
     root = tmp_path / "checkout"
-    for name in ("examples/quickstart.sh", "pretrain_gpt.py", "tools/preprocess_data.py", "megatron"):
+    tools = ("train_tokenizer", "preprocess_data", "convert_checkpoint", "generate", "inspect_checkpoint")
+    for name in ("examples", "pretrain_gpt.py", "megatron", *(f"tools/{tool}.py" for tool in tools)):
         (root / name).parent.mkdir(parents=True, exist_ok=True)
         (root / name).symlink_to(ROOT / name)
     binaries = shlex.quote(str(Path(sys.executable).parent))
@@ -47,6 +52,7 @@ def checkout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["--input-dir", "missing"], "there is no folder 'missing'"),
         (["--out", "file/below"], "the folder 'file/below' cannot be made"),
         (["--size", "7"], "unknown argument: --size"),
+        (["--", "--lr", "1e-4", "--save=mine"], "--save is set by the quickstart itself"),
     ],
 )
 def test_mistakes_are_told_before_anything_is_installed(tmp_path: Path, arguments: list[str], sentence: str) -> None:
@@ -63,56 +69,130 @@ def test_help(tmp_path: Path) -> None:
     assert "--input-dir DIR" in done.stdout
 
 
-def test_a_few_steps_on_two_processes(tmp_path: Path, checkout: Path) -> None:
+def test_killed_half_way_on_one_layout_and_ended_on_another(tmp_path: Path, checkout: Path) -> None:
     write_text(tmp_path / "text")
-    flags = ["--", "--log-interval", "5", "--eval-interval", "5", "--eval-iters", "1", "--seq-length", "64"]
+    flags = ["--", "--eval-interval", "5", "--eval-iters", "1", "--seq-length", "128"]
     done = quickstart("--input-dir", "text", "--steps", "10", "--out", "run", *flags, cwd=tmp_path, root=checkout)
     assert done.returncode == 0, done.stderr
-    assert "ranks      2 = DP 1 (copies of the model) x TP 2 (tensor and sequence parallel)" in done.stdout
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    losses = [line["lm loss"] for line in lines if "lm loss" in line]
-    assert len(losses) == 2
-    assert losses[1] < losses[0]
-    assert [line["iteration"] for line in lines if "lm loss validation" in line] == [5, 10]
-    assert (tmp_path / "run" / "loss.png").stat().st_size > 0
-    told = done.stdout.split("\nnext: ")[1].replace("\\\n", "")
-    commands_can_be_pasted(told, tmp_path / "run" / "data" / "corpus_text_document")
+    before, after = done.stdout.split("== killed at step ")
+    assert "2 = DP 1 (copies of the model) x TP 2 (tensor and sequence parallel)" in before
+    assert "resumed from" in after
+    assert "2 = DP 2 (copies of the model) x TP 1" in after
+    run = tmp_path / "run"
+    history = read_history(run / "metrics.jsonl")
+    assert [point.iteration for point in history.train] == list(range(1, 11))
+    assert history.train[-1].loss < history.train[0].loss - 0.5
+    assert [point.iteration for point in history.validation] == [5, 10]
+    assert len(history.restarts) == 1
+    undone, again = losses(before, 10), losses(after, 10)
+    assert undone.keys() & again.keys(), "the crash undid steps"
+    for step in undone.keys() & again.keys():
+        assert again[step] == pytest.approx(undone[step], abs=2e-4)
+    assert (run / "loss.png").stat().st_size > 0
+    assert "transformers computes the same: logits by " in after
+    text = after.split("in plain transformers\n")[1].split("\n== next")[0]
+    assert len(text.split()) > 20
+    assert set(text.split()) & {"quick", "brown", "jumps", "lazy"}
+    next_commands_can_be_pasted(after.split("== next\n")[1])
 
 
-def commands_can_be_pasted(text: str, dataset: Path) -> None:
-    """The programs take the flags that they are told to be started with; ``dataset`` stands in for what they make."""
-    commands = [shlex.split(line, comments=True) for line in text.splitlines() if ".py" in line]
-    (_, preprocess, *how), (*_, plot, folder) = commands[0], commands[2]
-    assert (preprocess, plot) == ("tools/preprocess_data.py", "tools/plot_run.py")
-    made = output_prefix(build_parser().parse_args(how).output_prefix, "text")
-    flags = commands[1][commands[1].index("pretrain_gpt.py") + 1 :]
-    flags[flags.index(made)] = str(dataset)
-    assert parse([*flags, "--check-config", "--world-size", "2"], environ={}).config.logging.run_dir == folder
+def losses(output: str, steps: int) -> dict[str, float]:
+    """Loss by step, as progress lines print them."""
+    lines = [line.split() for line in output.splitlines() if f"/{steps} " in line]
+    return {line[0]: float(line[line.index("loss") + 1]) for line in lines}
+
+
+def next_commands_can_be_pasted(told: str) -> None:
+    """The programs take the flags that they are told to be started with."""
+    told = told.replace("\\\n", "")
+    commands = [shlex.split(line, comments=True) for line in told.splitlines() if line and not line.startswith("#")]
+    _, longer, write, look, again = commands
+    flags = longer[longer.index("pretrain_gpt.py") + 1 :]
+    parsed = parse([*flags, "--check-config", "--world-size", "2"], environ={})
+    assert parsed.config.training.train_iters == 20
+    assert generate.build_parser().parse_args(write[2:]).prompt == ["The"]
+    assert inspect_checkpoint.main(look[2:]) == 0
+    assert again == ["bash", "examples/quickstart.sh", "--input-dir", "DIR"]
 
 
 def test_text_under_another_key(tmp_path: Path, checkout: Path) -> None:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "a.jsonl").write_text('{"body": "the quick brown fox"}\n' * 200)
-    flags = ["--input-dir", "text", "--steps", "1", "--out", "run"]
+    flags = ["--input-dir", "text", "--out", "run"]
     refused = quickstart(*flags, cwd=tmp_path, root=checkout)
     assert refused.returncode == 1
     assert "a.jsonl:1 has no key 'text'; its keys: body\n  fix: --json-keys KEY" in refused.stderr
-    done = quickstart(*flags, "--json-keys", "body", "--", "--check-config", cwd=tmp_path, root=checkout)
+    done = quickstart(*flags, "--json-keys", "body", "--", "--num-layers", "0", cwd=tmp_path, root=checkout)
     assert (tmp_path / "run" / "data" / "corpus_body_document.idx").exists()
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 2
+    assert done.stderr.count("num_layers") == 1, "a mistake in the flags is told once"
+
+
+def test_what_is_there_already_is_left_alone(tmp_path: Path, checkout: Path) -> None:
+    write_text(tmp_path / "text")
+    for name in ("run", "run-2"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").touch()
+    flags = ["--input-dir", "text", "--out", "run", "--", "--num-layers", "0"]
+    done = quickstart(*flags, cwd=tmp_path, root=checkout)
+    assert "there is something in run already; this time, all goes to run-3\n" in done.stdout
+    assert (tmp_path / "run-3" / "tokenizer" / "tokenizer.json").exists()
+    assert [path.name for name in ("run", "run-2") for path in (tmp_path / name).iterdir()] == ["mine"] * 2
+
+
+def test_the_example_of_transformers_needs_nothing_of_this_project() -> None:
+    assert "megatron" not in (ROOT / "examples" / "write_with_transformers.py").read_text()
+
+
+@pytest.mark.slow  # two starts of two processes
+@pytest.mark.parametrize("phase", ["DP 1 ", "DP 2 "])
+def test_ctrl_c_leaves_no_process(tmp_path: Path, checkout: Path, phase: str) -> None:
+    write_text(tmp_path / "text")
+    script = [str(checkout / "examples" / "quickstart.sh"), "--input-dir", "text", "--steps", "20", "--out", "run"]
+    started = subprocess.Popen(
+        ["bash", *script],
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    assert started.stdout is not None
+    for line in started.stdout:
+        if phase in line:
+            break
+    os.killpg(started.pid, signal.SIGINT)  # as the terminal does
+    started.communicate(timeout=60)
+    assert started.returncode != 0
+    deadline = time.monotonic() + 10
+    while (left := processes_of(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert left == []
+
+
+def processes_of(folder: Path) -> list[str]:
+    """Command lines that name the folder."""
+    lines = []
+    for file in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            lines.append(file.read_text().replace("\0", " "))
+        except OSError:  # it has ended meanwhile
+            continue
+    return [line for line in lines if str(folder) in line]
 
 
 @pytest.mark.slow  # makes the project's .venv where there is none
 def test_text_becomes_a_falling_loss_and_a_picture(tmp_path: Path) -> None:
     write_text(tmp_path / "text")
-    for _ in range(2):  # the second run finds what the first one left
+    curves = []
+    for folder in ("run", "run-2"):  # the second finds what the first one left, and does the same again elsewhere
         done = quickstart("--input-dir", "text", "--steps", "30", "--out", "run", "--", "--seed", "7", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").open()]
-    losses = [line["lm loss"] for line in lines if "lm loss" in line]
-    assert len(losses) == 6
-    assert losses[:3] == losses[3:]
-    assert losses[2] < losses[0] - 1
-    assert any("lm loss validation" in line for line in lines)
-    assert f"loss curve: {tmp_path / 'run' / 'loss.png'}" in done.stdout
-    assert (tmp_path / "run" / "loss.png").exists()
+        assert f"loss curve: {tmp_path / folder / 'loss.png'}" in done.stdout
+        assert (tmp_path / folder / "loss.png").exists()
+        history = read_history(tmp_path / folder / "metrics.jsonl")
+        curves.append([point.loss for point in history.train])
+        assert history.validation
+    assert len(curves[0]) == 30
+    assert curves[0] == pytest.approx(curves[1], rel=1e-4)
+    assert curves[0][-1] < curves[0][0] - 1
