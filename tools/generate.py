@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Sequence
 from datetime import timedelta
+from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -72,20 +73,18 @@ def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
     """The texts to continue.
 
     Raises:
-        InferenceError: when there are none, or a file is not text.
+        InferenceError: when a prompt is not text.
         OSError: when the file cannot be read.
     """
     if args.prompt is None and args.prompts is None:
         return [_standard_input(launch)]
     try:
-        texts = args.prompt if args.prompts is None else args.prompts.read_text(encoding="utf-8").splitlines()
+        texts: list[str] = args.prompt or args.prompts.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         for text in texts:
             text.encode()  # what the shell passed on may be no text
     except UnicodeError as error:
         raise InferenceError(f"a prompt is not text in UTF-8: {error}") from error
-    if not texts:
-        raise InferenceError(f"{args.prompts} is empty: it must hold one prompt per line")
-    return list(texts)
+    return texts
 
 
 def _standard_input(launch: Launch) -> str:
@@ -138,7 +137,7 @@ def write(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> Non
     check(model.model, prompts, new_tokens)
     check_layout(model.model, args.tensor_model_parallel_size or launch.world_size, launch.world_size)
     chunk = build(args, model, launch)
-    out = sys.stdout if launch.rank == 0 else open(os.devnull, "w")  # noqa: SIM115
+    out = sys.stdout if launch.rank == 0 else StringIO()
     printer = Printer(out, model.codec, texts, prompts, model.stop_ids, not args.no_stream)
     speed = Speed()
 
@@ -209,6 +208,9 @@ def main(argv: Sequence[str]) -> int:
         if launch.local_rank == 0:
             print(f"generate: {error}", file=sys.stderr)
         return 2
+    except BrokenPipeError:  # whoever read our text has had enough of it
+        sys.stdout = StringIO()
+        return 1
     except (CheckpointError, OSError) as error:
         print(f"{where}: {error}", file=sys.stderr)
         return 1

@@ -8,12 +8,8 @@ from typing import Any, Protocol
 
 from tokenizers import Tokenizer
 
+from megatron.data.huggingface import CONFIG, ENDS, SPECIAL, TOKENIZER
 from megatron.inference.errors import InferenceError
-
-TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
-NAMES_OF_END = ("<|endoftext|>", "</s>")
-"""Tokens that end a document where nothing says which one does."""
 
 REPLACEMENT = "\ufffd"
 
@@ -46,8 +42,8 @@ class TextCodec:
             raise InferenceError(f"{TOKENIZER} cannot be read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        names = (_end_named(files), *NAMES_OF_END)
-        ids = (self._tokenizer.token_to_id(name) for name in names if name is not None)
+        names = [name for file in (CONFIG, SPECIAL) if (name := _eos_token(files, file)) is not None]
+        ids = (self._tokenizer.token_to_id(name) for name in (*names, *ENDS))
         self.end = next((i for i in ids if i is not None), None)
 
     def encode(self, text: str) -> list[int]:
@@ -93,13 +89,13 @@ def open_codec(files: Mapping[str, bytes]) -> Codec:
     return TextCodec(files) if TOKENIZER in files else IdCodec()
 
 
-def _end_named(files: Mapping[str, bytes]) -> str | None:
-    """The end token that tokenizer_config.json names."""
+def _eos_token(files: Mapping[str, bytes], name: str) -> str | None:
+    """The token that ends a document, if that JSON file is there and names it."""
     try:
-        named: Any = json.loads(files.get(TOKENIZER_CONFIG, b"{}")).get("eos_token")
+        token: Any = json.loads(files.get(name, b"{}")).get("eos_token")
     except (ValueError, AttributeError) as error:
-        raise InferenceError(f"{TOKENIZER_CONFIG} is not a JSON object: {error}") from error
-    return named.get("content") if isinstance(named, dict) else named
+        raise InferenceError(f"{name} is not a JSON object: {error}") from error
+    return token.get("content") if isinstance(token, dict) else token
 
 
 class TextStream:

@@ -104,8 +104,11 @@ def test_the_end_is_the_one_that_the_configuration_names() -> None:
     ids = {token: byte_level().token_to_id(token) for token in ("<|endoftext|>", "x", "y")}
     assert open_codec(files).end == ids["<|endoftext|>"]
     for named in ("x", {"content": "x", "lstrip": False}):
-        told = files | {"tokenizer_config.json": json.dumps({"eos_token": named}).encode()}
-        assert open_codec(told).end == ids["x"]
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            told = files | {name: json.dumps({"eos_token": named}).encode()}
+            assert open_codec(told).end == ids["x"]
+    both = told | {"tokenizer_config.json": b'{"eos_token": "y"}'}
+    assert open_codec(both).end == ids["y"]
     without = files | {"tokenizer_config.json": b'{"eos_token": null}'}
     assert open_codec(without).end == ids["<|endoftext|>"]
 
@@ -141,7 +144,7 @@ def test_ids_in_decimal() -> None:
             ids.encode(f"1 {word}")
 
 
-@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"])
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff"])
 def test_a_broken_file_is_named(name: str, content: bytes) -> None:
     files = {"tokenizer.json": byte_level().to_str().encode()} | {name: content}
