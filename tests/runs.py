@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
@@ -27,7 +28,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.config.arguments import parse
 from megatron.config.run import RunConfig
-from megatron.training import main
+from megatron.training import checkpointing, main
 from megatron.training.setup import Trainer
 
 FLAGS = (
@@ -83,6 +84,26 @@ class KilledError(BaseException):
 def kill(trainer: Trainer) -> None:
     """Be killed."""
     raise KilledError
+
+
+def misread(trainer: Trainer) -> None:
+    """Read the next step's samples once more, as a reader does that loses its place."""
+    trainer._read("train", trainer.consumed_samples, trainer.next_batch_size)
+
+
+def full_disk(*at: int) -> AbstractContextManager[Any]:
+    """The disk takes nothing when these steps are saved."""
+    original = checkpointing.write
+
+    def no_space(fd: int, content: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def write(folder: Path, *arguments: Any) -> None:
+        refusing = patch.object(os, "write", no_space) if int(folder.name[5:]) in at else nullcontext()
+        with refusing:
+            original(folder, *arguments)
+
+    return patch.object(checkpointing, "write", write)
 
 
 @dataclass

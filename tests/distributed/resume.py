@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 from megatron.config.resolve import resolve
 from megatron.config.run import CheckpointConfig, RunConfig
@@ -13,9 +17,11 @@ from megatron.training.checkpointing import consumed_digest, held, save
 from megatron.training.resume import begin, choose
 from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
+from megatron.training.stop import SIGNALS
 from megatron.training.verify import RankTrace, StepTrace, hold, join
 from tests.distributed.grid import FACTORS, case_of, label, valid
 from tests.distributed.pairwise import Choice
+from tests.runs import Told, before_step, full_disk, kill, misread, start
 
 GLOBAL_BATCH = 6
 BEFORE, AFTER = 2, 10
@@ -69,6 +75,10 @@ def config_of(choice: Choice, options: CheckpointConfig) -> RunConfig:
     )
     optimizer = replace(config.optimizer, lr=1e-2, lr_warmup_iters=1)
     return resolve(replace(config, training=training, optimizer=optimizer, checkpoint=options), ranks_of(choice))
+
+
+def _raise_signal(number: signal.Signals, trainer: Trainer) -> None:
+    signal.raise_signal(number)
 
 
 @dataclass(frozen=True)
@@ -128,3 +138,21 @@ def advance(trainer: Trainer, steps: int) -> list[float]:
 def gathered(legs: Sequence[Leg]) -> StepTrace:
     """Masters and moments of all ranks put together."""
     return join([leg.state for leg in legs])
+
+
+ACTIONS: dict[str, Callable[[Trainer], None]] = {
+    "kill": kill,
+    "misread": misread,
+    **{number.name: partial(_raise_signal, number) for number in SIGNALS},
+}
+"""What may happen to a rank before it reads the data of a step."""
+
+
+def run_rank(
+    rank: int, world_size: int, config: RunConfig, what: str = "", step: int = 0, on: int | None = None
+) -> Told:
+    """A run on this rank, on which ``what`` happens at ``step``; on all ranks where ``on`` names none."""
+    event: AbstractContextManager[Any] | None = None
+    if what and on in (None, rank):
+        event = full_disk(step) if what == "full disk" else before_step(step, ACTIONS[what])
+    return start(config, event, rank, world_size)

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from megatron.config.run import CheckpointConfig
+from megatron.config.run import CheckpointConfig, RunConfig
 from tests.distributed.grid import FACTORS
 from tests.distributed.pool import Pool
 from tests.distributed.resume import (
@@ -18,9 +23,10 @@ from tests.distributed.resume import (
     load_and_go_on,
     random_pair,
     ranks_of,
+    run_rank,
     save_and_go_on,
 )
-from tests.runs import checkpoint
+from tests.runs import Told, checkpoint, differences, saved_steps, start, steps, tiny_run
 
 PAIRS = [random_pair(seed) for seed in range(9)] + [random_pair(seed, on_four=True) for seed in (0, 9)]
 
@@ -60,3 +66,130 @@ def test_a_run_goes_on_on_any_other_layout(pool: Pool, tmp_path: Path, pair: Pai
 @pytest.mark.parametrize("pair", [random_pair(seed, on_four=True) for seed in range(100, 300)], ids=str)
 def test_a_run_goes_on_on_any_other_layout_long(pool: Pool, tmp_path: Path, pair: Pair) -> None:
     check_pair(pool, tmp_path, pair)
+
+
+TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
+LAYOUTS = {"tp2-sp": TP2_SP, "dp2": ""}
+DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
+
+
+def run_of(folder: Path, flags: str = "", world_size: int = 2) -> RunConfig:
+    """A run of 6 steps that saves every 2."""
+    return tiny_run(folder, f"--save {folder}/saved --save-interval 2 {flags}", world_size)
+
+
+def go_on(pool: Pool, config: RunConfig, *happening: Any, world_size: int = 2) -> list[Told]:
+    return pool.run(world_size, run_rank, config, *happening)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", ["--bf16", "--params-dtype fp32"])
+def test_a_killed_run_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path, layout: str, dtype: str) -> None:
+    flags = f"{LAYOUTS[layout]} {DROPOUT} {dtype} --eval-interval 3 --eval-iters 1"
+    whole = go_on(pool, run_of(tmp_path / "whole", flags))
+    killed = go_on(pool, run_of(tmp_path / "parts", flags), "kill", 4)
+    again = go_on(pool, run_of(tmp_path / "parts", flags))
+    assert [told.status for told in [*whole, *killed, *again]] == [0, 0, None, None, 0, 0]
+    for rank in (0, 1):
+        assert killed[rank].samples | again[rank].samples == whole[rank].samples
+    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
+    assert differences(*(tmp_path / run / "saved/iter_0000006" for run in ("parts", "whole"))) == []
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
+def test_a_signal_to_one_rank_makes_all_save(pool: Pool, tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """And one process goes on with it, to the losses of a run that was not stopped."""
+    flags = "--params-dtype fp64"
+    stopped = go_on(pool, run_of(tmp_path / "run", f"{flags} {TP2_SP}"), number.name, 3, 1)
+    assert [(told.status, told.err) for told in stopped] == [(status, ""), (status, "")]
+    assert saved_steps(tmp_path / "run/saved") == [2, 3]
+    alone = start(run_of(tmp_path / "run", flags, 1))
+    assert (alone.status, sorted(alone.samples)) == (0, [4, 5, 6])
+    assert "--tensor-model-parallel-size: checkpoint 2 -> now 1" in alone.out
+    start(run_of(tmp_path / "whole", flags, 1))
+    got, wanted = ([s["lm loss"] for s in steps(tmp_path / run).values()] for run in ("run", "whole"))
+    assert got == pytest.approx(wanted, rel=1e-10)
+
+
+@pytest.fixture(scope="module")
+def killed_run(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on two ranks that was killed in its last step, after the checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("killed")
+    go_on(pool, run_of(folder), "kill", 6)
+    return folder
+
+
+@pytest.fixture
+def killed(killed_run: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(killed_run, tmp_path / "run"))
+
+
+def spoil(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 128
+    path.write_bytes(content)
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "truncated": (lambda path: os.truncate(path, 900), "tensors_00001.safetensors is truncated: 900 bytes, not "),
+    "a bit flipped": (spoil, "flipped"),
+    "missing": (Path.unlink, "tensors_00001.safetensors is missing"),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("how", DAMAGE)
+def test_all_ranks_pass_over_the_same_damaged_checkpoint(pool: Pool, killed: Path, how: str, layout: str) -> None:
+    damage, why = DAMAGE[how]
+    damage(killed / "saved/iter_0000004/tensors_00001.safetensors")
+    ranks = go_on(pool, run_of(killed, LAYOUTS[layout]))
+    assert [(told.status, told.err, sorted(told.samples)) for told in ranks] == [(0, "", [3, 4, 5, 6])] * 2
+    (said,) = [line for line in ranks[0].out.splitlines() if line.startswith("passed over ")]
+    assert said.startswith(f"passed over {killed}/saved/iter_0000004: ")
+    assert why in said
+    assert ranks[1].out == ""
+    assert saved_steps(killed / "saved") == [2, 4, 6]
+
+
+@pytest.mark.parametrize("how", ["truncated", "a bit flipped"])
+def test_when_all_are_damaged_it_is_told_once(pool: Pool, killed: Path, how: str) -> None:
+    for step in (2, 4):
+        DAMAGE[how][0](killed / f"saved/iter_000000{step}/tensors_00001.safetensors")
+    ranks = go_on(pool, run_of(killed))
+    assert [(told.status, told.samples) for told in ranks] == [(1, {}), (1, {})]
+    (told,) = [told.err for told in ranks if told.err]
+    assert "E811 no checkpoint " in told
+    assert told.count(DAMAGE[how][1]) == 2
+
+
+def test_a_disk_that_is_full_on_one_rank(pool: Pool, tmp_path: Path) -> None:
+    ranks = go_on(pool, run_of(tmp_path), "full disk", 4, 1)
+    assert [told.status for told in ranks] == [0, 0]
+    assert ranks[0].err.startswith("warning: step 4 is not saved: ")
+    assert "the disk is full (rank 1); no checkpoint was written" in ranks[0].err
+    assert ranks[1].err == ""
+    assert saved_steps(tmp_path / "saved") == [2, 6]
+
+
+def test_a_disk_that_is_full_on_one_rank_at_the_end(pool: Pool, tmp_path: Path) -> None:
+    ranks = go_on(pool, run_of(tmp_path), "full disk", 6, 1)
+    assert [told.status for told in ranks] == [1, 1]
+    (told,) = [told.err for told in ranks if told.err]
+    assert "the disk is full (rank 1); no checkpoint was written" in told
+    assert saved_steps(tmp_path / "saved") == [2, 4]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_reads_other_samples_is_noticed_at_the_save(pool: Pool, tmp_path: Path, rank: int) -> None:
+    ranks = go_on(pool, run_of(tmp_path), "misread", 3, rank)
+    assert [told.status for told in ranks] == [1, 1]
+    (told,) = [told.err for told in ranks if told.err]
+    assert "the samples read up to step 4 are not those of the sample stream" in told
+    assert saved_steps(tmp_path / "saved") == [2]
+
+
+def test_replicas_share_the_writing(killed_run: Path) -> None:
+    sizes = [path.stat().st_size for path in sorted(killed_run.glob("saved/iter_0000004/tensors_*"))]
+    assert len(sizes) == 2
+    assert max(sizes) < 0.6 * sum(sizes)

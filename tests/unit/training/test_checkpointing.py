@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import random
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,7 +17,20 @@ from megatron.config.run import RunConfig
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer, build
-from tests.runs import before_step, checkpoint, column, differences, kill, records, saved_steps, start, steps, tiny_run
+from tests.runs import (
+    before_step,
+    checkpoint,
+    column,
+    differences,
+    full_disk,
+    kill,
+    misread,
+    records,
+    saved_steps,
+    start,
+    steps,
+    tiny_run,
+)
 
 STEPS = 9
 LENGTH = f"--train-iters {STEPS} --save-interval 2"
@@ -123,13 +135,6 @@ def test_fp16_after_bf16_begins_with_its_own_loss_scale(tmp_path: Path) -> None:
     assert (told.status, steps(tmp_path)[5]["loss-scale"]) == (0, 1024.0)
 
 
-def misread(trainer: Trainer) -> None:
-    """Read the next step's first sample a second time, as a reader does that loses its place."""
-    trainer.consumed_samples -= 1
-    trainer._read("train", trainer.consumed_samples, 1)
-    trainer.consumed_samples += 1
-
-
 def test_samples_that_are_not_the_stream_s_are_noticed_at_the_save(tmp_path: Path) -> None:
     told = start(run_of(tmp_path), before_step(4, misread))
     assert told.status == 1
@@ -172,23 +177,6 @@ def test_the_same_documents_elsewhere_are_the_same_samples(tmp_path: Path) -> No
     told = start(run_of(tmp_path, write_documents(tmp_path / "moved")))
     assert (told.status, told.err) == (0, "")
     assert f"--data-path: checkpoint {tmp_path}/documents -> now {tmp_path}/moved" in told.out
-
-
-def full_disk(*at: int) -> AbstractContextManager[Any]:
-    """The disk takes nothing when these steps are saved."""
-    from megatron.training import checkpointing
-
-    original = checkpointing.write
-
-    def no_space(fd: int, content: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def write(folder: Path, *arguments: Any) -> None:
-        refusing = patch.object(os, "write", no_space) if int(folder.name[5:]) in at else nullcontext()
-        with refusing:
-            original(folder, *arguments)
-
-    return patch.object(checkpointing, "write", write)
 
 
 def test_a_full_disk_does_not_end_a_run_that_can_go_on(tmp_path: Path) -> None:
