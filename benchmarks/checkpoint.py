@@ -190,8 +190,8 @@ def keep(result: dict[str, object], measured: Mapping[str, Sequence[float]]) -> 
         f"Medians in MB/s: {speeds}. A save takes {result['peak_megabytes']} MB of memory besides the tensors.",
         "",
         f"{result['megabytes']} MB in {result['tensors']} tensors, {result['rounds']} alternating rounds, caches "
-        f"dropped before reading; {result['processor']}, load {result['load']} before the start; python {result['python']}, "
-        f"torch {result['torch']}.",
+        f"dropped before reading; {result['processor']}, load {result['load']} before the start; "
+        f"python {result['python']}, torch {result['torch']}.",
     ]
     (RESULTS / "checkpoint.md").write_text("\n".join(text) + "\n")
 

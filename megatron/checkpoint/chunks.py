@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from io import FileIO
 from pathlib import Path
 
 import torch
@@ -22,7 +23,7 @@ class ChunkReader:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._open: tuple[str, int] | None = None
+        self._open: tuple[str, FileIO] | None = None
         self._proved: set[str] = set()
         self._last: tuple[Chunk, Tensor] | None = None
 
@@ -61,8 +62,9 @@ class ChunkReader:
         self._read(chunk.file, chunk.offset, chunk.bytes, None, chunk.xxh3, f"tensor {name}")
 
     def prefetch(self, chunk: Chunk) -> None:
-        """Ask the system to read a chunk while something else is done."""
-        os.posix_fadvise(self._file(chunk.file), chunk.offset, chunk.bytes, os.POSIX_FADV_WILLNEED)
+        """Ask the system, where it takes advice, to read a chunk while something else is done."""
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file(chunk.file).fileno(), chunk.offset, chunk.bytes, os.POSIX_FADV_WILLNEED)
 
     def prove_head(self, file: str) -> None:
         """Check the bytes of a file that belong to no chunk; once.
@@ -78,28 +80,29 @@ class ChunkReader:
     def close(self) -> None:
         """Close the file that is open; done too when nobody needs the reader any more."""
         if self._open is not None:
-            os.close(self._open[1])
+            self._open[1].close()
         self._open = None
 
     __del__ = close
 
-    def _file(self, name: str) -> int:
+    def _file(self, name: str) -> FileIO:
         if self._open is None or self._open[0] != name:
             self.close()
             try:
-                self._open = name, os.open(self._path(name), os.O_RDONLY)
+                self._open = name, FileIO(str(self._path(name)))
             except OSError as error:
                 raise DamagedError(f"{self._path(name)} is missing or cannot be read: {error.strerror}") from error
         return self._open[1]
 
     def _read(self, file: str, offset: int, length: int, buffer: memoryview | None, expected: str, what: str) -> None:
         """Prove ``length`` bytes of a file, and keep them if there is a ``buffer`` for them."""
-        fd, digest, done = self._file(file), xxhash.xxh3_64(), 0
+        source, digest, done = self._file(file), xxhash.xxh3_64(), 0
         scratch = memoryview(bytearray(min(length, BLOCK) if buffer is None else 0))
         while done < length:
             block = scratch[: length - done] if buffer is None else buffer[done : done + BLOCK]
             try:
-                count = os.preadv(fd, [block], offset + done)
+                source.seek(offset + done)
+                count = source.readinto(block) or 0
             except OSError as error:
                 raise DamagedError(f"{self._path(file)} cannot be read: {error.strerror} ({what})") from error
             if not count:

@@ -91,11 +91,9 @@ def make_folder(path: Path) -> None:
 
 def refused(error: OSError, folder: Path, rank: int) -> StorageError:
     """What to tell of a disk that refused while a checkpoint was written to ``folder``."""
-    full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-    what = "the disk is full" if full else (error.strerror or str(error))
-    fixes = ["free some space"] if full else []
-    return StorageError(
-        f"{error.filename or folder}: {what} (rank {rank}); no checkpoint was written",
-        *fixes,
-        "--save A_FOLDER_ELSEWHERE",
-    )
+    what, fixes = error.strerror or str(error), ["--save A_FOLDER_ELSEWHERE"]
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        what, fixes = "the disk is full", ["free some space", *fixes]
+    if error.errno == errno.ENOENT:
+        fixes = ["--save A_FOLDER_THAT_ALL_RANKS_SHARE"]
+    return StorageError(f"{error.filename or folder}: {what} (rank {rank}); no checkpoint was written", *fixes)

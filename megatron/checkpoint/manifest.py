@@ -105,10 +105,8 @@ class Manifest:
             NewerVersionError: when a newer version of this program wrote it.
         """
         path = Path(path)
-        content = _read(path, MANIFEST) if (path / MARKER).exists() else None
-        if content is None:
-            raise DamagedError(f"{path} has no {MARKER}: it is no checkpoint, or its save was cut off")
-        if _read(path, MARKER) != marker(content):
+        mark, content = _read(path, MARKER), _read(path, MANIFEST)
+        if mark != marker(content):
             raise DamagedError(
                 f"{path / MARKER} does not fit {MANIFEST}: one of them has flipped bytes or is truncated"
             )
@@ -192,6 +190,10 @@ def _chunk_json(chunk: Chunk) -> JSON:
 def _read(folder: Path, name: str) -> bytes:
     try:
         return (folder / name).read_bytes()
+    except (FileNotFoundError, NotADirectoryError) as error:
+        if name == MARKER:
+            raise DamagedError(f"{folder} has no {MARKER}: it is no checkpoint, or its save was cut off") from error
+        raise DamagedError(f"{folder / name} is missing") from error
     except OSError as error:
         raise DamagedError(f"{folder / name} cannot be read: {error.strerror}") from error
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import mmap
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -45,6 +46,10 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 Entry = tuple[str, torch.dtype, tuple[int, ...]]
 """Key, type and shape of a tensor."""
+
+NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
+"""MAP_NORESERVE, which Python 3.11 does not name. A private map is writable memory, as torch wants it, though what is
+written never reaches the file; without this, Linux refuses to map a file that is larger than the memory."""
 
 ALIGNMENT = 64
 MAX_HEADER = 100_000_000
@@ -155,8 +160,7 @@ class TensorFile:
         self.path = Path(path)
         try:
             with self.path.open("rb") as file:
-                # A private map is writable memory, as torch wants it, but what is written never reaches the file.
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+                self._map = mmap.mmap(file.fileno(), 0, flags=mmap.MAP_PRIVATE | NO_RESERVE)
         except (OSError, ValueError) as error:  # ValueError: an empty file
             raise DamagedError(f"{path} cannot be read: {error}") from error
         try:

@@ -102,6 +102,13 @@ def test_floating_types_are_converted_and_others_are_not(tmp_path: Path) -> None
         read(manifest, {"ids": GlobalTensor((5,), (5,), torch.float32, ())}, ALONE)
 
 
+def test_a_tensor_without_elements(tmp_path: Path) -> None:
+    save(tmp_path / "iter_1", {"none": Sample(torch.zeros(0, 5), (0, 5))})
+    manifest = Manifest.open(tmp_path / "iter_1")
+    assert CheckpointReader(manifest).read("none").shape == (0, 5)
+    read(manifest, {"none": GlobalTensor((0, 5), (0, 5), torch.float32, ())}, ALONE)
+
+
 def test_what_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
     save(tmp_path / "iter_1", small())
     wanted = {

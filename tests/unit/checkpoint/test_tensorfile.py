@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 import random
 from pathlib import Path
 
@@ -71,10 +73,25 @@ def test_a_tensor_is_the_file_s_pages(tmp_path: Path) -> None:
     assert load_file(path)["a"][0] == 1
 
 
+def test_a_file_may_be_larger_than_the_memory(tmp_path: Path) -> None:
+    """A hole of a file, which takes no room on the disk."""
+    count = 3 * bytes_of("MemTotal", "/proc/meminfo") // 8
+    text = json.dumps({"a": {"dtype": "F64", "shape": [count], "data_offsets": [0, 8 * count]}}).encode()
+    text += b" " * (-len(text) % 8)
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    os.truncate(path, 8 + len(text) + 8 * count)
+    assert TensorFile(path).tensor("a")[-2:].tolist() == [0.0, 0.0]
+
+
 def anonymous() -> int:
     """Bytes of this process that are no pages of a file."""
-    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+    return bytes_of("RssAnon", "/proc/self/status")
+
+
+def bytes_of(key: str, table: str) -> int:
+    lines = Path(table).read_text(encoding="utf-8").splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
 
 def test_tensors_come_as_announced(tmp_path: Path) -> None:
