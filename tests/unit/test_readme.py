@@ -26,7 +26,7 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 
 def test_flags_exist() -> None:
-    tools = ["pretrain_gpt.py", "tools/preprocess_data.py", "tools/verify_parallel.py", "tools/plot_run.py"]
+    tools = ["pretrain_gpt.py", *(str(path.relative_to(ROOT)) for path in (ROOT / "tools").glob("*.py"))]
     commands = [[sys.executable, str(ROOT / tool), "--help"] for tool in tools]
     commands.append(["bash", str(ROOT / "examples" / "quickstart.sh"), "--help"])
     helps = "".join(
