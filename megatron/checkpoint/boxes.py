@@ -69,35 +69,46 @@ def partition_problem(view: View, boxes: Sequence[Box]) -> str | None:
     for box in boxes:
         if not is_inside(box, view):
             return f"{describe(box)} is not inside {list(view)}"
-    return _sweep(view, [box for box in boxes if box.numel], Box((), ()))
+    return _sweep(view, [(box.start, ends(box)) for box in boxes if box.numel], (), ())
 
 
-def _sweep(view: View, boxes: Sequence[Box], column: Box) -> str | None:
-    """The first hole or overlap within ``column``, the slab swept so far; ``boxes`` all reach across it."""
-    dim = len(column.start)
-    if dim == len(view):
-        return None if len(boxes) == 1 else _blame(boxes, column)
-    if not boxes:
-        return _blame(boxes, Box((*column.start, *(0 for _ in view[dim:])), (*column.size, *view[dim:])))
-    edges = {0, view[dim], *(box.start[dim] for box in boxes), *(ends(box)[dim] for box in boxes)}
-    waiting = sorted(boxes, key=lambda box: box.start[dim], reverse=True)
-    active: list[Box] = []
-    for low, high in pairwise(sorted(edges)):
-        active = [box for box in active if ends(box)[dim] > low]
-        while waiting and waiting[-1].start[dim] == low:
+Span = tuple[View, View]
+"""First index of a box, and first index after it: what the sweep compares again and again."""
+
+
+def _sweep(view: View, spans: Sequence[Span], low: View, high: View) -> str | None:
+    """The first hole or overlap among ``spans``, which all reach across the column ``low..high`` swept so far."""
+    dim = len(low)
+    if len(spans) == 1 and not any(spans[0][0][dim:]) and spans[0][1][dim:] == view[dim:]:
+        return None
+    if dim == len(view) or not spans:
+        return _blame(spans, (*low, *(0 for _ in view[dim:])), (*high, *view[dim:]))
+    edges = {0, view[dim], *(start[dim] for start, _ in spans), *(end[dim] for _, end in spans)}
+    waiting = sorted(spans, key=lambda span: span[0][dim], reverse=True)
+    active: list[Span] = []
+    for first, last in pairwise(sorted(edges)):
+        active = [span for span in active if span[1][dim] > first]
+        while waiting and waiting[-1][0][dim] == first:
             active.append(waiting.pop())
-        problem = _sweep(view, active, Box((*column.start, low), (*column.size, high - low)))
+        problem = _sweep(view, active, (*low, first), (*high, last))
         if problem:
             return problem
     return None
 
 
-def _blame(boxes: Sequence[Box], column: Box) -> str | None:
+def _blame(spans: Sequence[Span], low: View, high: View) -> str | None:
+    """What to say of a column that no span, or more than one, reaches across."""
+    column = _spanned(low, high)
     if not column.numel:
         return None
-    if not boxes:
+    if not spans:
         return f"nothing holds {describe(column)}"
-    return f"{describe(boxes[0])} and {describe(boxes[1])} overlap in {describe(column)}"
+    a, b, *_ = (describe(_spanned(*span)) for span in spans)
+    return f"{a} and {b} overlap in {describe(column)}"
+
+
+def _spanned(start: View, end: View) -> Box:
+    return Box(start, tuple(b - a for a, b in zip(start, end)))
 
 
 def describe(box: Box) -> str:
