@@ -11,12 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.config.run import ParallelConfig, TrainingConfig
+from megatron.config.run import CheckpointConfig, ParallelConfig, TrainingConfig
 from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.training.checkpointing import consumed_digest
 from megatron.training.health import explain_nonfinite
+from megatron.training.resume import choose
 from megatron.training.setup import build
 from megatron.training.step import train_step
 from megatron.training.stop import StopRequest
@@ -73,6 +75,26 @@ def skip_together(rank: int, world_size: int, case: Case) -> bool:
     return all(map(torch.equal, before, trainer.optimizer.masters.values()))
 
 
+def find_the_beginning(rank: int, world_size: int) -> bool:
+    """Rank 0 looks for checkpoints; whether this rank hears that there are none."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    try:
+        return choose(CheckpointConfig(), mesh.world).fresh
+    except TypeError:
+        return False
+
+
+def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
+    """Whether what all ranks have read in a step passes for what they should have read."""
+    trainer = build(case.config(), rank, world_size)
+    trainer.next_batches()
+    trainer.consumed_samples += trainer.next_batch_size
+    try:
+        return consumed_digest(trainer) == trainer.data.digest("train", 0, trainer.consumed_samples)
+    except RuntimeError:
+        return False
+
+
 def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     """Cross-entropy of logits around +-1000, whose exponentials do not exist: the sum, and this rank's part of dx."""
     mesh = Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=world_size), world_size), rank)
@@ -127,7 +149,9 @@ DETECTORS: dict[str, Detector] = {
     "dp2-late": training(DP2_LATE),
     "tp4-gqa": training(TP4_GQA),
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
-    "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [15, 15]),
+    "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [143, 143]),
+    "beginning": Detector(2, find_the_beginning, (), lambda ranks: list(ranks) == [True, True]),
+    "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
     "overflow": Detector(2, skip_together, (TP2,), lambda ranks: list(ranks) == [True, True]),
 }
