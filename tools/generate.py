@@ -163,7 +163,8 @@ def make_sampling(args: argparse.Namespace) -> Sampling:
         raise InferenceError(f"--batch-size {args.batch_size}: must be at least 1", "--batch-size 8")
     sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
     if sampling.greedy and (args.top_k is not None or args.top_p is not None):
-        raise InferenceError("the likeliest token is taken always, so --top-k and --top-p change nothing", "drop them")
+        seen = "the likeliest token is taken always, so --top-k and --top-p change nothing"
+        raise InferenceError(seen, "drop --top-k and --top-p", "drop --greedy")
     return sampling
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -22,13 +25,18 @@ def logits(seed: int, prompts: int = 3, entries: int = 40) -> Tensor:
     return torch.randn(prompts, entries, generator=torch.Generator().manual_seed(seed)) * scales
 
 
+@cache
+def any_model() -> Any:
+    """It makes the processors, and nothing of it is used."""
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=5))
+
+
 def by_transformers(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     """What `transformers.generate` samples from, its processors in its order."""
-    model = transformers.GPT2LMHeadModel(transformers.GPT2Config(n_embd=4, n_layer=1, n_head=1, vocab_size=5))
     config = transformers.GenerationConfig(
         do_sample=True, temperature=sampling.temperature, top_k=sampling.top_k or 0, top_p=sampling.top_p or 1.0
     )
-    processors = model._get_logits_processor(config, input_ids_seq_length=1)
+    processors = any_model()._get_logits_processor(config, input_ids_seq_length=1)
     scores: Tensor = processors(torch.zeros(len(logits_BV), 1, dtype=torch.long), logits_BV)
     return scores
 
