@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from megatron.config.hf_families import FAMILIES, Family, Json, RefusedError, Values, value_of
+from megatron.config.hf_families import FAMILIES, Family
+from megatron.config.hf_keys import Json, RefusedError, Values, switch, value_of
 from megatron.config.model import ModelConfig
 from megatron.config.problems import Problem, UserError
 
@@ -138,9 +139,7 @@ def _read_keys(config: Json, family: Family) -> Values:
 
 
 def _read_tie(config: Json, kind: str) -> Values:
-    tied = config.get("tie_word_embeddings", _TIED.get(kind, False))
-    if not isinstance(tied, bool):
-        raise RefusedError(f"tie_word_embeddings is {tied!r}, not true or false")
+    tied = switch(config, "tie_word_embeddings", _TIED.get(kind, False))
     return {"untie_embeddings_and_output_weights": not tied}
 
 

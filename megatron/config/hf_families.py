@@ -5,31 +5,14 @@ Each family is one record read both ways by `megatron.config.hf`.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
+from megatron.config.hf_keys import Json, Key, RefusedError, Values, switch, value_of
+from megatron.config.hf_rope import ROPE_KEYS, read_rope, write_rope
 from megatron.config.model import ModelConfig
-
-Json = Mapping[str, Any]
-Values = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Key:
-    """A key of config.json that says exactly what one of our fields says.
-
-    Attributes:
-        ours: the field of `ModelConfig`.
-        theirs: the key.
-        default: its value when the key is missing, as in transformers' class.
-    """
-
-    ours: str
-    theirs: str
-    default: Any
 
 
 @dataclass(frozen=True)
@@ -53,104 +36,6 @@ class Family:
     read: Callable[[Json], Values]
     write: Callable[[ModelConfig], Values]
     can: Mapping[str, Callable[[ModelConfig], bool]]
-
-
-class RefusedError(ValueError):
-    """A sentence on what config.json says and is not here."""
-
-
-def value_of(key: Key, config: Json) -> Any:
-    """What ``config`` says under the key, as a number of the kind the key has.
-
-    Raises:
-        RefusedError: when it is no such number.
-    """
-    value = config.get(key.theirs, key.default)
-    fractional = isinstance(key.default, float)
-    if value is None and key.default is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, (int, float) if fractional else int):
-        raise RefusedError(f"{key.theirs} is {value!r}, not a {'number' if fractional else 'whole number'}")
-    return float(value) if fractional else value
-
-
-# ---- rotary positions ----
-
-_LLAMA3 = (
-    Key("rope_scaling_factor", "factor", 8.0),
-    Key("rope_low_freq_factor", "low_freq_factor", 1.0),
-    Key("rope_high_freq_factor", "high_freq_factor", 4.0),
-    Key("rope_original_max_position", "original_max_position_embeddings", None),
-)
-_YARN = (
-    Key("rotary_scaling_factor", "factor", 1.0),
-    Key("yarn_original_max_position_embeddings", "original_max_position_embeddings", None),
-    Key("yarn_beta_fast", "beta_fast", 32.0),
-    Key("yarn_beta_slow", "beta_slow", 1.0),
-)
-_SCALINGS: dict[str, tuple[Key, ...]] = {"default": (), "llama3": _LLAMA3, "yarn": _YARN}
-_ROPE = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-
-
-def _read_rope(config: Json) -> Values:
-    """Transformers 5 writes ``rope_parameters``; before, it was ``rope_theta`` and ``rope_scaling``."""
-    new, old = config.get("rope_parameters"), config.get("rope_scaling")
-    if new and old and new != old:
-        raise RefusedError(f"rope_parameters {new} and rope_scaling {old} contradict each other")
-    said = dict(new or old or {})
-    theta = said.pop("rope_theta", config.get("rope_theta", 10000.0))
-    old_spelling = said.pop("type", "default")
-    kind = said.pop("rope_type", old_spelling)
-    if kind not in _SCALINGS:
-        raise RefusedError(f"rope_type {kind!r} is not here; these are: {', '.join(_SCALINGS)}")
-    share = said.pop("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
-    if share not in (1, None):
-        raise RefusedError(f"partial_rotary_factor {share} is not what this model type computes")
-    values: Values = {
-        "position_embedding_type": "yarn" if kind == "yarn" else "rope",
-        "rotary_base": float(theta),
-        "use_rope_scaling": kind == "llama3",
-    }
-    if kind != "default":
-        length = config.get("original_max_position_embeddings", config.get("max_position_embeddings"))
-        said.setdefault("original_max_position_embeddings", length)
-    if kind == "yarn":
-        _standard_yarn(said)
-    for key in _SCALINGS[kind]:
-        values[key.ours] = value_of(key, said)
-        said.pop(key.theirs, None)
-    if said:
-        raise RefusedError(f"rope_type {kind!r} with {', '.join(sorted(said))} is not here")
-    return values
-
-
-def _standard_yarn(said: Values) -> None:
-    """Take out the options of YaRN that have one value here, the paper's.
-
-    Raises:
-        RefusedError: when one has another.
-    """
-    factor = said.get("factor")
-    if not isinstance(factor, int | float):
-        raise RefusedError(f"yarn's factor is {factor}, not a number")
-    attention = said.pop("attention_factor", None)
-    if attention is not None and not math.isclose(attention, 0.1 * math.log(factor) + 1.0, rel_tol=1e-6):
-        raise RefusedError(f"yarn's attention_factor {attention} is not 0.1 ln(factor) + 1, the only one here")
-    if said.get("mscale") and said.get("mscale_all_dim"):
-        raise RefusedError("yarn's mscale and mscale_all_dim are not here")
-    if said.pop("truncate", True) is not True:
-        raise RefusedError("yarn with truncate false is not here")
-    for name in ("mscale", "mscale_all_dim"):
-        said.pop(name, None)
-    for name, default in (("beta_fast", 32.0), ("beta_slow", 1.0)):  # transformers takes 0 and null as unsaid
-        said[name] = said.get(name) or default
-
-
-def _write_rope(model: ModelConfig) -> Values:
-    """In the spelling that transformers 4 and 5 both read."""
-    kind = "yarn" if model.position_embedding_type == "yarn" else "llama3" if model.use_rope_scaling else "default"
-    scaling = {key.theirs: getattr(model, key.ours) for key in _SCALINGS[kind]}
-    return {"rope_theta": model.rotary_base, "rope_scaling": {"rope_type": kind, **scaling} if scaling else None}
 
 
 # ---- GPT-2 ----
@@ -222,10 +107,13 @@ _GPT2 = Family(
 # ---- Llama and its relatives ----
 
 
+_LAYERS = Key("num_layers", "num_hidden_layers", 32)
+
+
 def _llama_keys(**defaults: Any) -> tuple[Key, ...]:
     """The keys that all of them share; ``defaults`` of one class by our field's name."""
     keys = (
-        Key("num_layers", "num_hidden_layers", 32),
+        _LAYERS,
         Key("hidden_size", "hidden_size", 4096),
         Key("ffn_hidden_size", "intermediate_size", 11008),
         Key("num_attention_heads", "num_attention_heads", 32),
@@ -244,26 +132,29 @@ def _read_decoder(config: Json) -> Values:
     """What all relatives of Llama have in common, and what only some of them have as the others have it."""
     fixed = {"normalization": "RMSNorm", "activation": "swiglu", "hidden_dropout": 0.0}
     plain = {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "window_size": None}
-    return fixed | plain | _read_rope(config)
+    return fixed | plain | read_rope(config)
 
 
 def _read_llama(config: Json) -> Values:
-    attention, mlp = config.get("attention_bias", False), config.get("mlp_bias", False)
+    attention, mlp = switch(config, "attention_bias", False), switch(config, "mlp_bias", False)
     if attention != mlp:
         raise RefusedError(f"attention_bias {attention} with mlp_bias {mlp} is not here: all have one or none")
-    return _read_decoder(config) | {"add_bias_linear": bool(attention)}
+    return _read_decoder(config) | {"add_bias_linear": attention}
 
 
 def _write_llama(model: ModelConfig) -> Values:
-    return _write_rope(model) | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+    return write_rope(model) | {"attention_bias": model.add_bias_linear, "mlp_bias": model.add_bias_linear}
+
+
+_WINDOW = Key("window_size", "sliding_window", 4096, optional=True)
 
 
 def _read_mistral(config: Json) -> Values:
-    return _read_decoder(config) | {"window_size": config.get("sliding_window", 4096)}
+    return _read_decoder(config) | {"window_size": value_of(_WINDOW, config)}
 
 
 def _write_mistral(model: ModelConfig) -> Values:
-    return _write_rope(model) | {"sliding_window": model.window_size}
+    return write_rope(model) | {"sliding_window": model.window_size}
 
 
 _QWEN_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "layer_types")
@@ -271,10 +162,12 @@ _QWEN_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "la
 
 def _read_qwen_window(config: Json) -> Values:
     """Qwen's first layers may look at everything while the others have a window; here all layers are alike."""
-    layers, full = config.get("num_hidden_layers", 32), config.get("max_window_layers", 28)
-    window = config.get("sliding_window", 4096) if config.get("use_sliding_window", False) else None
+    layers = value_of(_LAYERS, config)
+    full = value_of(Key("", "max_window_layers", 28), config)
+    window = value_of(_WINDOW, config) if switch(config, "use_sliding_window", False) else None
     by_place = ["sliding_attention" if window and i >= full else "full_attention" for i in range(layers)]
-    kinds = set(config.get("layer_types") or by_place)
+    said = config.get("layer_types", by_place)
+    kinds = set(said) if isinstance(said, list) else {repr(said)}
     if len(kinds) > 1 or not kinds <= {"sliding_attention", "full_attention"}:
         raise RefusedError(f"layers of several kinds ({', '.join(sorted(kinds))}) are not here: all layers are alike")
     return {"window_size": window if kinds == {"sliding_attention"} else None}
@@ -295,7 +188,7 @@ def _read_qwen3(config: Json) -> Values:
 
 
 def _write_qwen(model: ModelConfig) -> Values:
-    return _write_rope(model) | _write_qwen_window(model)
+    return write_rope(model) | _write_qwen_window(model)
 
 
 _DECODER: dict[str, Callable[[ModelConfig], bool]] = {
@@ -319,7 +212,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="LlamaForCausalLM",
             keys=_llama_keys(),
             fixed=_SILU,
-            reads=(*_ROPE, "attention_bias", "mlp_bias"),
+            reads=(*ROPE_KEYS, "attention_bias", "mlp_bias"),
             read=_read_llama,
             write=_write_llama,
             can={
@@ -334,7 +227,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             architecture="MistralForCausalLM",
             keys=_llama_keys(ffn_hidden_size=14336, num_query_groups=8, max_position_embeddings=131072),
             fixed=_SILU,
-            reads=(*_ROPE, "sliding_window"),
+            reads=(*ROPE_KEYS, "sliding_window"),
             read=_read_mistral,
             write=_write_mistral,
             can={**_DECODER, **_NO_BIAS, **_NO_QK_NORM},
@@ -345,7 +238,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 ffn_hidden_size=22016, num_query_groups=32, vocab_size=151936, max_position_embeddings=32768
             ),
             fixed=_SILU,
-            reads=(*_ROPE, *_QWEN_WINDOW),
+            reads=(*ROPE_KEYS, *_QWEN_WINDOW),
             read=_read_qwen2,
             write=_write_qwen,
             can={
@@ -365,7 +258,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 max_position_embeddings=32768,
             ),
             fixed={**_SILU, "attention_bias": (False,)},
-            reads=(*_ROPE, *_QWEN_WINDOW),
+            reads=(*ROPE_KEYS, *_QWEN_WINDOW),
             read=_read_qwen3,
             write=_write_qwen,
             can={**_DECODER, **_NO_BIAS, "qk_layernorm": lambda m: m.qk_layernorm},

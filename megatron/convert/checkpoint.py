@@ -18,13 +18,12 @@ from megatron.checkpoint.parts import GlobalTensor, Part
 from megatron.checkpoint.publish import is_complete
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.store import write
-from megatron.config.hf import model_values, read_config
-from megatron.config.model import ModelConfig
+from megatron.config.hf import read_config
 from megatron.config.resolve import resolve
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.config.sources import from_dict, to_dict
 from megatron.convert.complaints import refuse
-from megatron.convert.hf_folder import HFSource
+from megatron.convert.hf_folder import HFSource, read_model
 from megatron.model.hf import shapes_only
 from megatron.parallel.comm import Group
 from megatron.parallel.shard import Box, ShardSpec
@@ -147,7 +146,7 @@ def import_hf(folder: Path, path: Path, report: Report) -> None:
         CheckpointError: when weights are missing, not used or misshapen.
         StorageError: when the disk refuses.
     """
-    model = ModelConfig(**model_values(read_config(folder), str(folder / "config.json")))
+    model = read_model(folder)
     source = HFSource(folder, model)
     precision = PrecisionConfig(params_dtype=next(name for name, dtype in FORMATS.items() if dtype == source.dtype))
     config = resolve(RunConfig(model=model, precision=precision), 1)

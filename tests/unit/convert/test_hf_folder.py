@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from megatron.checkpoint.errors import CheckpointError, DamagedError
 from megatron.config.hf import config_json
 from megatron.config.model import ModelConfig
 from megatron.config.problems import UserError
-from megatron.convert.hf_folder import HFSource
+from megatron.convert.hf_folder import HFSource, read_model
 from megatron.model.hf import shapes_only, slots
 from megatron.parallel.shard import Box
 from tests.parity.families import from_gpt2, from_llama
@@ -225,3 +226,25 @@ def test_mixed_types_are_read_as_the_widest(tmp_path: Path) -> None:
     spec = source.specs["layers.0.self_attention.linear_qkv.weight"]
     whole_tensor = source.read("layers.0.self_attention.linear_qkv.weight", spec.view, whole(spec.view))
     assert source.dtype == whole_tensor.dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"hidden_size": 0}, "E600 {0}: hidden_size 0: must be at least 1"),
+        ({"num_attention_heads": 0}, "E600 {0}: num_attention_heads 0"),
+        ({"num_key_value_heads": 3}, "E102 {0}: 4 query heads cannot share 3 key/value heads"),
+        ({"head_dim": 7}, "E106 {0}: 7 of a head's 7 channels"),
+        ({"max_position_embeddings": 0}, "E600 {0}: max_position_embeddings 0"),
+    ],
+)
+def test_numbers_that_do_not_fit_together_are_told(changes: dict[str, int], said: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config_json(llama()) | changes))
+    with pytest.raises(UserError, match=re.escape(said.format(path))):
+        read_model(tmp_path)
+
+
+def test_shape_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_json(llama())))
+    assert config_json(read_model(tmp_path)) == config_json(llama())
