@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shutil
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +20,8 @@ from megatron.checkpoint.manifest import MANIFEST, MARKER, VERSION, Manifest
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.verify import damage
 from megatron.data.indexed import IndexedDatasetWriter
-from tests.fixtures.checkpoints.write import DIGESTS, FIXTURES, digest
-from tests.unit.checkpoint.samples import samples, save
+from tests.fixtures.checkpoints.write import DIGESTS, FIXTURES, MODEL, RUN, digest
+from tests.unit.checkpoint.samples import ALONE, samples, save
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "formats.md").read_text(encoding="utf-8")
 VERSIONS = sorted(path.name for path in FIXTURES.glob("v*"))
@@ -50,6 +52,24 @@ def test_every_version_has_a_fixture() -> None:
 def test_checkpoints_of_every_version_are_read_as_they_were_written(name: str) -> None:
     assert list(damage(Manifest.open(FIXTURES / name))) == []
     assert digest(FIXTURES / name) == json.loads(DIGESTS.read_text())[name]
+
+
+@pytest.mark.parametrize("name", VERSIONS)
+def test_a_run_goes_on_from_a_checkpoint_of_every_version(tmp_path: Path, name: str) -> None:
+    """On one rank, where two tensor-parallel ones wrote it."""
+    from megatron.config.arguments import parse
+    from megatron.training.resume import begin, choose
+    from megatron.training.setup import build
+    from tests.distributed.resume import advance
+
+    shutil.copytree(FIXTURES / name, tmp_path / "iter_0000003")
+    alone = RUN.replace("--tensor-model-parallel-size 2", "").replace("--save SAVE", "")
+    config = parse([*MODEL.split(), *alone.split(), "--load", str(tmp_path)], {}).config
+    origin = choose(config.checkpoint, ALONE)
+    trainer = build(config, 0, 1, fresh=origin.fresh)
+    begin(trainer, origin)
+    assert (trainer.iteration, trainer.total_steps) == (3, 5)
+    assert all(math.isfinite(loss) for loss in advance(trainer, 2))
 
 
 def assert_equal(path: Path) -> None:
