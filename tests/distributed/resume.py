@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import signal
 from collections.abc import Callable, Sequence
@@ -77,6 +78,12 @@ def config_of(choice: Choice, options: CheckpointConfig) -> RunConfig:
     return resolve(replace(config, training=training, optimizer=optimizer, checkpoint=options), ranks_of(choice))
 
 
+def die_within(trainer: Trainer) -> None:
+    """Be killed in the middle of the next forward pass, as the operating system does it."""
+    kill_now = partial(os.kill, os.getpid(), signal.SIGKILL)
+    trainer.chunk.get_submodule("layers.1").register_forward_hook(lambda *arguments: kill_now())
+
+
 def _raise_signal(number: signal.Signals, trainer: Trainer) -> None:
     signal.raise_signal(number)
 
@@ -142,6 +149,7 @@ def gathered(legs: Sequence[Leg]) -> StepTrace:
 
 ACTIONS: dict[str, Callable[[Trainer], None]] = {
     "kill": kill,
+    "die": die_within,
     "misread": misread,
     **{number.name: partial(_raise_signal, number) for number in SIGNALS},
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch
 
 from megatron.config.run import CheckpointConfig, RunConfig
 from tests.distributed.grid import FACTORS
-from tests.distributed.pool import Pool
+from tests.distributed.pool import Pool, RankError
 from tests.distributed.resume import (
     BEFORE,
     Pair,
@@ -26,7 +28,8 @@ from tests.distributed.resume import (
     run_rank,
     save_and_go_on,
 )
-from tests.runs import Told, checkpoint, differences, saved_steps, start, steps, tiny_run
+from tests.distributed.sites import ROOT
+from tests.runs import FLAGS, Told, checkpoint, differences, saved_steps, start, steps, tiny_run
 
 PAIRS = [random_pair(seed) for seed in range(9)] + [random_pair(seed, on_four=True) for seed in (0, 9)]
 
@@ -82,6 +85,12 @@ def go_on(pool: Pool, config: RunConfig, *happening: Any, world_size: int = 2) -
     return pool.run(world_size, run_rank, config, *happening)
 
 
+def check_same(run: Path, other: Path) -> None:
+    """Two runs recorded the same numbers at every step, and ended with the same checkpoint, to the bit."""
+    assert steps(run) == steps(other)
+    assert differences(run / "saved/iter_0000006", other / "saved/iter_0000006") == []
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", ["--bf16", "--params-dtype fp32"])
 def test_a_killed_run_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path, layout: str, dtype: str) -> None:
@@ -92,8 +101,7 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path
     assert [told.status for told in [*whole, *killed, *again]] == [0, 0, None, None, 0, 0]
     for rank in (0, 1):
         assert killed[rank].samples | again[rank].samples == whole[rank].samples
-    assert steps(tmp_path / "parts") == steps(tmp_path / "whole")
-    assert differences(*(tmp_path / run / "saved/iter_0000006" for run in ("parts", "whole"))) == []
+    check_same(tmp_path / "parts", tmp_path / "whole")
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
@@ -193,3 +201,45 @@ def test_replicas_share_the_writing(killed_run: Path) -> None:
     sizes = [path.stat().st_size for path in sorted(killed_run.glob("saved/iter_0000004/tensors_*"))]
     assert len(sizes) == 2
     assert max(sizes) < 0.6 * sum(sizes)
+
+
+KILLED_IN_A_SAVE = """
+import os, signal, sys
+from megatron.checkpoint import saving
+import pretrain_gpt
+
+write_file = saving.write_file
+
+def write(path, content):
+    if path.name == "manifest.json" and "iter_0000004" in str(path):
+        os.kill(os.getpid(), signal.SIGKILL)
+    write_file(path, content)
+
+saving.write_file = write
+pretrain_gpt.main(sys.argv[1:])
+"""
+
+
+def test_a_rank_that_is_really_killed_in_a_step(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 2 failed in .*: process died: killed by SIGKILL"):
+        go_on(pool, run_of(tmp_path / "run", f"{TP2_SP} {DROPOUT}"), "die", 5, 1)
+    assert saved_steps(tmp_path / "run/saved") == [2, 4]
+    again = go_on(pool, run_of(tmp_path / "run", f"{TP2_SP} {DROPOUT}"))
+    assert [(told.status, sorted(told.samples)) for told in again] == [(0, [5, 6])] * 2
+    go_on(pool, run_of(tmp_path / "whole", f"{TP2_SP} {DROPOUT}"))
+    check_same(tmp_path / "run", tmp_path / "whole")
+
+
+def test_a_process_that_is_really_killed_in_a_save(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(KILLED_IN_A_SAVE)
+    run = f"--run-dir {tmp_path}/run --save {tmp_path}/run/saved --save-interval 2 {DROPOUT}"
+    command = [sys.executable, str(tmp_path / "program.py"), *FLAGS.split(), *run.split()]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
+    assert process.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in (tmp_path / "run/saved").iterdir()) == ["iter_0000002", "iter_0000004.tmp"]
+    again = start(run_of(tmp_path / "run", DROPOUT, 1))
+    assert (again.status, sorted(again.samples)) == (0, [3, 4, 5, 6])
+    assert saved_steps(tmp_path / "run/saved") == [2, 4, 6]
+    start(run_of(tmp_path / "whole", DROPOUT, 1))
+    check_same(tmp_path / "run", tmp_path / "whole")
