@@ -13,7 +13,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.config.checks import layout
 from megatron.config.hf import model_values, read_config
 from megatron.config.model import ModelConfig
-from megatron.config.run import ParallelConfig, RunConfig, TrainingConfig
+from megatron.config.run import HUGGING_FACE, ParallelConfig, RunConfig, TrainingConfig
 from megatron.convert.checkpoint import (
     FORMATS,
     GENERATION,
@@ -32,7 +32,6 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.mesh import Mesh
 
-HF = "hf:"
 HF_CONFIG = "config.json"
 
 
@@ -83,11 +82,11 @@ def open_pretrained(load: str, step: int | None = None) -> Pretrained:
         CheckpointError: when there is nothing to load, or not the weights of the model described.
         UserError: when the configuration asks for what is not here.
     """
-    if not load.startswith(HF):
+    if not load.startswith(HUGGING_FACE):
         return _from_checkpoint(Path(load), step)
     if step is not None:
         raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
-    return _from_hugging_face(Path(load.removeprefix(HF)))
+    return _from_hugging_face(Path(load.removeprefix(HUGGING_FACE)))
 
 
 def _from_checkpoint(path: Path, step: int | None) -> Pretrained:
