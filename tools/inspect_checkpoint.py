@@ -13,11 +13,14 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
+
+if TYPE_CHECKING:
+    from megatron.checkpoint.reader import CheckpointReader
 
 EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
 
@@ -98,9 +101,9 @@ def diff(args: argparse.Namespace) -> int:
     lines = [*differing("option", a.config, b.config), *differing("state", a.state, b.state)]
     for text in lines:
         print(text)
-    identical = 0
+    identical, readers = 0, (CheckpointReader(a), CheckpointReader(b))
     for name in sorted(a.tensors.keys() | b.tensors.keys()):
-        line = differing_tensor(CheckpointReader(a), CheckpointReader(b), name)
+        line = differing_tensor(*readers, name)
         if line is None:
             identical += 1
         else:
@@ -119,13 +122,14 @@ def differing(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator
             yield f"{what} {key}: {seen[0]} | {seen[1]}"
 
 
-def differing_tensor(a: Any, b: Any, name: str) -> str | None:
+def differing_tensor(a: CheckpointReader, b: CheckpointReader, name: str) -> str | None:
     """How a tensor differs; None when it is identical to the bit."""
     from megatron.checkpoint.compare import difference
 
-    records = [side.manifest.tensors.get(name) for side in (a, b)]
-    if None in records:
-        return f"tensor {name}: only in {(a if records[0] else b).manifest.path}"
+    for here, there in ((a, b), (b, a)):
+        if name not in there.manifest.tensors:
+            return f"tensor {name}: only in {here.manifest.path}"
+    records = [side.manifest.tensors[name] for side in (a, b)]
     if len({(record.shape, record.view) for record in records}) == 2:
         return f"tensor {name}: {' | '.join(f'{list(r.shape)} viewed as {list(r.view)}' for r in records)}"
     found = difference(a, b, name)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,19 @@ class PartsLoadPlanner(LoadPlanner):
                     )
 
 
+@dataclass(frozen=True)
+class _Piece:
+    """A box of a chunk (counted from the chunk's first corner), and the shape in which a planner sees that box."""
+
+    chunk: Chunk
+    box: Box
+    size: tuple[int, ...]
+
+
+Wanted = list[tuple[ReadItem, _Piece]]
+"""What is to be filled from a chunk, and from which piece of it."""
+
+
 class CheckpointStorageReader(StorageReader):
     """Our checkpoints as storage of torch.distributed.checkpoint.
 
@@ -111,7 +125,7 @@ class CheckpointStorageReader(StorageReader):
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._pieces: dict[str, dict[tuple[int, ...], tuple[Chunk, Box, tuple[int, ...]]]] = {}
+        self._pieces: dict[str, dict[tuple[int, ...], _Piece]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Turn to another checkpoint."""
@@ -144,10 +158,10 @@ class CheckpointStorageReader(StorageReader):
         Raises:
             DamagedError: when a chunk does not match its checksum or is not there.
         """
-        wanted: dict[Chunk, list[tuple[ReadItem, Box, tuple[int, ...]]]] = defaultdict(list)
+        wanted: dict[Chunk, Wanted] = defaultdict(list)
         for item in plan.items:
-            chunk, part, size = self._find(item)
-            wanted[chunk].append((item, part, size))
+            piece = self._find(item)
+            wanted[piece.chunk].append((item, piece))
         chunks = sorted(wanted, key=lambda chunk: (chunk.file, chunk.offset))
         reader = ChunkReader(self._manifest)
         for chunk, following in zip(chunks, [*chunks[1:], None]):
@@ -160,22 +174,21 @@ class CheckpointStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _find(self, item: ReadItem) -> tuple[Chunk, Box, tuple[int, ...]]:
-        """The chunk an item reads, which box of it (in its own coordinates), and the shape to see that box in."""
+    def _find(self, item: ReadItem) -> _Piece:
+        """What an item reads some of."""
         name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
         if name not in self._pieces:
             self._pieces[name] = dict(_pieces(self._manifest.tensors[name]))
         return self._pieces[name][offset]
 
 
-def _pieces(record: TensorRecord) -> Iterator[tuple[tuple[int, ...], tuple[Chunk, Box, tuple[int, ...]]]]:
-    """By first corner, in the stored shape and in the view: the chunk, the box of it, the size of that box there."""
+def _pieces(record: TensorRecord) -> Iterator[tuple[tuple[int, ...], _Piece]]:
+    """By first corner in the stored shape, the pieces that are boxes of it; by that in the view, whole chunks."""
     for chunk in record.chunks:
         for inner, outer in folded(chunk.box, record.shape, record.view):
-            yield outer.start, (chunk, relative(inner, chunk.box), outer.size)
-    if record.shape != record.view:
-        for chunk in record.chunks:
-            yield chunk.box.start, (chunk, Box((0,) * len(chunk.box.size), chunk.box.size), chunk.box.size)
+            yield outer.start, _Piece(chunk, relative(inner, chunk.box), outer.size)
+        if record.shape != record.view:
+            yield chunk.box.start, _Piece(chunk, relative(chunk.box, chunk.box), chunk.box.size)
 
 
 def _metadata(record: TensorRecord) -> dcp_metadata.TensorStorageMetadata:
@@ -185,11 +198,9 @@ def _metadata(record: TensorRecord) -> dcp_metadata.TensorStorageMetadata:
     return dcp_metadata.TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
 
 
-def _fill(
-    reader: ChunkReader, chunk: Chunk, wanted: list[tuple[ReadItem, Box, tuple[int, ...]]], planner: LoadPlanner
-) -> None:
+def _fill(reader: ChunkReader, chunk: Chunk, wanted: Wanted, planner: LoadPlanner) -> None:
     """Read a chunk once and copy what each item wants of it; straight into its place where that is possible."""
-    for item, part, size in wanted:
+    for item, piece in wanted:
         name = item.storage_index.fqn
         target = planner.resolve_tensor(item).detach()
         dtype = reader.dtype(name)
@@ -197,6 +208,6 @@ def _fill(
         if len(wanted) == 1 and whole and target.is_contiguous() and target.is_cpu and target.dtype == dtype:
             reader.load_into(name, chunk, target)
         else:
-            seen = reader.load(name, chunk)[part.slices].reshape(size)
+            seen = reader.load(name, chunk)[piece.box.slices].reshape(piece.size)
             target.copy_(seen[Box(tuple(item.storage_offsets), tuple(item.lengths)).slices])
         planner.commit_tensor(item, target)

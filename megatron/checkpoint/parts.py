@@ -18,7 +18,8 @@ class Part:
     Attributes:
         box: where it lies in the tensor's view.
         tensor: of shape ``box.size``, with any strides, on any device; or what gives it, called only when it is needed,
-            so that tensors which must be computed first exist one after the other.
+            so that tensors which must be computed first exist one after the other. To be filled, it must give the
+            same memory every time.
     """
 
     box: Box

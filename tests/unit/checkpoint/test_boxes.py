@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron.checkpoint import boxes
 from megatron.parallel.shard import Box
 
-quick = settings(max_examples=150, deadline=None, derandomize=True)
+quick = settings(max_examples=80, deadline=None, derandomize=True)
 shapes = st.lists(st.integers(1, 5), min_size=0, max_size=4).map(tuple)
 
 

@@ -245,7 +245,7 @@ def test_a_file_that_may_not_grow(template: Path) -> None:
 
 
 def test_a_disk_that_is_full(tmp_path: Path) -> None:
-    """A real one, where the system lets us make it."""
+    """A real one, where the system lets us make it; then one that may only be read."""
     disk = tmp_path / "disk"
     disk.mkdir()
     mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", disk], capture_output=True, check=False)
@@ -257,6 +257,9 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
         large = {"w": Sample(torch.ones(20_000), (20_000,))}
         with pytest.raises(StorageError, match=r"tensors_00000\.safetensors: the disk is full \(rank 0\)"):
             save(runs.path(2), large)
+        subprocess.run(["mount", "-o", "remount,ro", disk], check=True)
+        with pytest.raises(StorageError, match="Read-only file system"):
+            save(runs.path(3), content(3))
         assert [path.name for path in disk.iterdir()] == ["iter_0000001"]
         assert is_whole(Manifest.open(runs.path(1)), 1)
     finally:
