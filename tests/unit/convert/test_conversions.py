@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,7 @@ from megatron.convert.check import TOLERANCE, MismatchError
 from megatron.convert.checkpoint import open_checkpoint
 from megatron.convert.conversions import from_hf, to_hf
 from megatron.model import hf
-from tests.solo import tiny
+from tests.solo import Allocations, tiny
 from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
 
 MODELS = {"gpt2": tiny(), "llama": llama()}
@@ -118,3 +119,17 @@ def test_a_kill_leaves_nothing_that_looks_complete(number: int, tmp_path: Path) 
     assert Checkpoints(save).candidates() == []
     from_hf(out, save, ignore, checked=False)
     assert [path.name for path in save.iterdir()] == ["iter_0000000"]
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_no_memory_larger_than_the_largest_tensor_is_asked_for(kind: str, tmp_path: Path) -> None:
+    sizes = {"hidden_size": 256, "num_layers": 3, "vocab_size": 2048, "kv_channels": None}  # logits are smaller
+    model = replace(MODELS[kind], **sizes)
+    folder = write_folder(tmp_path / "hf", model, random_weights(model, torch.bfloat16))
+    largest = 4 * model.vocab * model.hidden_size
+    with Allocations() as seen:
+        from_hf(folder, tmp_path / "save", ignore)
+        to_hf(open_checkpoint(tmp_path / "save"), tmp_path / "back", ignore, shard_bytes=10**9)
+        left = seen.alive
+    assert seen.largest == largest
+    assert left < largest / 10, "nothing is kept"
