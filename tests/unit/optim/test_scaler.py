@@ -108,3 +108,10 @@ def test_state_of_a_constant_scale_is_refused() -> None:
     constant, dynamic = LossScaler(1.0, "cpu"), LossScaler(1.0, "cpu", dynamic=True)
     with pytest.raises(ValueError, match="no dynamic loss scale"):
         dynamic.load_state_dict(constant.state_dict())
+
+
+def test_a_window_that_was_made_shorter_grows_at_the_next_good_step() -> None:
+    scaler = LossScaler(8.0, "cpu", dynamic=True, window=3)
+    scaler.load_state_dict({"scale": 8.0, "good_steps": 7, "lives": 2})
+    scaler.update(torch.tensor(0.0))
+    assert scaler.state_dict() == {"scale": 16.0, "good_steps": 0, "lives": 2}
