@@ -47,13 +47,21 @@ class Checkpoints:
         """Where the checkpoint of an iteration is saved."""
         return self.folder / f"iter_{iteration:07d}"
 
+    def named(self) -> list[tuple[int, Path]]:
+        """Iteration and path of folders called like checkpoints, newest first; none is looked into."""
+        if not self.folder.is_dir():
+            return []
+        paths = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
+        found = [(int(NAME.fullmatch(path.name)[1]), path) for path in paths]  # type: ignore[index]
+        return sorted(found, key=lambda item: (item[0], OLDEST_FIRST.index(item[1].suffix)), reverse=True)
+
     def scan(self) -> Iterator[Found]:
         """Folders called like checkpoints, newest first, each opened when its turn comes.
 
         Looks at the marker, the manifest's checksum and the sizes of all files; the content of large files is proved
         when it is read.
         """
-        for iteration, path in self._named():
+        for iteration, path in self.named():
             try:
                 yield Found(iteration, path, Manifest.open(path), None)
             except CheckpointError as error:
@@ -66,7 +74,7 @@ class Checkpoints:
     @property
     def leftovers(self) -> list[Path]:
         """What saves that were cut off have left."""
-        return [path for _, path in self._named() if path.suffix in (BUILDING, OLD)]
+        return [path for _, path in self.named() if path.suffix in (BUILDING, OLD)]
 
     def retain(self, keep_last: int | None, keep_every: int | None = None, newest: int | None = None) -> list[Path]:
         """Remove checkpoints that are no longer wanted, and leftovers; not while one is being saved.
@@ -88,7 +96,7 @@ class Checkpoints:
         if keep_last is None:
             return []
         kept, gone = 0, []
-        for iteration, path in self._named():
+        for iteration, path in self.named():
             if newest is not None and iteration > newest:
                 continue
             if kept < keep_last:
@@ -104,11 +112,3 @@ class Checkpoints:
         except CheckpointError:
             return False
         return True
-
-    def _named(self) -> list[tuple[int, Path]]:
-        """Folders called like checkpoints, newest first."""
-        if not self.folder.is_dir():
-            return []
-        paths = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-        found = [(int(NAME.fullmatch(path.name)[1]), path) for path in paths]  # type: ignore[index]
-        return sorted(found, key=lambda item: (item[0], OLDEST_FIRST.index(item[1].suffix)), reverse=True)

@@ -1,6 +1,6 @@
 """How a checkpoint comes and goes: built beside its place, named when whole, the one it replaces removed last.
 
-``X.tmp`` is being built (or removed); ``X.old`` is what ``X`` replaces, until the new ``X`` has its name. Each of
+``X.tmp`` is being built (or removed); ``X.replaced`` is what ``X`` replaces, until the new ``X`` has its name. Each of
 them is a checkpoint exactly if it has the marker, and there is one at every moment.
 """
 
@@ -16,7 +16,7 @@ from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.files import make_folder, sync_folder
 from megatron.checkpoint.manifest import FORMAT, MANIFEST, MARKER
 
-BUILDING, OLD = ".tmp", ".old"
+BUILDING, OLD = ".tmp", ".replaced"
 
 
 def building(final: Path) -> Path:
@@ -91,6 +91,8 @@ def settle(final: Path) -> None:
     Raises:
         OSError: when the disk refuses.
     """
+    if final.exists() and not _is_ours(final):
+        return
     old = set_aside(final)
     if is_complete(building(final)):
         publish(final)

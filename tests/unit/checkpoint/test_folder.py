@@ -33,7 +33,7 @@ def test_newest_first_with_reasons(tmp_path: Path) -> None:
         make(runs.path(iteration), iteration)
     make(tmp_path / "iter_0000030", complete=False)
     make(tmp_path / "iter_0000040.tmp", complete=False)
-    for name in ("iter_x", "latest", "iter_0000050.txt", "iter_0000060.tmp.old"):
+    for name in ("iter_x", "latest", "iter_0000050.txt", "iter_0000060.tmp.replaced"):
         (tmp_path / name).mkdir()
     (tmp_path / "iter_0000070").write_text("a file")
     found = runs.candidates()
@@ -87,7 +87,7 @@ def test_retain_removes_leftovers_and_finishes_what_was_complete(tmp_path: Path)
     make(tmp_path / "iter_0000001.tmp", complete=False)
     make(tmp_path / "iter_0000002.tmp", 2)
     make(tmp_path / "iter_0000003", 3)
-    make(tmp_path / "iter_0000003.old", 33)
+    make(tmp_path / "iter_0000003.replaced", 33)
     assert values(tmp_path) == [3, 33, 2]
     assert runs.retain(None) == []
     assert sorted(path.name for path in tmp_path.iterdir()) == ["iter_0000002", "iter_0000003"]
@@ -95,13 +95,13 @@ def test_retain_removes_leftovers_and_finishes_what_was_complete(tmp_path: Path)
 
 
 def test_every_state_a_crash_can_leave_is_settled_without_loss(tmp_path: Path) -> None:
-    """All combinations of .tmp, plain and .old being absent, cut off or complete: the best one survives."""
+    """All combinations of .tmp, plain and .replaced being absent, cut off or complete: the best one survives."""
     for tmp in (None, False, True):
         for plain in (None, False, True):
             for old in (None, False, True):
                 folder = tmp_path / f"{tmp}-{plain}-{old}"
                 folder.mkdir()
-                for suffix, state, value in ((".tmp", tmp, 3), ("", plain, 2), (".old", old, 1)):
+                for suffix, state, value in ((".tmp", tmp, 3), ("", plain, 2), (".replaced", old, 1)):
                     if state is not None:
                         make(folder / f"iter_0000007{suffix}", value, state)
                 loadable = [value for state, value in ((tmp, 3), (plain, 2), (old, 1)) if state]
@@ -122,13 +122,16 @@ def test_what_is_not_ours_is_not_replaced(tmp_path: Path) -> None:
     final = tmp_path / "iter_0000001"
     final.mkdir()
     (final / "mp_rank_00").mkdir()
+    make(tmp_path / "iter_0000001.tmp", 1)
     with pytest.raises(StorageError, match="not a checkpoint of this program"):
         begin(final)
+    Checkpoints(tmp_path).retain(1)
     assert (final / "mp_rank_00").exists()
+    assert values(tmp_path) == [1]
 
 
 def test_abandon_puts_back_what_was_set_aside(tmp_path: Path) -> None:
-    make(tmp_path / "iter_0000001.old", 1)
+    make(tmp_path / "iter_0000001.replaced", 1)
     make(tmp_path / "iter_0000001.tmp", 2)
     abandon(tmp_path / "iter_0000001")
     assert [path.name for path in tmp_path.iterdir()] == ["iter_0000001"]

@@ -7,7 +7,9 @@ import json
 import warnings
 import weakref
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -73,16 +75,16 @@ def test_any_boxes_of_any_chunks(tmp_path_factory: pytest.TempPathFactory, draw,
 
 def test_parts_are_asked_for_one_after_the_other(tmp_path: Path) -> None:
     """What is computed for a part is gone before the next part is computed."""
-    alive: list[weakref.ref[Tensor]] = []
+    alive: list[weakref.ref[Any]] = []
     most = 0
 
     def compute(value: int) -> Tensor:
         nonlocal most
         gc.collect()
         most = max(most, 1 + sum(ref() is not None for ref in alive))
-        tensor = torch.full((4, 5), float(value))
-        alive.append(weakref.ref(tensor))
-        return tensor
+        memory = np.full((4, 5), value, dtype=np.float32)
+        alive.append(weakref.ref(memory))
+        return torch.from_numpy(memory)  # as long as any tensor uses it, the array lives
 
     parts = tuple(Part(Box((4 * i, 0), (4, 5)), lambda i=i: compute(i)) for i in range(6))
     write(tmp_path / "iter_1", {"w": GlobalTensor((24, 5), (24, 5), torch.float32, parts)}, {}, {}, ALONE)
