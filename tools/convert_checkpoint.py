@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
 
     try:
         done = convert(args)
-    except (CheckpointError, UserError) as error:
+    except (CheckpointError, UserError, OSError) as error:
         print(f"convert_checkpoint: {error}", file=sys.stderr)
         return 1
     print(f"wrote {done.path}: {done.model.num_parameters():,} parameters")

@@ -23,7 +23,16 @@ from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.files import make_folder, sync_folder, write_file
 from megatron.checkpoint.tensorfile import Entry, TensorFileWriter
 from megatron.config.hf import config_json, family_for
-from megatron.convert.checkpoint import GENERATION, SPECIAL_IDS, TOKENIZER, Progress, Report, SavedModel, carried_files
+from megatron.convert.checkpoint import (
+    GENERATION,
+    SPECIAL_IDS,
+    TOKENIZER,
+    Progress,
+    Report,
+    SavedModel,
+    carried_by,
+    carried_files,
+)
 from megatron.convert.hf_folder import INDEX, WEIGHTS
 from megatron.model.hf import Slot, slots
 from megatron.parallel.shard import Box
@@ -194,9 +203,8 @@ def _small_files(saved: SavedModel, tokenizer: Path | None) -> dict[str, bytes]:
     Raises:
         CheckpointError: when there is no tokenizer in the folder named for it.
     """
-    carried = [name for name in saved.manifest.files if name.startswith(TOKENIZER) or name == GENERATION]
     if tokenizer is None:
-        return {name.removeprefix(TOKENIZER): saved.manifest.read_file(name) for name in carried}
+        return {name.removeprefix(TOKENIZER): content for name, content in carried_by(saved.manifest).items()}
     found = carried_files(tokenizer)
     if not any(name.startswith(TOKENIZER) for name in found):
         raise CheckpointError(f"{tokenizer} holds no tokenizer.json or other file of a tokenizer", "--tokenizer FOLDER")
@@ -211,17 +219,17 @@ def special_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int | lis
         entries: of the model's vocabulary.
 
     Raises:
-        CheckpointError: when the tokenizer has ids that the model does not.
+        CheckpointError: when the tokenizer has ids that the model does not, or a file is not what it should be.
     """
-    ids = _vocabulary(files.get("tokenizer.json"))
+    ids = _vocabulary(_object(files, "tokenizer.json"))
     largest = max(ids.values(), default=-1)
     if largest >= entries:
         seen = f"the tokenizer has ids up to {largest}, but the model's vocabulary {entries} entries"
         raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER")
     said: dict[str, Any] = {}
     for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        said |= json.loads(files.get(file, b"{}"))
-    generation = json.loads(files.get(GENERATION, b"{}"))
+        said |= _object(files, file)
+    generation = _object(files, GENERATION)
     found: dict[str, int | list[int] | None] = {}
     for name in SPECIAL_IDS:
         token = said.get(name.removesuffix("_id"))
@@ -230,12 +238,26 @@ def special_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int | lis
     return found
 
 
-def _vocabulary(tokenizer: bytes | None) -> dict[str, int]:
+def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
+    """The content of a JSON file; nothing when there is no such file.
+
+    Raises:
+        CheckpointError: when it is no JSON object.
+    """
+    try:
+        content = json.loads(files.get(name, b"{}"))
+    except ValueError as error:
+        raise CheckpointError(f"the tokenizer's {name} is no JSON: {error}", "--tokenizer ANOTHER_FOLDER") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"the tokenizer's {name} is no JSON object", "--tokenizer ANOTHER_FOLDER")
+    return content
+
+
+def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
     """Token -> id of a tokenizer.json."""
-    content = json.loads(tokenizer or b"{}")
-    vocabulary = content.get("model", {}).get("vocab", {})
+    vocabulary = tokenizer.get("model", {}).get("vocab", {})
     ids = dict(vocabulary) if isinstance(vocabulary, dict) else {token: i for i, (token, _) in enumerate(vocabulary)}
-    return ids | {token["content"]: token["id"] for token in content.get("added_tokens", ())}
+    return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -66,7 +66,10 @@ class HFSource:
         self.folder = Path(folder)
         self.specs = shapes_only(model).specs
         kind = family_of(read_config(self.folder), str(self.folder / "config.json"))
-        self._slots = slots(kind, self.specs)
+        try:
+            self._slots = slots(kind, self.specs)
+        except KeyError as error:
+            raise CheckpointError(f"{self.folder} is a {kind}, which has nothing for {error.args[0]}") from error
         self._files = open_weights(self.folder)
         self._prefix = _prefix(TABLES[kind], self._files)
         self._check(TABLES[kind])

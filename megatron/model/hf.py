@@ -162,16 +162,25 @@ def slots(kind: str, specs: Mapping[str, ShardSpec]) -> dict[str, tuple[Slot, ..
         specs: of the model's tensors; only shapes are read.
 
     Raises:
-        KeyError: when the table lacks one of them.
+        KeyError: naming those that the table lacks.
     """
     rows = {ours: (axes, theirs) for ours, axes, theirs in TABLES[kind].rows}
+    places = {name: _place(name) for name in specs}
+    missing = [name for name, (pattern, _) in places.items() if pattern not in rows]
+    if missing:
+        raise KeyError(", ".join(missing))
     found = {}
     for name, spec in specs.items():
-        layer = re.match(r"layers\.(\d+)\.", name)
-        axes, theirs = rows[name.replace(layer[0], "layers.{i}.", 1) if layer else name]
-        index = layer[1] if layer else ""
-        found[name] = tuple(_slot(their.replace("{i}", index), said, axes.split(), spec.view) for their, said in theirs)
+        pattern, layer = places[name]
+        axes, theirs = rows[pattern]
+        found[name] = tuple(_slot(their.replace("{i}", layer), said, axes.split(), spec.view) for their, said in theirs)
     return found
+
+
+def _place(name: str) -> tuple[str, str]:
+    """A name as the table has it, and its layer."""
+    match = re.match(r"layers\.(\d+)\.", name)
+    return (name.replace(match[0], "layers.{i}.", 1), match[1]) if match else (name, "")
 
 
 def _slot(name: str, said: str, axes: list[str], view: tuple[int, ...]) -> Slot:

@@ -194,6 +194,10 @@ def test_special_ids() -> None:
     assert special_ids({}, 3) == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     several = files | {"generation_config.json": b'{"eos_token_id": [2, 0]}'}
     assert special_ids(several, 3)["eos_token_id"] == [2, 0], "what was said of generation comes first"
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no JSON"):
+        special_ids(files | {"tokenizer_config.json": b"{"}, 3)
+    with pytest.raises(CheckpointError, match=r"generation_config\.json is no JSON object"):
+        special_ids(files | {"generation_config.json": b"[]"}, 3)
     with pytest.raises(CheckpointError, match="ids up to 2, but the model's vocabulary 2 entries"):
         special_ids(files, 2)
 

@@ -94,6 +94,13 @@ def test_model_of_another_shape_is_refused(tmp_path: Path) -> None:
         HFSource(folder, llama(kv_channels=6, num_layers=3))
 
 
+def test_model_of_another_kind_is_refused(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    folder = write_folder(tmp_path / "m", model, random_weights(model))
+    with pytest.raises(CheckpointError, match=r"is a llama, which has nothing for .*layers\.0\.input_layernorm\.bias"):
+        HFSource(folder, llama(kv_channels=6, normalization="LayerNorm"))
+
+
 def test_known_buffers_are_passed_over(tmp_path: Path) -> None:
     gpt2, other = MODELS["gpt2"], MODELS["llama"]
     buffers = {"transformer.h.0.attn.bias": torch.ones(1, 1, 4, 4), "transformer.h.1.attn.masked_bias": torch.ones(())}
