@@ -175,10 +175,7 @@ class CheckpointWriter(StorageWriter):
         results = []
         with TensorFileWriter(building(self._final) / name, entries) as file:
             for item, entry in zip(plan.items, entries):
-                data = planner.resolve_data(item)
-                if not isinstance(data, Tensor):
-                    raise ValueError(f"{item.index.fqn} is no tensor")
-                written = file.write(entry[0], data)
+                written = file.write(entry[0], _resolve(planner, item))  # no name here keeps its memory
                 chunk = Chunk(_box(item), name, written.offset, written.bytes, written.xxh3)
                 results.append(WriteResult(item.index, written.bytes, chunk))
         results.append(WriteResult(dcp_metadata.MetadataIndex(name), 0, FileResult(name, file.record)))
@@ -208,6 +205,13 @@ class CheckpointWriter(StorageWriter):
             return action()
         except OSError as error:
             raise refused(error, self._final, self._rank) from error
+
+
+def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:
+    data = planner.resolve_data(item)
+    if not isinstance(data, Tensor):
+        raise ValueError(f"{item.index.fqn} is no tensor")
+    return data
 
 
 def _with_chunks(record: TensorRecord, chunks: Sequence[Chunk]) -> TensorRecord:
