@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig
+from megatron.convert.blocks import read_in_blocks
 from megatron.convert.complaints import some
 from megatron.convert.hf_folder import open_weights
 from megatron.convert.lend import Lender
@@ -141,7 +142,7 @@ def run_ours(model: ModelConfig, source: Source, tokens_BS: Tensor, positions_BS
 
     def load(name: str) -> Tensor:
         spec = chunk.specs[name]
-        return source.read(name, spec.view, whole(spec.view)).to(torch.float32).reshape(spec.shape)
+        return read_in_blocks(source, name, spec.view, whole(spec.view), torch.float32).reshape(spec.shape)
 
     lender = Lender(chunk, load, {"output_layer.weight": head.name})
     blocks = _note(chunk.layers.values(), lambda out: out.transpose(0, 1))

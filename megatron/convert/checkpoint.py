@@ -22,6 +22,7 @@ from megatron.config.hf import read_config
 from megatron.config.resolve import resolve
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.config.sources import from_dict, to_dict
+from megatron.convert.blocks import BLOCK_ELEMENTS
 from megatron.convert.complaints import refuse
 from megatron.convert.hf_folder import HFSource, read_model
 from megatron.model.hf import shapes_only
@@ -50,9 +51,6 @@ SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
 """Types by the names of ``--params-dtype``."""
-
-READ_ELEMENTS = 16 << 20
-"""Elements converted at a time."""
 
 
 def open_checkpoint(path: Path, step: int | None = None) -> Manifest:
@@ -206,4 +204,4 @@ def _entry(source: HFSource, name: str, spec: ShardSpec, progress: Progress) -> 
 
 def _boxes(source: HFSource, name: str) -> Iterator[Box]:
     for box in source.boxes(name):
-        yield from cut(box, READ_ELEMENTS)
+        yield from cut(box, BLOCK_ELEMENTS)

@@ -23,6 +23,7 @@ from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.files import make_folder, sync_folder, write_file
 from megatron.checkpoint.tensorfile import Entry, TensorFileWriter
 from megatron.config.hf import config_json, family_for
+from megatron.convert.blocks import read_in_blocks
 from megatron.convert.checkpoint import (
     GENERATION,
     SPECIAL_IDS,
@@ -176,7 +177,8 @@ class Export:
             with TensorFileWriter(self.building / name, entries, {"format": "pt"}) as file:
                 for item in group:
                     view = self._saved.specs[item.ours].view
-                    file.write(item.slot.name, item.slot.restore(self.source.read(item.ours, view, item.slot.box)))
+                    ours = read_in_blocks(self.source, item.ours, view, item.slot.box, self._dtype)
+                    file.write(item.slot.name, item.slot.restore(ours))
                     progress.add(item.slot.name, prod(item.slot.shape))
             places |= {item.slot.name: name for item in group}
         if len(groups) > 1:
