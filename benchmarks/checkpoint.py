@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
@@ -34,37 +35,34 @@ from megatron.checkpoint.tensorfile import as_bytes
 from megatron.parallel.comm import Group
 
 RESULTS = Path(__file__).parent / "results"
-HIDDEN = 1024
-LAYER = {
-    "input_layernorm.weight": (HIDDEN,),
-    "input_layernorm.bias": (HIDDEN,),
-    "self_attention.linear_qkv.weight": (3 * HIDDEN, HIDDEN),
-    "self_attention.linear_qkv.bias": (3 * HIDDEN,),
-    "self_attention.linear_proj.weight": (HIDDEN, HIDDEN),
-    "self_attention.linear_proj.bias": (HIDDEN,),
-    "pre_mlp_layernorm.weight": (HIDDEN,),
-    "pre_mlp_layernorm.bias": (HIDDEN,),
-    "mlp.linear_fc1.weight": (4 * HIDDEN, HIDDEN),
-    "mlp.linear_fc1.bias": (4 * HIDDEN,),
-    "mlp.linear_fc2.weight": (HIDDEN, 4 * HIDDEN),
-    "mlp.linear_fc2.bias": (HIDDEN,),
-}
 ALONE = Group()
+KINDS = ("weight", "bias")
+PREFIXES = ("", "optim.exp_avg.", "optim.exp_avg_sq.")
+MEGABYTES, HIDDEN = 1000, 1024
+"""What results are kept for."""
+
 LINES = {"save / raw write": ("raw write", "save"), "load / raw read": ("raw read", "load")}
 
 
-def model(megabytes: int) -> dict[str, Tensor]:
+def layer(hidden: int) -> dict[str, tuple[int, ...]]:
+    """Shapes of a GPT-2 layer's parameters, by name."""
+    matrices = {
+        "self_attention.linear_qkv": (3 * hidden, hidden),
+        "self_attention.linear_proj": (hidden, hidden),
+        "mlp.linear_fc1": (4 * hidden, hidden),
+        "mlp.linear_fc2": (hidden, 4 * hidden),
+    }
+    norms = {f"{norm}.{kind}": (hidden,) for norm in ("input_layernorm", "pre_mlp_layernorm") for kind in KINDS}
+    biases = {f"{name}.bias": shape[:1] for name, shape in matrices.items()}
+    return {f"{name}.weight": shape for name, shape in matrices.items()} | biases | norms
+
+
+def model(megabytes: int, hidden: int) -> dict[str, Tensor]:
     """Tensors of as many layers as fit, at least one."""
-    tensors: dict[str, Tensor] = {}
-    size = 0
-    for layer in range(1_000_000):
-        for prefix in ("", "optim.exp_avg.", "optim.exp_avg_sq."):
-            for name, shape in LAYER.items():
-                tensors[f"{prefix}layers.{layer}.{name}"] = torch.randn(shape)
-        size += sum(t.nbytes for name, t in tensors.items() if f"layers.{layer}." in name)
-        if size * (1 + 1 / (layer + 1)) > megabytes * 1e6:
-            break
-    return tensors
+    shapes = layer(hidden)
+    layers = max(1, int(megabytes * 1e6) // sum(4 * 3 * prod(shape) for shape in shapes.values()))
+    names = [(f"{prefix}layers.{i}.{name}", name) for i in range(layers) for prefix in PREFIXES for name in shapes]
+    return {full: torch.randn(shapes[name]) for full, name in names}
 
 
 def entries(tensors: Mapping[str, Tensor], transposed: bool = False) -> dict[str, GlobalTensor]:
@@ -200,12 +198,15 @@ def main(argv: Sequence[str]) -> int:
     """Measure, print, and write if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(), help="on the disk to measure (default: this one)")
-    parser.add_argument("--megabytes", type=int, default=1000, help="less for a quick look")
+    parser.add_argument("--megabytes", type=int, default=MEGABYTES, help="less for a quick look")
+    parser.add_argument("--hidden-size", type=int, default=HIDDEN, help="width of the layers")
     parser.add_argument("--repeats", type=int, default=5, help="rounds")
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
+    if args.write and (args.megabytes, args.hidden_size) != (MEGABYTES, HIDDEN):
+        parser.error("results are kept for the default size only: leave out --write, or --megabytes and --hidden-size")
     torch.set_num_threads(1)
-    load, tensors = os.getloadavg()[0], model(args.megabytes)
+    load, tensors = os.getloadavg()[0], model(args.megabytes, args.hidden_size)
     megabytes = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         seconds = take_turns(Path(folder), tensors, args.repeats)

@@ -80,6 +80,13 @@ def test_what_does_not_run_at_import_is_not_an_eager_import() -> None:
     assert rules.torch_users([module]) == rules.eager_optional_imports([module]) == []
 
 
+def test_only_checkpoints_may_use_the_storage_of_torch_distributed() -> None:
+    storage = "def f() -> None:\n    from torch.distributed.checkpoint.state_dict_saver import save"
+    assert rules.stray_communication([Module.parse("megatron.checkpoint.good", storage)]) == []
+    assert len(rules.stray_communication([Module.parse("megatron.optim.bad", storage)])) == 1
+    assert len(rules.stray_communication([Module.parse("megatron.checkpoint.bad", "import torch.distributed")])) == 1
+
+
 def test_the_pure_half_imports_in_a_second_without_torch() -> None:
     names = [module.name for module in sources() if rules.prefix_of(module.name, rules.TORCH_FREE)]
     program = (

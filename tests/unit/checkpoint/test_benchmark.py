@@ -11,7 +11,7 @@ from benchmarks.checkpoint import main, ratios
 
 
 def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--folder", str(tmp_path), "--megabytes", "1", "--repeats", "2"]) == 0
+    assert main(["--folder", str(tmp_path), "--megabytes", "1", "--hidden-size", "64", "--repeats", "2"]) == 0
     out = capsys.readouterr().out
     assert re.findall(r"^(save / raw write|load / raw read): \d+\.\d\d ", out, re.MULTILINE) == [
         "save / raw write",
@@ -19,6 +19,11 @@ def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert "memory a save takes" in out
     assert list(tmp_path.iterdir()) == []
+
+
+def test_results_are_of_one_size() -> None:
+    with pytest.raises(SystemExit):
+        main(["--megabytes", "1", "--write"])
 
 
 def test_a_ratio_is_of_neighbours() -> None:
