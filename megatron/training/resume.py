@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.errors import DamagedError
-from megatron.checkpoint.folder import NAME, Checkpoints, Found
+from megatron.checkpoint.errors import CheckpointError, DamagedError
+from megatron.checkpoint.folder import NAME, Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import BUILDING, is_complete
 from megatron.config.compare import compare
@@ -27,17 +27,17 @@ HF = "hf:"
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run begins with; nothing, where neither ``manifests`` nor ``hf`` say anything.
+    """What a run begins with; nothing, where neither ``paths`` nor ``hf`` say anything.
 
     Attributes:
-        manifests: checkpoints to try, in this order.
+        paths: checkpoints to try, in this order; the first has been looked at.
         hf: folder of a Hugging Face model.
         mode: how much of a checkpoint is taken over, a choice of ``resume_mode``.
         notes: what was passed over, and why.
         problems: why the run cannot begin.
     """
 
-    manifests: tuple[Manifest, ...] = ()
+    paths: tuple[Path, ...] = ()
     hf: Path | None = None
     mode: str = "exact"
     notes: tuple[str, ...] = ()
@@ -46,7 +46,7 @@ class Origin:
     @property
     def fresh(self) -> bool:
         """Whether the run begins from nothing."""
-        return not self.manifests and self.hf is None
+        return not self.paths and self.hf is None
 
 
 def choose(options: CheckpointConfig, world: Group) -> Origin:
@@ -58,7 +58,7 @@ def choose(options: CheckpointConfig, world: Group) -> Origin:
         UserError: when a checkpoint is asked for or there are some, but none can be used.
 
     """
-    origin, *_ = comm.all_gather_objects(_look(options) if world.rank == 0 else None, world)
+    origin = _from_first(_look(options) if world.rank == 0 else None, world)
     if not isinstance(origin, Origin):
         raise TypeError(f"rank 0 sent {origin!r}")
     if origin.problems:
@@ -66,20 +66,25 @@ def choose(options: CheckpointConfig, world: Group) -> Origin:
     return origin
 
 
+def _from_first(value: object, world: Group) -> object:
+    """Rank 0's ``value``."""
+    return comm.all_gather_objects(value, world)[0]
+
+
 def _look(options: CheckpointConfig) -> Origin:
     save, (load, step) = options.save, _named(options)
-    own = Checkpoints(Path(save)).candidates() if save is not None else []
+    own = Checkpoints(Path(save)).named() if save is not None else []
     asked = options.load is None or (save is not None and load is not None and load.resolve() == Path(save).resolve())
-    if any(_finished(found) for found in own):
+    if any(_finished(path) for _, path in own):
         mode = options.resume_mode if asked else "exact"
         return _pick(Path(str(save)), own, step if asked else None, mode, onward=True)
-    unfinished = tuple(_passed_over(found) for found in own)
+    unfinished = tuple(_passed_over(path, _problem(path)) for _, path in own)
     if asked and step is None:
         return Origin(notes=unfinished)
     if options.load is not None and options.load.startswith(HF):
         return Origin(hf=Path(options.load.removeprefix(HF)), mode="weights-only", notes=unfinished)
     folder = load or Path(str(save))
-    return _pick(folder, Checkpoints(folder).candidates(), step, options.resume_mode, unfinished)
+    return _pick(folder, Checkpoints(folder).named(), step, options.resume_mode, unfinished)
 
 
 def _named(options: CheckpointConfig) -> tuple[Path | None, int | None]:
@@ -92,37 +97,63 @@ def _named(options: CheckpointConfig) -> tuple[Path | None, int | None]:
 
 
 def _pick(
-    folder: Path, found: Sequence[Found], step: int | None, mode: str, notes: tuple[str, ...] = (), onward: bool = False
+    folder: Path,
+    named: Sequence[tuple[int, Path]],
+    step: int | None,
+    mode: str,
+    notes: tuple[str, ...] = (),
+    onward: bool = False,
 ) -> Origin:
-    """The usable ones of ``found``, newest first; ``onward`` when the run will write its own into the same folder."""
-    wanted = [f for f in found if step is None or f.iteration == step]
-    usable = tuple(f.manifest for f in wanted if f.manifest is not None)
-    passed_over = notes + tuple(_passed_over(f) for f in wanted if f.manifest is None)
-    newer = [f for f in found if f.manifest is not None and step is not None and f.iteration > step]
-    if not usable:
-        return Origin(problems=(_none_usable(folder, found, wanted, step),))
-    if onward and newer:
-        sentence = f"{folder} holds newer checkpoints than step {step} ({newer[0].path.name}): they would be found next"
-        return Origin(problems=(Problem("E813", sentence, (f"--load {folder} --ckpt-step {step} --save ANOTHER",)),))
-    return Origin(usable, mode=mode, notes=passed_over)
+    """The newest of ``named`` that can be used and those before it.
+
+    ``onward`` when the run will write its own into the same folder.
+    """
+    wanted = [path for iteration, path in named if step in (None, iteration)]
+    newer = [path for iteration, path in named if step is not None and iteration > step and is_complete(path)]
+    for at, path in enumerate(wanted):
+        problem = _problem(path)
+        if problem is not None:
+            notes += (_passed_over(path, problem),)
+        elif onward and newer:
+            sentence = f"{folder} holds newer checkpoints than step {step} ({newer[0].name}): they would be found next"
+            return Origin(
+                problems=(Problem("E813", sentence, (f"--load {folder} --ckpt-step {step} --save ANOTHER",)),)
+            )
+        else:
+            return Origin(tuple(wanted[at:]), mode=mode, notes=notes)
+    return Origin(problems=(_none_usable(folder, named, wanted, step),))
 
 
-def _finished(found: Found) -> bool:
+def _finished(path: Path) -> bool:
     """Whether it was a checkpoint once; a save that was cut off has left none."""
-    return found.path.suffix != BUILDING or is_complete(found.path)
+    return path.suffix != BUILDING or is_complete(path)
 
 
-def _passed_over(found: Found) -> str:
-    return f"passed over {found.path}: {found.problem}"
+def _problem(path: Path) -> str | None:
+    """Why a checkpoint cannot be used, as far as that can be seen without reading its tensors."""
+    manifest = _open(path)
+    return manifest if isinstance(manifest, str) else None
 
 
-def _none_usable(folder: Path, found: Sequence[Found], wanted: Sequence[Found], step: int | None) -> Problem:
-    usable = [str(f.iteration) for f in found if f.manifest is not None]
-    damaged = [f for f in wanted if _finished(f)]
+def _open(path: Path) -> Manifest | str:
+    """A checkpoint's manifest, or why there is none to be trusted."""
+    try:
+        return Manifest.open(path)
+    except CheckpointError as error:
+        return str(error)
+
+
+def _passed_over(path: Path, problem: str | None) -> str:
+    return f"passed over {path}: {problem}"
+
+
+def _none_usable(folder: Path, named: Sequence[tuple[int, Path]], wanted: Sequence[Path], step: int | None) -> Problem:
+    usable = [str(iteration) for iteration, path in named if _problem(path) is None]
+    damaged = [path for path in wanted if _finished(path)]
     instead = tuple(f"--ckpt-step {other}" for other in usable[:1])
     if damaged:
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-        reasons = "; ".join(f"{f.path.name}: {f.problem}" for f in damaged)
+        reasons = "; ".join(f"{path.name}: {_problem(path)}" for path in damaged)
         return Problem("E811", f"{which} in {folder} can be used: {reasons}", (*instead, "--save ANOTHER"))
     if step is not None:
         sentence = f"{folder} has no checkpoint of step {step}; it has {', '.join(usable) or 'none'}"
@@ -148,7 +179,11 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
     if origin.hf is not None:
         restore_from_source(trainer, HFSource(origin.hf, trainer.config.model))
         return [*notes, f"weights from {origin.hf}"]
-    for manifest in origin.manifests:
+    for path in origin.paths:
+        manifest = _from_first(_open(path) if trainer.mesh.world.rank == 0 else None, trainer.mesh.world)
+        if not isinstance(manifest, Manifest):
+            notes.append(_passed_over(path, str(manifest)))
+            continue
         if origin.mode != "weights-only" and "optimizer" not in manifest.state:
             raise UserError([_only_weights(manifest.path, trainer.config.checkpoint)])
         at = (manifest.state.get("iteration", 0), manifest.state.get("consumed_samples", 0))
@@ -160,7 +195,7 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
             trainer.files = companions(trainer.config.data, carried_by(manifest))
             (restore_weights if origin.mode == "weights-only" else restore)(trainer, manifest)
         except DamagedError as error:
-            notes.append(f"passed over {manifest.path}: {error}")
+            notes.append(_passed_over(path, str(error)))
             continue
         return [*notes, _loaded(trainer, manifest, origin.mode), *changes.lines]
     raise UserError([Problem("E811", "; ".join(["no checkpoint can be used", *notes]))])

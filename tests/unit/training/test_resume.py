@@ -58,7 +58,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str, str]] = {
     "missing": (Path.unlink, TENSORS, "tensors_00000.safetensors is missing"),
     "manifest truncated": (truncate, MANIFEST, "flipped bytes or is truncated"),
     "manifest flipped": (flip, MANIFEST, "flipped bytes or is truncated"),
-    "manifest missing": (Path.unlink, MANIFEST, "manifest.json cannot be read: No such file"),
+    "manifest missing": (Path.unlink, MANIFEST, "manifest.json is missing"),
     "marker missing": (Path.unlink, MARKER, "has no COMPLETE"),
     "marker flipped": (flip, MARKER, "flipped bytes or is truncated"),
 }
