@@ -25,24 +25,28 @@ class ChunkReader:
         self._manifest = manifest
         self._open: tuple[str, FileIO] | None = None
         self._proved: set[str] = set()
-        self._last: tuple[Chunk, Tensor] | None = None
+        self._memory = torch.empty(0, dtype=torch.uint8)
+        self._held: Chunk | None = None
 
     def dtype(self, name: str) -> torch.dtype:
         """Stored type of a tensor."""
         return DTYPES[self._manifest.tensors[name].dtype]
 
     def load(self, name: str, chunk: Chunk) -> Tensor:
-        """A chunk of tensor ``name``, of shape ``chunk.box.size``; not to be written to: the last one is remembered.
+        """A chunk of tensor ``name``, of shape ``chunk.box.size``; its memory is used again for the next one.
 
         Raises:
             DamagedError: when it cannot be read or does not match its checksum.
         """
-        if self._last is None or self._last[0] is not chunk:
-            self._last = None  # its memory goes before the next one needs some
-            tensor = torch.empty(chunk.box.size, dtype=self.dtype(name))
+        if len(self._memory) < chunk.bytes:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._memory = torch.empty(chunk.bytes, dtype=torch.uint8)
+        tensor = self._memory[: chunk.bytes].view(self.dtype(name)).view(chunk.box.size)
+        if self._held is not chunk:
+            self._held = None
             self.load_into(name, chunk, tensor)
-            self._last = chunk, tensor
-        return self._last[1]
+            self._held = chunk
+        return tensor
 
     def load_into(self, name: str, chunk: Chunk, out: Tensor) -> None:
         """Read a chunk into a contiguous tensor of the same type and size on the CPU.

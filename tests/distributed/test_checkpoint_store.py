@@ -161,6 +161,23 @@ def test_parts_that_are_no_partition_are_not_written(pool: Pool, tmp_path: Path,
     assert list(tmp_path.iterdir()) == []
 
 
+def some_ranks(rank: int, world: int, path: Path) -> bool:
+    """The last two ranks write and read; the first does not take part."""
+    handle = dist.new_group([1, 2])
+    if rank == 0:
+        return True
+    part = Group((1, 2), rank - 1, handle)
+    write(path, halves(rank - 1, 2), {}, {}, part)
+    filled = small()["a"].empty([Box((0, 3, 1), (2, 8, 3))])
+    read(Manifest.open(path), {"a": filled}, part)
+    return small()["a"].is_in(filled)
+
+
+def test_a_group_that_is_not_all_ranks(pool: Pool, tmp_path: Path) -> None:
+    assert pool.run(3, some_ranks, tmp_path / "iter_1") == [True] * 3
+    assert sorted(Manifest.open(tmp_path / "iter_1").files) == [f"tensors_0000{i}.safetensors" for i in (0, 1)]
+
+
 def dies(rank: int, world: int, path: Path) -> None:
     """Rank 1 is killed when its part is asked for; rank 0, which gathers the results, writes down what it saw."""
 
