@@ -42,6 +42,11 @@ last_step() {
     [[ $line =~ \"iteration\":\ ([0-9]+) ]] && echo "${BASH_REMATCH[1]}" || echo 0
 }
 
+# Whether the run is half-way and has saved.
+is_half_way() {
+    [ "$(last_step)" -ge $(((steps + 1) / 2)) ] && ls "$out"/checkpoints/iter_*[0-9]/COMPLETE >/dev/null 2>&1
+}
+
 # Kill the launcher and its ranks at once; none of them gets to say goodbye.
 crash() {
     local ranks
@@ -132,7 +137,7 @@ say "training on two processes that share every matrix; killed half-way"
 trap 'kill -TERM ${launcher:-} 2>/dev/null && wait' EXIT # Ctrl-C leaves nothing running
 "${launch[@]}" pretrain_gpt.py "${flags[@]}" "${first[@]}" "$@" &
 launcher=$!
-while kill -0 $launcher 2>/dev/null && [ "$(last_step)" -lt $(((steps + 1) / 2)) ]; do
+until is_half_way || ! kill -0 $launcher 2>/dev/null; do
     sleep 0.1
 done
 if kill -0 $launcher 2>/dev/null; then
