@@ -5,8 +5,8 @@
 The tensors are those of GPT-2 layers of width 1024 with Adam's moments, in fp32: matrices of megabytes and vectors of
 kilobytes. Raw writing is one file in blocks of 64 MB and an fsync; raw reading is the same file in blocks of 4 MB; both
 do nothing else with the bytes. A save also plans, proves, hashes, syncs every file and folder and renames; a load also
-proves every byte. Before each reading the system is asked to forget what it has cached of the files. All take turns; a
-ratio is the median over rounds of two neighbours.
+proves every byte. Before each reading the system is asked to forget what it has cached of the files, and before each
+writing there are none. Both take turns, every other round in the other order; a ratio is the median over rounds.
 """
 
 from __future__ import annotations
@@ -117,24 +117,25 @@ def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dic
     raw, path = folder / "raw", folder / "iter_0000001"
     saved = entries(tensors)
     loaded = entries({name: torch.zeros_like(tensor) for name, tensor in tensors.items()})
-    actions: dict[str, Callable[[], None]] = {
-        "raw write": lambda: raw_write(raw, tensors),
-        "save": lambda: write(path, saved, {}, {}, ALONE),
-        "raw read": lambda: raw_read(raw),
-        "load": lambda: read(Manifest.open(path), loaded, ALONE),
-    }
-    seconds: dict[str, list[float]] = {name: [] for name in actions}
+    pairs: list[dict[str, Callable[[], None]]] = [
+        {"raw write": lambda: raw_write(raw, tensors), "raw read": lambda: raw_read(raw)},
+        {
+            "save": lambda: write(path, saved, {}, {}, ALONE),
+            "load": lambda: read(Manifest.open(path), loaded, ALONE),
+        },
+    ]
+    seconds: dict[str, list[float]] = {name: [] for pair in pairs for name in pair}
     for round_ in range(repeats + 1):
-        raw.unlink(missing_ok=True)
-        shutil.rmtree(path, ignore_errors=True)
-        os.sync()
-        for name, action in actions.items():
-            if name in ("raw read", "load"):
+        for pair in pairs if round_ % 2 else reversed(pairs):
+            for name, action in pair.items():
+                start = time.perf_counter()
+                action()
+                if round_:
+                    seconds[name].append(time.perf_counter() - start)
                 forget(p for p in (raw, *path.rglob("*")) if p.is_file())
-            start = time.perf_counter()
-            action()
-            if round_:
-                seconds[name].append(time.perf_counter() - start)
+            raw.unlink(missing_ok=True)  # what comes next finds as much free memory as this did
+            shutil.rmtree(path, ignore_errors=True)
+            os.sync()
     wrong = [name for name, entry in loaded.items() if not torch.equal(entry.parts[0].resolve(), tensors[name])]
     if wrong:
         raise RuntimeError(f"these were not loaded as they were saved: {wrong}")
