@@ -171,6 +171,15 @@ def test_other_samples_are_refused(tmp_path: Path, other: str) -> None:
     assert saved_steps(tmp_path / "saved") == [2, 4]
 
 
+def test_the_same_samples_in_another_order_are_refused(tmp_path: Path) -> None:
+    """As from a version that shuffles in another way: no option and no file has changed."""
+    flags = write_documents(tmp_path / "documents")
+    start(run_of(tmp_path, flags), before_step(6, kill))
+    told = start(run_of(tmp_path, flags), patch("megatron.data.gpt_dataset._stretch_seed", lambda seed, i: seed + 7))
+    assert told.status == 1
+    assert "E815 the train data are not those of the checkpoint: other files, or another order\n" in told.err
+
+
 def test_the_same_documents_elsewhere_are_the_same_samples(tmp_path: Path) -> None:
     flags = write_documents(tmp_path / "documents")
     start(run_of(tmp_path, flags), before_step(6, kill))
