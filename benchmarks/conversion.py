@@ -1,6 +1,6 @@
 """Memory of a conversion from and to Hugging Face beside the model's largest tensor.
 
-    python -m benchmarks.conversion            # a model of 0.5 billion parameters, GPT-2's and Llama's shape
+    python -m benchmarks.conversion            # models of 0.5 and 0.7 billion parameters
     python -m benchmarks.conversion --hidden-size 256 --num-layers 2 --vocab-size 4000      # a quick look
 
 Each conversion is `tools/convert_checkpoint.py` in a process of its own, with the check against `transformers`. What is
@@ -174,8 +174,8 @@ def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--family", choices=tuple(SHAPES), action="append", help="(both)")
     parser.add_argument("--hidden-size", type=int, default=1536, help="a multiple of 32")
-    parser.add_argument("--num-layers", type=int, default=16)
-    parser.add_argument("--vocab-size", type=int, default=50257)
+    parser.add_argument("--num-layers", type=int, default=12)
+    parser.add_argument("--vocab-size", type=int, default=128256)
     parser.add_argument("--folder", default=None, help="where to put some GB for a while (the system's choice)")
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)

@@ -203,7 +203,8 @@ def _axes(dimension: str) -> Iterator[tuple[str, slice]]:
         yield letter, slice(int(first) if first else None, int(stop) if stop else None)
 
 
-def shapes_only(model: ModelConfig) -> GPTChunk:
+def shapes_only(model: ModelConfig, training: TrainingConfig | None = None) -> GPTChunk:
     """The whole model on one rank, on the meta device: nothing is allocated."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), 1), 0)
-    return build_gpt(model, TrainingConfig(), BuildContext(mesh, GradSink(), device=torch.device("meta")))
+    context = BuildContext(mesh, GradSink(), device=torch.device("meta"))
+    return build_gpt(model, training or TrainingConfig(), context)

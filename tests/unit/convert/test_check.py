@@ -122,7 +122,7 @@ def test_tensors_missing_or_unused_by_transformers(tmp_path: Path) -> None:
 
 def test_inputs_reach_the_last_learned_position() -> None:
     tokens, positions = inputs(MODELS["gpt2"])
-    assert tokens.shape == positions.shape == (2, 64)
+    assert tokens.shape == positions.shape == (2, 32)
     assert positions[0, 0] == 0
     assert positions[-1, -1] == 199
     assert (positions.diff(dim=1) == 1).all()
