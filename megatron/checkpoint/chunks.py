@@ -65,11 +65,6 @@ class ChunkReader:
         """
         self._read(chunk.file, chunk.offset, chunk.bytes, None, chunk.xxh3, f"tensor {name}")
 
-    def prefetch(self, chunk: Chunk) -> None:
-        """Ask the system, where it takes advice, to read a chunk while something else is done."""
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file(chunk.file).fileno(), chunk.offset, chunk.bytes, os.POSIX_FADV_WILLNEED)
-
     def prove_head(self, file: str) -> None:
         """Check the bytes of a file that belong to no chunk; once.
 
@@ -96,6 +91,8 @@ class ChunkReader:
                 self._open = name, FileIO(str(self._path(name)))
             except OSError as error:
                 raise DamagedError(f"{self._path(name)} is missing or cannot be read: {error.strerror}") from error
+            if hasattr(os, "posix_fadvise"):  # the system reads further ahead, while the checksum is taken
+                os.posix_fadvise(self._open[1].fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
         return self._open[1]
 
     def _read(self, file: str, offset: int, length: int, buffer: memoryview | None, expected: str, what: str) -> None:

@@ -162,12 +162,9 @@ class CheckpointStorageReader(StorageReader):
         for item in plan.items:
             piece = self._find(item)
             wanted[piece.chunk].append((item, piece))
-        chunks = sorted(wanted, key=lambda chunk: (chunk.file, chunk.offset))
         reader = ChunkReader(self._manifest)
-        for chunk, following in zip(chunks, [*chunks[1:], None]):
+        for chunk in sorted(wanted, key=lambda chunk: (chunk.file, chunk.offset)):
             reader.prove_head(chunk.file)
-            if following is not None and following.file == chunk.file:
-                reader.prefetch(following)
             _fill(reader, chunk, wanted[chunk], planner)
         reader.close()
         future: Future[None] = Future()
