@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
+from megatron.convert.checkpoint import import_hf
 from megatron.training.setup import Trainer
 from tests.runs import Told, before_step, checkpoint, differences, kill, saved_steps, start, steps, tiny_run
+from tests.unit.convert.folders import random_weights, write_folder
 
 STEPS = 6
 
@@ -266,3 +268,40 @@ def _copied(trainer: Trainer) -> tuple[dict[str, torch.Tensor], dict[str, torch.
     weights = {name: value.clone() for name, value in trainer.optimizer.masters.items()}
     (moments,) = trainer.optimizer.moments().values()
     return weights, {name: value.clone() for name, value in moments.items()}, trainer.consumed_samples
+
+
+@pytest.fixture
+def gpt2(tmp_path: Path) -> tuple[Path, dict[str, torch.Tensor]]:
+    """A Hugging Face folder of the tiny runs' model, and its weights under transformers' names."""
+    model = tiny_run(tmp_path).model
+    weights = random_weights(model)
+    return write_folder(tmp_path / "gpt2", model, weights), weights
+
+
+def test_a_hugging_face_model_is_where_a_run_begins_and_only_there(
+    tmp_path: Path, gpt2: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    folder, weights = gpt2
+    begun: list[torch.Tensor] = []
+
+    def stop_first(trainer: Trainer) -> None:
+        begun.append(trainer.optimizer.masters["embedding.position_embeddings.weight"].clone())
+
+    with before_step(1, stop_first):
+        told = start(run_of(tmp_path / "run", f"--load hf:{folder}"), before_step(4, kill))
+    assert f"weights from {folder}" in told.out
+    assert torch.equal(begun[0], weights["transformer.wpe.weight"])
+    again = go_on(tmp_path / "run", f"--load hf:{folder}")
+    assert (again.status, sorted(again.samples)) == (0, [3, 4, 5, 6])
+    assert len(begun) == 1
+
+
+def test_converted_weights_are_no_run_to_go_on_with(tmp_path: Path, gpt2: tuple[Path, dict[str, torch.Tensor]]) -> None:
+    import_hf(gpt2[0], tmp_path / "converted/iter_0000000", lambda name, done, total: None)
+    flags = f"--load {tmp_path}/converted"
+    told = go_on(tmp_path / "run", flags)
+    assert told.err.startswith(f"error: E814 {tmp_path}/converted/iter_0000000 holds weights, but no run to go on with")
+    assert "\n  fix: --resume-mode weights-only\n" in told.err
+    assert sorted(go_on(tmp_path / "run", f"{flags} --resume-mode weights-only").samples) == [1, 2, 3, 4, 5, 6]
+    own = start(tiny_run(tmp_path / "run", f"--save {tmp_path}/converted"))
+    assert f"fix: --load {tmp_path}/converted --save {tmp_path}/converted-new --resume-mode weights-only" in own.err
