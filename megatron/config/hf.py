@@ -65,7 +65,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         sentence = f"{folder} holds no config.json, so it is not a Hugging Face model"
-        raise UserError([Problem("E850", sentence, ("--load hf:FOLDER_WITH_CONFIG_JSON",))]) from None
+        raise UserError([Problem("E850", sentence)]) from None
     except (OSError, ValueError) as error:
         raise UserError([Problem("E850", f"{path} cannot be read as JSON: {error}")]) from None
     if not isinstance(config, dict):
