@@ -86,6 +86,7 @@ asked=$out out=$(unused "$out")
 mkdir -p "$out" || fail "--out: the folder '$out' cannot be made"
 [ "$out" = "$asked" ] || echo "there is something in $asked already; this time, all goes to $out"
 out=$(cd "$out" && pwd)
+out=${out#"$root"/} # shorter to read
 cd "$root"
 
 source tools/setup_env.sh run
@@ -157,18 +158,17 @@ say "what it writes in plain transformers"
 export HF_HUB_OFFLINE=1 HF_HUB_DISABLE_PROGRESS_BARS=1
 python examples/write_with_transformers.py "$out/huggingface" "$prompt"
 
-run=${out#"$root"/}
 cat <<END
 
 == next
 cd $(printf %q "$root") && . .venv/bin/activate
 # twice as long, with a new schedule
-torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --config $(printf %q "$run/config.yaml") \\
+torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --config $(printf %q "$out/config.yaml") \\
     --train-iters $((2 * steps)) --resume-mode new-schedule
 # more text, at the terminal
-python tools/generate.py --load $(printf %q "$run/checkpoints") --prompt $(printf %q "${prompt:-The}")
+python tools/generate.py --load $(printf %q "$out/checkpoints") --prompt $(printf %q "${prompt:-The}")
 # are the checkpoints what was written?
-python tools/inspect_checkpoint.py verify $(printf %q "$run/checkpoints")
+python tools/inspect_checkpoint.py verify $(printf %q "$out/checkpoints")
 # with your own text
 bash examples/quickstart.sh --input-dir DIR
 END
