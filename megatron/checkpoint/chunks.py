@@ -11,11 +11,9 @@ import xxhash
 from torch import Tensor
 
 from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.files import BLOCK
 from megatron.checkpoint.manifest import Chunk, Manifest
 from megatron.checkpoint.tensorfile import DTYPES
-
-BLOCK = 4 << 20
-"""Bytes read at a time, so that the checksum is taken while they are in the processor's cache."""
 
 
 class ChunkReader:

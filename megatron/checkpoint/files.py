@@ -19,6 +19,9 @@ from megatron.checkpoint.errors import StorageError
 
 Bytes = bytes | memoryview
 
+BLOCK = 4 << 20
+"""Bytes moved at a time, so that the checksum is taken while they are in the processor's cache."""
+
 
 def checksum(content: Bytes) -> str:
     """XXH3 (64 bit) in 16 hexadecimal digits."""

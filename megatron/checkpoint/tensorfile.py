@@ -17,10 +17,11 @@ from types import TracebackType
 from typing import Self
 
 import torch
+import xxhash
 from torch import Tensor
 
 from megatron.checkpoint.errors import DamagedError
-from megatron.checkpoint.files import NewFile, checksum
+from megatron.checkpoint.files import BLOCK, NewFile, checksum
 from megatron.checkpoint.manifest import ITEM_BYTES, FileRecord, dims
 
 DTYPES = {
@@ -111,10 +112,12 @@ class TensorFileWriter:
         if (key, tensor.dtype, tuple(tensor.shape)) != self._entries[self._next]:
             seen = f"{key}, {tensor.dtype} {list(tensor.shape)}"
             raise ValueError(f"{seen} comes where {self._entries[self._next]} was announced")
-        content = as_bytes(tensor)
-        self._file.write(content)
+        content, digest = as_bytes(tensor), xxhash.xxh3_64()
+        for start in range(0, len(content), BLOCK):
+            digest.update(content[start : start + BLOCK])
+            self._file.write(content[start : start + BLOCK])
         self._next += 1
-        return Written(self._offsets[self._next - 1], len(content), checksum(content))
+        return Written(self._offsets[self._next - 1], len(content), digest.hexdigest())
 
     def __enter__(self) -> Self:
         return self
