@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.boxes import cut
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.parallel.shard import Box
+
+ELEMENTS = 1 << 20
+"""Computed with at a time: the chunk they are from is in memory too."""
 
 
 @dataclass(frozen=True)
@@ -43,8 +48,8 @@ def summarize(reader: CheckpointReader, name: str) -> Summary:
         DamagedError: when it cannot be read as it was written.
     """
     minimum, maximum, squares, count = math.inf, -math.inf, 0.0, 0
-    for chunk in reader.manifest.tensors[name].chunks:
-        values = reader.read(name, chunk.box).double()
+    for box in _portions(reader, name):
+        values = reader.read(name, box).double()
         low, high = values.aminmax()
         minimum, maximum = _extreme(min, minimum, low), _extreme(max, maximum, high)
         squares, count = squares + float(values.square().sum()), count + values.numel()
@@ -63,8 +68,8 @@ def difference(a: CheckpointReader, b: CheckpointReader, name: str) -> Differenc
         DamagedError: when one of them cannot be read as it was written.
     """
     identical, largest, squares, reference = a.dtype(name) == b.dtype(name), 0.0, 0.0, 0.0
-    for chunk in a.manifest.tensors[name].chunks:
-        x, y = a.read(name, chunk.box), b.read(name, chunk.box)
+    for box in _portions(a, name):
+        x, y = a.read(name, box), b.read(name, box)
         reference += float(x.double().square().sum())
         if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
             continue
@@ -73,6 +78,12 @@ def difference(a: CheckpointReader, b: CheckpointReader, name: str) -> Differenc
         largest = _extreme(max, largest, delta.abs().max())
         squares += float(delta.square().sum())
     return Difference(identical, largest, math.sqrt(squares / reference) if reference else math.sqrt(squares))
+
+
+def _portions(reader: CheckpointReader, name: str) -> Iterator[Box]:
+    """Boxes that make up a tensor, those of a chunk one after the other, so that it is read once."""
+    for chunk in reader.manifest.tensors[name].chunks:
+        yield from cut(chunk.box, ELEMENTS)
 
 
 def _bits(x: Tensor) -> Tensor:
