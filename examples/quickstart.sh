@@ -166,7 +166,7 @@ cd $(printf %q "$root") && . .venv/bin/activate
 torchrun --standalone --nproc-per-node 2 pretrain_gpt.py --config $(printf %q "$out/config.yaml") \\
     --train-iters $((2 * steps)) --resume-mode new-schedule
 # more text, at the terminal
-python tools/generate.py --load $(printf %q "$out/checkpoints") --prompt $(printf %q "${prompt:-The}")
+python tools/generate.py --load $(printf %q "$out/checkpoints") --prompt '${prompt:-The}'
 # are the checkpoints what was written?
 python tools/inspect_checkpoint.py verify $(printf %q "$out/checkpoints")
 # with your own text
