@@ -7,6 +7,7 @@ made to fail; every file is truncated, changed and removed.
 from __future__ import annotations
 
 import errno
+import json
 import os
 import random
 import re
@@ -24,7 +25,7 @@ import torch
 
 from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError
 from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest
+from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest, marker
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.store import read
 from megatron.checkpoint.verify import damage
@@ -352,6 +353,18 @@ def test_the_damaged_tensor_is_named(template: Path) -> None:
         file.write(b"flip")
     (reason,) = damage(manifest)
     assert reason == f"{manifest.path / chunk.file} has flipped bytes (tensor optim.exp_avg.a)"
+
+
+def test_bytes_that_no_checksum_speaks_for_are_found(template: Path) -> None:
+    """A manifest that knows nothing of one of the tensors in a file, and whose marker fits."""
+    folder = Checkpoints(template).path(2)
+    data = json.loads((folder / MANIFEST).read_bytes())
+    (chunk,) = data["tensors"].pop("a")["chunks"]
+    (folder / MANIFEST).write_text(json.dumps(data))
+    (folder / MARKER).write_bytes(marker((folder / MANIFEST).read_bytes()))
+    (reason,) = damage(Manifest.open(folder))
+    start, end = chunk["offset"], chunk["offset"] + chunk["bytes"]
+    assert reason == f"{folder / chunk['file']}: bytes {start} to {end} have no checksum, or two"
 
 
 def test_nothing_can_be_read(template: Path) -> None:
