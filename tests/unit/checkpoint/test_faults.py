@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest, marker
@@ -273,15 +274,14 @@ def test_a_folder_that_cannot_be_made(tmp_path: Path) -> None:
         save(tmp_path / "file" / "iter_0000001", content(1))
 
 
-def load(runs: Checkpoints) -> tuple[float, list[str]]:
+def load(runs: Checkpoints) -> tuple[int, list[str]]:
     """What a run does at its start: the newest checkpoint that can be read, and why newer ones were not."""
     reasons = []
     for found in runs.scan():
         if found.manifest is None:
             reasons.append(str(found.problem))
             continue
-        filled = {name: s.empty([part.box for part in s.entry([]).parts]) for name, s in small().items()}
-        wanted = {name: s.empty([_all(s)]) for name, s in small().items()} if filled else {}
+        wanted = {name: sample.empty([whole(sample.view)]) for name, sample in small().items()}
         try:
             found.manifest.read_file("tokenizer/tokenizer.json")
             read(found.manifest, wanted, ALONE)
@@ -291,12 +291,6 @@ def load(runs: Checkpoints) -> tuple[float, list[str]]:
         assert all(content(found.iteration)[name].is_in(entry) for name, entry in wanted.items())
         return found.iteration, reasons
     return 0, reasons
-
-
-def _all(sample: Sample) -> Any:
-    from megatron.checkpoint.boxes import whole
-
-    return whole(sample.view)
 
 
 @pytest.mark.parametrize("name", FILES)
