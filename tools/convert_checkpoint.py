@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"wrote {done.path}: {done.model.num_parameters():,} parameters")
     if done.differences:
         worst = max(done.differences, key=lambda difference: difference.relative)
-        print(f"transformers computes the same: {done.differences[-1]}; worst {worst}")
+        print(f"transformers computes the same: {done.differences[-1]}; at worst {worst}")
     else:
         print("not compared with transformers")
     return 0
