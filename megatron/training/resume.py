@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.errors import CheckpointError, DamagedError
+from megatron.checkpoint.errors import DamagedError, NewerVersionError
 from megatron.checkpoint.folder import NAME, Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import BUILDING, is_complete
@@ -58,7 +58,7 @@ def choose(options: CheckpointConfig, world: Group) -> Origin:
         UserError: when a checkpoint is asked for or there are some, but none can be used.
 
     """
-    origin = _from_first(_look(options) if world.rank == 0 else None, world)
+    origin = _from_first(_looked(options) if world.rank == 0 else None, world)
     if not isinstance(origin, Origin):
         raise TypeError(f"rank 0 sent {origin!r}")
     if origin.problems:
@@ -69,6 +69,13 @@ def choose(options: CheckpointConfig, world: Group) -> Origin:
 def _from_first(value: object, world: Group) -> object:
     """Rank 0's ``value``."""
     return comm.all_gather_objects(value, world)[0]
+
+
+def _looked(options: CheckpointConfig) -> Origin:
+    try:
+        return _look(options)
+    except NewerVersionError as error:  # not damaged: going on without it would throw good steps away
+        return Origin(problems=(Problem("E811", str(error)),))
 
 
 def _look(options: CheckpointConfig) -> Origin:
@@ -136,10 +143,14 @@ def _problem(path: Path) -> str | None:
 
 
 def _open(path: Path) -> Manifest | str:
-    """A checkpoint's manifest, or why there is none to be trusted."""
+    """A checkpoint's manifest, or why there is none to be trusted.
+
+    Raises:
+        NewerVersionError: when a newer version of this program wrote it.
+    """
     try:
         return Manifest.open(path)
-    except CheckpointError as error:
+    except DamagedError as error:
         return str(error)
 
 

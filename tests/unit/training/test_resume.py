@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.manifest import marker
 from megatron.config.run import RunConfig
 from megatron.convert.checkpoint import import_hf
 from megatron.training.setup import Trainer
@@ -116,6 +117,18 @@ def test_a_save_that_lacked_nothing_but_its_name_counts(killed: Path) -> None:
     told = go_on(killed)
     assert (told.status, sorted(told.samples)) == (0, [5, 6])
     assert saved_steps(killed / "saved") == [2, 4, 6]
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over(killed: Path) -> None:
+    """It is not damaged: going on from the one before would replace it."""
+    path = killed / "saved/iter_0000004"
+    content = (path / MANIFEST).read_bytes().replace(b'"version":1', b'"version":99')
+    (path / MANIFEST).write_bytes(content)
+    (path / MARKER).write_bytes(marker(content))
+    told = go_on(killed)
+    assert (told.status, told.samples) == (1, {})
+    assert told.err.startswith(f"error: E811 {path} was written by a newer version: ")
+    assert "\n  fix: update this program\n" in told.err
 
 
 def test_a_run_that_is_complete_says_so(killed: Path) -> None:
