@@ -65,7 +65,7 @@ while [ $# -gt 0 ]; do
         --input-dir) input=$2 && shift 2 ;;
         --json-keys) key=$2 && shift 2 ;;
         --steps) steps=$2 && shift 2 ;;
-        --out) out=$2 && shift 2 ;;
+        --out) out=${2%/} && shift 2 ;;
         --) shift && break ;;
         -h | --help) usage && exit ;;
         *) usage >&2 && fail "unknown argument: $1" ;;

@@ -133,7 +133,7 @@ def test_what_is_there_already_is_left_alone(tmp_path: Path, checkout: Path) -> 
     for name in ("run", "run-2"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "mine").touch()
-    flags = ["--input-dir", "text", "--out", "run", "--", "--num-layers", "0"]
+    flags = ["--input-dir", "text", "--out", "run/", "--", "--num-layers", "0"]
     done = quickstart(*flags, cwd=tmp_path, root=checkout)
     assert "there is something in run already; this time, all goes to run-3\n" in done.stdout
     assert (tmp_path / "run-3" / "tokenizer" / "tokenizer.json").exists()
