@@ -191,6 +191,27 @@ def test_the_marker_is_made_when_all_else_is_on_the_disk(template: Path) -> None
     assert ("fsync", "tokenizer") in done[:marked]
 
 
+def test_the_name_of_a_new_folder_is_on_the_disk(tmp_path: Path) -> None:
+    """Or a power cut would take the whole --save folder with it."""
+    folders, synced = {}, set()
+    real = os.open
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
+        fd = real(path, *args, **kwargs)
+        folders[fd] = str(path)
+        return fd
+
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if name == "fsync":
+            synced.add(folders[args[0]])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        with watched(before):
+            save(tmp_path / "runs" / "one" / "iter_0000001", content(1))
+    assert {str(tmp_path), str(tmp_path / "runs"), str(tmp_path / "runs" / "one")} <= synced
+
+
 def failing(target: int, code: int, once: bool) -> Callable[[str, int, tuple[Any, ...]], None]:
     def before(name: str, number: int, args: tuple[Any, ...]) -> None:
         if number == target or (number > target and not once and name == "write"):

@@ -60,6 +60,7 @@ def test_we_read_what_either_writes(tmp_path: Path, by_library: bool) -> None:
     for key, tensor in TENSORS.items():
         assert (file.dtype(key), file.shape(key)) == (tensor.dtype, tuple(tensor.shape))
         assert same(file.tensor(key), tensor)
+        assert file.tensor(key).data_ptr() % tensor.itemsize == 0  # as every kernel may expect
 
 
 def test_a_tensor_is_the_file_s_pages(tmp_path: Path) -> None:
