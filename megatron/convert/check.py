@@ -9,8 +9,9 @@ Shapes: B rows of tokens, S tokens of a row, H hidden, V vocabulary.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -74,12 +75,12 @@ class Trace:
     """What a model computes on the way.
 
     Attributes:
-        blocks: the hidden state after each block, ``[B, S, H]``.
+        blocks: the hidden state after each block, ``[blocks, B, S, H]``.
         logits: ``[B, S, V]``.
         angles: what rotary positions are made of; None without them.
     """
 
-    blocks: list[Tensor]
+    blocks: Tensor
     logits: Tensor
     angles: Tensor | None
 
@@ -146,14 +147,14 @@ def run_ours(model: ModelConfig, source: Source, tokens_BS: Tensor, positions_BS
         return read_in_blocks(source, name, spec.view, whole(spec.view), torch.float32).reshape(spec.shape)
 
     lender = Lender(chunk, load, {"output_layer.weight": head.name})
-    blocks = _note(chunk.layers.values(), lambda out: out.transpose(0, 1))
-    normed = _note([norm], lambda out: out)
+    blocks = _Notes(list(chunk.layers.values()), lambda out: out.transpose(0, 1))
+    normed = _Notes([norm], lambda out: out)
     chunk(None, MicroBatch.of_tokens(tokens_BS, positions_BS))
     lender.give(head)
-    logits_SBV = head.logits(normed[0])
+    logits_SBV = head.logits(normed.stacked[0])
     lender.take(head)
     angles = None if chunk.rotary is None else _angles(chunk.rotary.frequencies, chunk.rotary.magnitude)
-    return Trace(blocks, logits_SBV.transpose(0, 1), angles)
+    return Trace(blocks.stacked, logits_SBV.transpose(0, 1), angles)
 
 
 def _without_weights(model: ModelConfig) -> GPTChunk:
@@ -183,11 +184,11 @@ def run_theirs(folder: Path, config: Path, tokens_BS: Tensor, positions_BS: Tens
     weights = _TheirWeights(folder, f"{model.base_model_prefix}.")
     Lender(model, weights.load, tied)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    blocks = _note(layers, lambda out: out[0] if isinstance(out, tuple) else out)
+    blocks = _Notes(list(layers), lambda out: out[0] if isinstance(out, tuple) else out)
     everything_BS = torch.ones_like(tokens_BS)  # without it, transformers guesses documents from the positions
     out = model(tokens_BS, position_ids=positions_BS, attention_mask=everything_BS, use_cache=False)
     weights.refuse_unused({*tied, *BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())})
-    return Trace(blocks, out.logits, angles)
+    return Trace(blocks.stacked, out.logits, angles)
 
 
 BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
@@ -230,9 +231,29 @@ def _angles(frequencies: Tensor, magnitude: float) -> Tensor:
     return torch.cat((frequencies, torch.tensor([magnitude]))).double().log()
 
 
-def _note(modules: Iterable[nn.Module], read: Callable[[Any], Tensor]) -> list[Tensor]:
-    """A list to which each of the modules, when it has run, adds what ``read`` makes of its output."""
-    noted: list[Tensor] = []
-    for module in modules:
-        module.register_forward_hook(lambda module, inputs, output: noted.append(read(output)))
-    return noted
+class _Notes:
+    """What modules put out, in one tensor.
+
+    Kept apart, each of these small tensors would lie among weights that come and go, and keep the allocator from giving
+    the memory of those back.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], read: Callable[[Any], Tensor]) -> None:
+        """Keep what ``read`` makes of the output of each of ``modules``, tensors of one shape, when it has run."""
+        self._count, self._read = len(modules), read
+        self._kept: Tensor | None = None
+        for i, module in enumerate(modules):
+            module.register_forward_hook(partial(self._keep, i))
+
+    @property
+    def stacked(self) -> Tensor:
+        """``[modules, ...]``."""
+        if self._kept is None:
+            raise ValueError("none of the modules has run")
+        return self._kept
+
+    def _keep(self, i: int, module: nn.Module, inputs: Any, output: Any) -> None:
+        value = self._read(output)
+        if self._kept is None:
+            self._kept = value.new_empty(self._count, *value.shape)
+        self._kept[i] = value
