@@ -19,7 +19,7 @@ from megatron.checkpoint.errors import StorageError
 
 Bytes = bytes | memoryview
 
-BLOCK = 4 << 20
+BLOCK = 1 << 20
 """Bytes moved at a time, so that the checksum is taken while they are in the processor's cache."""
 
 
