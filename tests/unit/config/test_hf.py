@@ -260,7 +260,7 @@ def models(draw: st.DrawFn) -> ModelConfig:
     return ModelConfig(**shared)
 
 
-@settings(max_examples=150, derandomize=True)
+@settings(max_examples=150, derandomize=True, deadline=None)
 @given(models())
 def test_any_model_there_and_back(ours: ModelConfig) -> None:
     back = model(json.loads(json.dumps(config_json(ours))))
