@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import re
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -110,16 +111,19 @@ def convert(args: argparse.Namespace) -> Converted:
 
 
 class Percent:
-    """Prints a line to stderr whenever another tenth is written."""
+    """Prints a line to stderr whenever another tenth is written, of conversions that take a while."""
+
+    SILENT_SECONDS = 5.0
 
     def __init__(self) -> None:
-        self._tenths = 0
+        self._tenths, self._started = 0, time.monotonic()
 
     def __call__(self, name: str, done: int, total: int) -> None:
         """Take note of what was written last."""
         if 10 * done // total > self._tenths:
             self._tenths = 10 * done // total
-            print(f"{10 * self._tenths}% {name}", file=sys.stderr)
+            if time.monotonic() - self._started > self.SILENT_SECONDS:
+                print(f"{10 * self._tenths}% {name}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ import torch
 
 from megatron.checkpoint.manifest import Manifest
 from megatron.config.checks import layout
-from megatron.config.hf import model_values, read_config
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE, ParallelConfig, RunConfig, TrainingConfig
 from megatron.convert.checkpoint import (
@@ -23,7 +22,7 @@ from megatron.convert.checkpoint import (
     carried_files,
     open_checkpoint,
 )
-from megatron.convert.hf_folder import HFSource
+from megatron.convert.hf_folder import HFSource, read_model
 from megatron.inference.errors import InferenceError
 from megatron.inference.text import Codec, open_codec
 from megatron.model.fill import Source, fill
@@ -99,7 +98,7 @@ def _from_checkpoint(path: Path, step: int | None) -> Pretrained:
 
 
 def _from_hugging_face(folder: Path) -> Pretrained:
-    model = ModelConfig(**model_values(read_config(folder), str(folder / HF_CONFIG)))
+    model = read_model(folder)
     source = HFSource(folder, model)
     names = [name.removeprefix(TOKENIZER) for name in carried_files(folder)]
     files = {name: (folder / name).read_bytes() for name in (*names, HF_CONFIG)}

@@ -12,7 +12,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import BUILDING, is_complete
 from megatron.config.compare import compare
 from megatron.config.problems import Problem, UserError
-from megatron.config.run import CheckpointConfig, DataConfig
+from megatron.config.run import HUGGING_FACE, CheckpointConfig, DataConfig
 from megatron.convert.checkpoint import TOKENIZER, carried_by, carried_files
 from megatron.convert.hf_folder import HFSource
 from megatron.data.tokenizer import tokenizer_files
@@ -21,8 +21,6 @@ from megatron.parallel import comm
 from megatron.parallel.comm import Group
 from megatron.training.checkpointing import restore, restore_from_source, restore_weights
 from megatron.training.setup import Trainer
-
-HF = "hf:"
 
 
 @dataclass(frozen=True)
@@ -88,15 +86,15 @@ def _look(options: CheckpointConfig) -> Origin:
     unfinished = tuple(_passed_over(path, _problem(path)) for _, path in own)
     if asked and step is None:
         return Origin(notes=unfinished)
-    if options.load is not None and options.load.startswith(HF):
-        return Origin(hf=Path(options.load.removeprefix(HF)), mode="weights-only", notes=unfinished)
+    if options.load is not None and options.load.startswith(HUGGING_FACE):
+        return Origin(hf=Path(options.load.removeprefix(HUGGING_FACE)), mode="weights-only", notes=unfinished)
     folder = load or Path(str(save))
     return _pick(folder, Checkpoints(folder).named(), step, options.resume_mode, unfinished)
 
 
 def _named(options: CheckpointConfig) -> tuple[Path | None, int | None]:
     """The folder of checkpoints in ``load``, and the step that is asked for; ``load`` may be one checkpoint itself."""
-    if options.load is None or options.load.startswith(HF):
+    if options.load is None or options.load.startswith(HUGGING_FACE):
         return None, options.ckpt_step
     path = Path(options.load)
     one = NAME.fullmatch(path.name)
