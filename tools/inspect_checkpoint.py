@@ -140,16 +140,15 @@ def differing_tensor(a: CheckpointReader, b: CheckpointReader, name: str) -> str
 
 
 def newest(path: Path) -> Manifest:
-    """A checkpoint, or the newest valid one of a folder of them.
+    """A checkpoint, or the newest valid one of a folder of them; says which newer ones were passed over.
 
     Raises:
         CheckpointError: when there is none.
     """
-    found = Checkpoints(path).candidates()
-    valid = next((item.manifest for item in found if item.manifest), None)
-    if valid is None:
-        return Manifest.open(found[0].path if found else path)
-    return valid
+    manifest, passed_over = Checkpoints(path).newest()
+    for found in passed_over:
+        print(f"passed over {found.path}: {found.problem}", file=sys.stderr)
+    return manifest
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

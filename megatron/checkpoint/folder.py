@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.errors import CheckpointError
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.errors import CheckpointError, DamagedError
+from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest
 from megatron.checkpoint.publish import BUILDING, OLD, is_complete, remove, settle
 
 NAME = re.compile(rf"iter_(\d+)({re.escape(BUILDING)}|{re.escape(OLD)})?")
@@ -38,7 +38,7 @@ class Checkpoints:
     """The checkpoints of a run, in its ``--save`` folder.
 
     Attributes:
-        folder: which need not exist.
+        folder: which need not exist. For :meth:`newest` it may be one checkpoint.
     """
 
     folder: Path
@@ -70,6 +70,44 @@ class Checkpoints:
     def candidates(self) -> list[Found]:
         """All of :meth:`scan`."""
         return list(self.scan())
+
+    def newest(self, step: int | None = None) -> tuple[Manifest, list[Found]]:
+        """The newest checkpoint that can be trusted, and newer ones that were passed over.
+
+        ``folder`` may also be a checkpoint itself: then that one, and nothing is passed over.
+
+        Args:
+            step: only checkpoints of that step.
+
+        Raises:
+            CheckpointError: when there is none; names those that cannot be trusted.
+            DamagedError: when ``folder`` is a checkpoint itself, and damaged.
+            NewerVersionError: when a newer version wrote it: it is not damaged, so older ones are no substitute.
+        """
+        if (self.folder / MARKER).exists() or (self.folder / MANIFEST).exists():
+            return self._itself(step), []
+        passed_over: list[Found] = []
+        for iteration, path in self.named():
+            if step not in (None, iteration):
+                continue
+            try:
+                return Manifest.open(path), passed_over
+            except DamagedError as error:
+                passed_over.append(Found(iteration, path, None, str(error)))
+        which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
+        reasons = "; ".join(f"{found.path.name}: {found.problem}" for found in passed_over)
+        raise CheckpointError(
+            f"{self.folder} does not hold {which}" + (f" that can be used: {reasons}" if reasons else "")
+        )
+
+    def _itself(self, step: int | None) -> Manifest:
+        manifest = Manifest.open(self.folder)
+        found = manifest.state.get("iteration")
+        if step not in (None, found):
+            raise CheckpointError(
+                f"{self.folder} is the checkpoint of step {found}, not {step}", f"--ckpt-step {found}"
+            )
+        return manifest
 
     @property
     def leftovers(self) -> list[Path]:

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron.checkpoint.errors import StorageError
+from megatron.checkpoint.errors import CheckpointError, DamagedError, NewerVersionError, StorageError
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import MANIFEST, MARKER, encode, marker
 from megatron.checkpoint.publish import abandon, begin, publish, settle
 
 
-def make(path: Path, value: int = 0, complete: bool = True) -> Path:
+def make(path: Path, value: int = 0, complete: bool = True, iteration: int = 0) -> Path:
     path.mkdir(parents=True)
-    content = encode({}, {}, {"value": value}, {})
+    content = encode({}, {}, {"value": value, "iteration": iteration}, {})
     (path / MANIFEST).write_bytes(content)
     if complete:
         (path / MARKER).write_bytes(marker(content))
@@ -43,6 +43,54 @@ def test_newest_first_with_reasons(tmp_path: Path) -> None:
     assert "has no COMPLETE" in str(found[1].problem)
     assert runs.leftovers == [tmp_path / "iter_0000040.tmp"]
     assert Checkpoints(tmp_path / "none").candidates() == []
+
+
+def test_the_newest_that_can_be_trusted(tmp_path: Path) -> None:
+    runs = Checkpoints(tmp_path)
+    for iteration in (10, 20, 30):
+        make(runs.path(iteration), iteration)
+    manifest, passed_over = runs.newest()
+    assert (manifest.path, passed_over) == (runs.path(30), [])
+    (runs.path(30) / MANIFEST).write_text("damaged")
+    make(tmp_path / "iter_0000040.tmp", complete=False)
+    manifest, passed_over = runs.newest()
+    assert manifest.path == runs.path(20)
+    assert [found.path.name for found in passed_over] == ["iter_0000040.tmp", "iter_0000030"]
+    assert "does not fit" in str(passed_over[1].problem)
+    assert [runs.newest(step)[0].path for step in (20, 10)] == [runs.path(20), runs.path(10)]
+    assert runs.newest(10)[1] == []  # those of other steps were not asked for
+
+
+def test_no_newest(tmp_path: Path) -> None:
+    runs = Checkpoints(tmp_path)
+    with pytest.raises(CheckpointError, match=r"does not hold a checkpoint$"):
+        runs.newest()
+    make(runs.path(10), complete=False)
+    with pytest.raises(CheckpointError, match=r"a checkpoint that can be used: iter_0000010: .* has no COMPLETE"):
+        runs.newest()
+    with pytest.raises(CheckpointError, match=r"does not hold a checkpoint of step 3$"):
+        runs.newest(3)
+
+
+def test_a_checkpoint_of_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
+    runs = Checkpoints(tmp_path)
+    make(runs.path(10))
+    text = (make(runs.path(20)) / MANIFEST).read_text().replace('"version":1', '"version":2')
+    (runs.path(20) / MANIFEST).write_text(text)
+    (runs.path(20) / MARKER).write_bytes(marker(text.encode()))
+    with pytest.raises(NewerVersionError):
+        runs.newest()
+    assert runs.newest(10)[0].path == runs.path(10)
+
+
+def test_one_checkpoint_by_its_own_folder(tmp_path: Path) -> None:
+    path = make(tmp_path / "best", iteration=7)
+    assert Checkpoints(path).newest()[0].path == Checkpoints(path).newest(7)[0].path == path
+    with pytest.raises(CheckpointError, match="of step 7, not 8"):
+        Checkpoints(path).newest(8)
+    (path / MARKER).unlink()
+    with pytest.raises(DamagedError, match="has no COMPLETE"):
+        Checkpoints(path).newest()
 
 
 @pytest.mark.parametrize(

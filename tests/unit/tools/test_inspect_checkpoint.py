@@ -69,6 +69,14 @@ def test_show(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     assert "  model.hidden_size = 5" in lines
 
 
+def test_show_says_what_it_passes_over(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    (runs.path(2) / MARKER).unlink()
+    assert main(["show", str(runs.folder)]) == 0
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{runs.path(1)}: version 1")
+    assert err.startswith(f"passed over {runs.path(2)}: {runs.path(2)} has no COMPLETE")
+
+
 def test_show_values(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(runs.path(1)), "opt*"]) == 0
     assert capsys.readouterr().out == "optim.exp_avg.a  F32 [24, 5]  min -119  max -0  rms 68.8489\n"
@@ -123,6 +131,7 @@ def test_what_cannot_be_read(runs: Checkpoints, capsys: pytest.CaptureFixture[st
         assert main([*command, str(runs.path(2))]) == 2
         assert "does not fit manifest.json" in capsys.readouterr().err
     assert main(["show", str(runs.folder / "none")]) == 2
+    assert "does not hold a checkpoint" in capsys.readouterr().err
 
 
 def test_help_and_ls_need_no_torch(runs: Checkpoints) -> None:
