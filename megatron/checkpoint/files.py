@@ -22,6 +22,9 @@ Bytes = bytes | memoryview
 BLOCK = 1 << 20
 """Bytes moved at a time, so that the checksum is taken while they are in the processor's cache."""
 
+UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)
+"""What a file system answers to a call that it does not have."""
+
 
 def checksum(content: Bytes) -> str:
     """XXH3 (64 bit) in 16 hexadecimal digits."""
@@ -74,11 +77,14 @@ def write_file(path: Path, content: Bytes) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in a folder outlast a power cut."""
+    """Make the names in a folder outlast a power cut, where the file system knows how to."""
     fd = os.open(path, os.O_RDONLY)
     try:
         with _naming(path):
             os.fsync(fd)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
     finally:
         os.close(fd)
 

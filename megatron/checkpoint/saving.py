@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from megatron.checkpoint.boxes import cut, folding, partition_problem, relative
+from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.files import checksum, refused, sync_folder, write_file
 from megatron.checkpoint.manifest import MANIFEST, MARKER, Chunk, FileRecord, TensorRecord, encode, marker
 from megatron.checkpoint.parts import GlobalTensor
@@ -192,6 +193,7 @@ class CheckpointWriter(StorageWriter):
                 chunks[result.index.fqn].append(result.storage_data)
         tensors = {name: _with_chunks(record, chunks[name]) for name, record in tensors.items()}
         content = encode(tensors, files, self._extra.state, self._extra.config)
+        _check_lengths(folder, files)
         write_file(folder / MANIFEST, content)
         sync_folder(folder)
         write_file(folder / f"{MARKER}.part", marker(content))
@@ -227,6 +229,20 @@ def _write_small(folder: Path, name: str, content: Path | bytes) -> FileRecord:
     write_file(folder / name, data)
     sync_folder(parent)
     return FileRecord(len(data), len(data), checksum(data))
+
+
+def _check_lengths(folder: Path, files: Mapping[str, FileRecord]) -> None:
+    """Whether all that the ranks have written is here: not on other disks, nor removed by somebody else."""
+    for name, record in files.items():
+        path = folder / name
+        seen = path.stat().st_size if path.exists() else None
+        if seen != record.bytes:
+            found = "is missing" if seen is None else f"has {seen} bytes"
+            raise StorageError(
+                f"{path} {found} where {record.bytes} bytes were written: another process writes to {folder.parent}, "
+                "or not all ranks see the same folder; no checkpoint was written",
+                "--save A_FOLDER_OF_ITS_OWN",
+            )
 
 
 def _key(item: WriteItem) -> str:

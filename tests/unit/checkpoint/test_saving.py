@@ -1,0 +1,44 @@
+"""A checkpoint is published when all that was written is still there."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint import saving
+from megatron.checkpoint.errors import StorageError
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.verify import damage
+from tests.unit.checkpoint.samples import save, small
+
+
+def cut(path: Path) -> None:
+    os.truncate(path, 1)
+
+
+@pytest.mark.parametrize("name", ["tensors_00000.safetensors", "tokenizer/tokenizer.json"])
+@pytest.mark.parametrize(("change", "seen"), [(os.unlink, "is missing"), (cut, "has 1 bytes")])
+def test_what_somebody_else_removes_is_not_published(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None], seen: str
+) -> None:
+    """As two processes do that save the same step: one makes the folder anew while the other writes."""
+    path, real = tmp_path / "iter_0000002", saving._write_small
+    save(path, small(), iteration=2)
+
+    def disturbed(folder: Path, *args: Any) -> Any:
+        record = real(folder, *args)
+        change(folder / name)
+        return record
+
+    monkeypatch.setattr(saving, "_write_small", disturbed)
+    with pytest.raises(StorageError, match=rf"{re.escape(name)} {seen} where \d+ bytes were written"):
+        save(path, small(), iteration=3)
+    assert [found.name for found in tmp_path.iterdir()] == [path.name]
+    manifest = Manifest.open(path)
+    assert manifest.state == {"iteration": 2}
+    assert list(damage(manifest)) == []
