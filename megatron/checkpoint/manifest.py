@@ -6,6 +6,7 @@ No torch here: a folder of checkpoints can be listed in milliseconds.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
@@ -210,30 +211,43 @@ def _parse(path: Path, content: bytes) -> Manifest:
                 f"this program knows up to {VERSION}",
                 "update this program",
             )
-        files = {_safe(name): FileRecord(**record) for name, record in data["files"].items()}
+        files = {_safe(name): _file(record) for name, record in data["files"].items()}
         tensors = {name: _tensor(record, files) for name, record in data["tensors"].items()}
-        return Manifest(path, data["version"], tensors, files, data["state"], data["config"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        return Manifest(path, data["version"], tensors, files, _values(data["state"]), _values(data["config"]))
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedError(f"{path / MANIFEST} is not what its version says: {error!r}") from error
 
 
 def dims(numbers: Iterable[int]) -> tuple[int, ...]:
-    """A shape or place as it comes from a file.
+    """A shape, place or length as it comes from a file.
 
     Raises:
         ValueError: when it is not made of whole numbers from 0 on.
     """
     found = tuple(numbers)
     if not all(isinstance(n, int) and n >= 0 for n in found):
-        raise ValueError(f"{found} is no shape")
+        raise ValueError(f"{found} are not all whole numbers from 0 on")
     return found
 
 
 def _safe(name: str) -> str:
-    """A file's name, if it stays inside the checkpoint."""
-    if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-        raise ValueError(f"{name} is outside the checkpoint")
+    """A file's name, if it is spelled plainly and stays inside whatever folder it is put into."""
+    path = PurePosixPath(name)
+    if not path.parts or path.is_absolute() or ".." in path.parts or str(path) != name or b"\0" in os.fsencode(name):
+        raise ValueError(f"{name!r} is no name of a file in a checkpoint")
     return name
+
+
+def _file(data: JSON) -> FileRecord:
+    record = FileRecord(**data)
+    dims((record.bytes, record.head))
+    return record
+
+
+def _values(data: JSON) -> JSON:
+    if not isinstance(data, dict):
+        raise ValueError(f"{data!r} where values are named")
+    return data
 
 
 def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
@@ -252,4 +266,5 @@ def _tensor(data: JSON, files: Mapping[str, FileRecord]) -> TensorRecord:
 def _chunks(data: Iterable[JSON]) -> Iterable[Chunk]:
     for item in data:
         box = Box(dims(item["start"]), dims(item["size"]))
-        yield Chunk(box, item["file"], item["offset"], item["bytes"], item["xxh3"])
+        offset, size = dims((item["offset"], item["bytes"]))
+        yield Chunk(box, item["file"], offset, size, item["xxh3"])

@@ -2,6 +2,9 @@
 
 ``X.tmp`` is being built (or removed); ``X.replaced`` is what ``X`` replaces, until the new ``X`` has its name. Each of
 them is a checkpoint exactly if it has the marker, and there is one at every moment.
+
+Each may be a symbolic link, as when a run was begun with the checkpoints of another: it is read through, but only the
+link itself is ever moved or removed.
 """
 
 from __future__ import annotations
@@ -43,7 +46,7 @@ def begin(final: Path) -> Path:
     """
     make_folder(final.parent)
     settle(final)
-    if final.exists() and not _is_ours(final):
+    if _is_taken(final) and not _is_ours(final):
         raise StorageError(
             f"{final} exists and is not a checkpoint of this program; no checkpoint was written",
             f"mv {final} {final}.other",
@@ -62,9 +65,9 @@ def publish(final: Path) -> None:
     old = set_aside(final)
     if is_complete(final):
         remove(old)
-    if final.exists() and old.exists():  # the old one is complete, the one in the place is not
-        shutil.rmtree(final)
-    elif final.exists():
+    if _is_taken(final) and _is_taken(old):  # the old one is complete, the one in the place is not
+        remove(final)
+    elif _is_taken(final):
         os.rename(final, old)
     os.rename(building(final), final)
     try:
@@ -79,7 +82,7 @@ def publish(final: Path) -> None:
 def abandon(final: Path) -> None:
     """After a failed save: remove what was built, as far as the disk lets us, and put back what was set aside."""
     with suppress(OSError):
-        if is_complete(set_aside(final)) and not final.exists():
+        if is_complete(set_aside(final)) and not _is_taken(final):
             os.rename(set_aside(final), final)
     with suppress(OSError):
         remove(building(final))
@@ -91,7 +94,7 @@ def settle(final: Path) -> None:
     Raises:
         OSError: when the disk refuses.
     """
-    if final.exists() and not _is_ours(final):
+    if _is_taken(final) and not _is_ours(final):
         return
     old = set_aside(final)
     if is_complete(building(final)):
@@ -100,7 +103,7 @@ def settle(final: Path) -> None:
         remove(building(final))
     if is_complete(final):
         remove(old)
-    elif is_complete(old) and not final.exists():
+    elif is_complete(old) and not _is_taken(final):
         os.rename(old, final)
         sync_folder(final.parent)
 
@@ -108,12 +111,18 @@ def settle(final: Path) -> None:
 def remove(path: Path) -> None:
     """Delete a checkpoint, marker first; a crash on the way leaves it whole or an ``X.tmp`` without a marker.
 
+    Of a symbolic link the link itself.
+
     Raises:
         OSError: when the disk refuses.
     """
+    if path.is_symlink():
+        os.unlink(path)
+        sync_folder(path.parent)
+        return
     if not path.exists():
         return
-    if path.suffix not in (BUILDING, OLD) and not building(path).exists():
+    if path.suffix not in (BUILDING, OLD) and not _is_taken(building(path)):
         os.rename(path, building(path))
         path = building(path)
     if is_complete(path):
@@ -122,9 +131,14 @@ def remove(path: Path) -> None:
     shutil.rmtree(path)
 
 
+def _is_taken(path: Path) -> bool:
+    """Whether there is anything of this name, be it a link that leads nowhere."""
+    return os.path.lexists(path)
+
+
 def _is_ours(path: Path) -> bool:
-    """Whether a folder may be replaced by a checkpoint: it is one, was one, or is empty."""
-    if is_complete(path) or not any(path.iterdir()):
+    """Whether what is there may be replaced by a checkpoint: it is one, was one, is empty, or leads nowhere."""
+    if is_complete(path) or not path.exists() or not any(path.iterdir()):
         return True
     with suppress(OSError, ValueError, AttributeError):
         return bool(json.loads((path / MANIFEST).read_bytes()).get("format") == FORMAT)

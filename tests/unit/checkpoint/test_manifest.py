@@ -68,14 +68,37 @@ def chunk_of(data: dict[str, Any]) -> dict[str, Any]:
         lambda data: chunk_of(data).update(offset=17),
         lambda data: chunk_of(data).update(offset=15),
         lambda data: chunk_of(data).update(file="other"),
-        lambda data: data["files"].update({"../x": data["files"]["tokenizer/t.json"]}),
-        lambda data: data["files"].update({"/x": data["files"]["tokenizer/t.json"]}),
+        lambda data: chunk_of(data).update(offset=16.0),
+        lambda data: chunk_of(data).update(bytes=24.0),
+        lambda data: chunk_of(data).update(start=[False, 0.5]),
+        lambda data: data["files"]["tokenizer/t.json"].update(bytes="2"),
+        lambda data: data["files"]["tokenizer/t.json"].update(head=-1),
+        lambda data: data.update(state=[]),
+        lambda data: data.update(config=None),
         lambda data: data["files"]["tokenizer/t.json"].update(more=1),
     ],
 )
 def test_numbers_that_contradict_each_other(tmp_path: Path, change: Callable[[dict[str, Any]], object]) -> None:
     with pytest.raises(DamagedError, match=r"manifest\.json is"):
         Manifest.open(make(tmp_path, change))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["../x", "/x", "//x", "a/../x", "tokenizer//x", "tokenizer/x/..", "./x", ".", "", "x/", "a/./x", "x\0", "\ud800"],
+)
+def test_names_that_lead_elsewhere(tmp_path: Path, name: str) -> None:
+    """A stranger's checkpoint may not say where its files are written when they are copied."""
+    with pytest.raises(DamagedError, match=r"manifest\.json is not what its version says"):
+        Manifest.open(make(tmp_path, lambda data: data["files"].update({name: data["files"]["tokenizer/t.json"]})))
+
+
+def test_a_manifest_that_is_too_deep(tmp_path: Path) -> None:
+    content = b"[" * 100_000
+    (tmp_path / MANIFEST).write_bytes(content)
+    (tmp_path / MARKER).write_bytes(marker(content))
+    with pytest.raises(DamagedError, match=r"manifest\.json is not what its version says"):
+        Manifest.open(tmp_path)
 
 
 def test_a_newer_version_is_named(tmp_path: Path) -> None:
