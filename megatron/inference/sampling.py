@@ -64,17 +64,20 @@ def sample(logits_BV: Tensor, sampling: Sampling, draws_B: Tensor) -> Tensor:
         )
     if sampling.greedy:
         return logits_BV.argmax(-1)
-    cumulative_BV = filter_logits(logits_BV, sampling).double().softmax(-1).cumsum(-1)
+    cumulative_BV = filter_logits(logits_BV, sampling).softmax(-1).cumsum(-1)
     cumulative_BV /= cumulative_BV[:, -1:].clone()  # ends in exactly 1, which no draw reaches
     return torch.searchsorted(cumulative_BV, draws_B.unsqueeze(1), right=True).squeeze(1)
 
 
 def filter_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
-    """Logits over the temperature, -inf where a token is left out: first by top-k, then by top-p of what remains.
+    """Logits over the temperature, in fp64 and less the largest; -inf where a token is left out.
 
-    The order, and what happens to equal logits under top-k, are those of `transformers`.
+    First by top-k, then by top-p of what remains. The order, and what happens to equal logits under top-k, are those
+    of `transformers`.
     """
-    logits_BV = logits_BV / sampling.temperature
+    logits_BV = logits_BV.double()
+    below_BV = logits_BV - logits_BV.amax(-1, keepdim=True)  # first, so that 0 stays 0 however small the temperature
+    logits_BV = below_BV / below_BV.new_tensor(sampling.temperature)  # a Python number would become its reciprocal
     if sampling.top_k is not None:
         kth_B1 = logits_BV.topk(min(sampling.top_k, logits_BV.shape[1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
@@ -86,7 +89,7 @@ def filter_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 def _nucleus(logits_BV: Tensor, top_p: float) -> Tensor:
     """Top-p (Holtzman et al. 2020): a token stays if the likelier ones together have less than ``top_p``."""
     sorted_BV, order_BV = logits_BV.sort(descending=True, stable=True)
-    probabilities_BV = sorted_BV.double().softmax(-1)
+    probabilities_BV = sorted_BV.softmax(-1)
     likelier_BV = probabilities_BV.cumsum(-1) - probabilities_BV
     likelier_BV = torch.empty_like(likelier_BV).scatter_(1, order_BV, likelier_BV)  # back into the ids' order
     return logits_BV.masked_fill(likelier_BV >= top_p, float("-inf"))
