@@ -186,10 +186,10 @@ def _open_shards(folder: Path) -> dict[str, TensorFile]:
     path = folder / INDEX
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(set(places.values()))
+        shards = sorted(Path(name).name for name in set(places.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path} is no index of weights: {error!r}") from error
-    strangers = [name for name in shards if Path(name).name != name]
+    strangers = sorted(set(places.values()) - set(shards))
     if strangers:
         raise DamagedError(f"{path} names files outside its folder: {some(strangers)}")
     files = {name: TensorFile(folder / name) for name in shards}

@@ -173,8 +173,12 @@ def test_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None:
         read_with(places | {name: second})
     with pytest.raises(DamagedError, match=r"outside its folder: \.\./x"):
         read_with(places | {name: "../x"})
-    with pytest.raises(DamagedError, match="no index of weights"):
-        read_with([])
+    for strange in ([], None, {name: 3}, {name: None}, {name: ["x"]}):
+        with pytest.raises(DamagedError, match="no index of weights"):
+            read_with(strange)
+    for strange in ("", "..", "."):
+        with pytest.raises(DamagedError, match=r"cannot be read|outside its folder"):
+            read_with(places | {name: strange})
     (folder / second).unlink()
     with pytest.raises(DamagedError, match=second):
         read_with(places)
