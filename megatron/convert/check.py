@@ -36,7 +36,10 @@ TOLERANCE = 1e-5
 """Largest difference, as a share of the largest value on the other side."""
 
 ROWS, TOKENS = 2, 32
-"""Rows of random tokens, and tokens of a row (fewer where the model knows fewer positions)."""
+"""Rows of random tokens, and tokens of a row (fewer where the model knows fewer positions, more to leave a window)."""
+
+LONGEST_WINDOW = 256
+"""Rows are made longer than windows up to this; the memory of a row's logits grows with it."""
 
 
 class MismatchError(CheckpointError):
@@ -122,16 +125,28 @@ def check(folder: Path, config: Path, model: ModelConfig, source: Source) -> lis
 def inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:
     """Random tokens and their positions, ``[B, S]`` each.
 
+    Rows are longer than the model's window unless that is longer than ``LONGEST_WINDOW`` (see `unexercised`).
     With learned positions the last row has the last ones. Rotary angles at large positions would differ by rounding
     alone; there the frequencies are compared.
     """
-    length = min(TOKENS, model.max_position_embeddings or TOKENS)
+    window = model.window_size or 0
+    length = TOKENS + window if window <= LONGEST_WINDOW else TOKENS
+    length = min(length, model.max_position_embeddings or length)
     generator = torch.Generator().manual_seed(length)
     tokens_BS = torch.randint(model.vocab, (ROWS, length), generator=generator)
     positions_BS = torch.arange(length).repeat(ROWS, 1)
     if model.position_embedding_type == "learned_absolute" and model.max_position_embeddings is not None:
         positions_BS[-1] += model.max_position_embeddings - length
     return tokens_BS, positions_BS
+
+
+def unexercised(model: ModelConfig) -> str | None:
+    """What of a model the rows of a check are too short for; None if nothing is."""
+    window, positions = model.window_size, model.max_position_embeddings
+    length = inputs(model)[0].shape[1]
+    if window is None or window < length or (positions is not None and window >= positions):
+        return None
+    return f"the window of {window} tokens, because the rows compared have {length}"
 
 
 @torch.no_grad()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.convert.check import TOLERANCE, Difference, MismatchError, check, inputs
+from megatron.convert.check import TOLERANCE, Difference, MismatchError, check, inputs, unexercised
 from megatron.convert.hf_folder import HFSource
 from megatron.model import hf
 from tests.solo import tiny
@@ -128,3 +128,25 @@ def test_inputs_reach_the_last_learned_position() -> None:
     assert (positions.diff(dim=1) == 1).all()
     assert tokens.max() < 101
     assert inputs(tiny())[0].shape == (2, 16), "no longer than the model's positions"
+
+
+@pytest.mark.parametrize(("window", "rows"), [(None, 32), (1, 33), (100, 132), (256, 288)])
+def test_rows_are_longer_than_a_window(window: int | None, rows: int) -> None:
+    model = llama(window_size=window, max_position_embeddings=1000)
+    assert inputs(model)[0].shape == (2, rows)
+    assert unexercised(model) is None
+
+
+def test_a_window_that_the_rows_do_not_leave_is_said() -> None:
+    assert inputs(llama(window_size=257, max_position_embeddings=1000))[0].shape == (2, 32)
+    said = unexercised(llama(window_size=257, max_position_embeddings=1000))
+    assert said == "the window of 257 tokens, because the rows compared have 32"
+    assert unexercised(llama(window_size=64, max_position_embeddings=64)) is None, "no text leaves it"
+
+
+def test_a_wrong_window_is_seen(tmp_path: Path) -> None:
+    """One token more, which the last tokens of a row see or do not."""
+    model = llama(window_size=100, qk_layernorm=True, max_position_embeddings=1000)
+    folder = write_folder(tmp_path / "m", model, random_weights(model))
+    with pytest.raises(MismatchError, match="the first to differ is block 0"):
+        compare(folder, replace(model, window_size=101))
