@@ -76,6 +76,7 @@ def main(argv: Sequence[str]) -> int:
     args = parse(argv)
     from megatron.checkpoint.errors import CheckpointError
     from megatron.config.problems import UserError
+    from megatron.convert.check import unexercised
 
     try:
         done = convert(args)
@@ -86,6 +87,9 @@ def main(argv: Sequence[str]) -> int:
     if done.differences:
         worst = max(done.differences, key=lambda difference: difference.relative)
         print(f"transformers computes the same: {done.differences[-1]}; at worst {worst}")
+        missed = unexercised(done.model)
+        if missed:
+            print(f"not compared: {missed}")
     else:
         print("not compared with transformers")
     return 0
@@ -99,8 +103,11 @@ def convert(args: argparse.Namespace) -> Converted:
     report, checked = Percent(), not args.no_check
     if args.load_hf is not None:
         return from_hf(args.load_hf, args.save, report, checked)
+    manifest, notes = open_checkpoint(args.load, args.ckpt_step)
+    for note in notes:
+        print(f"convert_checkpoint: {note}", file=sys.stderr)
     return to_hf(
-        open_checkpoint(args.load, args.ckpt_step),
+        manifest,
         args.save_hf,
         report,
         dtype=args.dtype,

@@ -131,6 +131,8 @@ def write(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> Non
 
     sampling = make_sampling(args)
     model = open_pretrained(args.load, args.ckpt_step)
+    for note in model.notes if launch.rank == 0 else ():
+        print(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]
     new_tokens = room(model.model.max_position_embeddings, prompts)
     new_tokens = new_tokens if args.max_new_tokens is None else args.max_new_tokens
@@ -182,9 +184,10 @@ def build(args: argparse.Namespace, model: Pretrained, launch: Launch) -> GPTChu
         DamagedError: when weights are not what was written.
     """
     from megatron.config.run import ParallelConfig
+    from megatron.parallel.build import DTYPES
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh, start_distributed
-    from megatron.training.setup import DTYPES, choose_device
+    from megatron.training.setup import choose_device
 
     device = choose_device(args.device)
     start_distributed(None, TIMEOUT, device)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,21 +11,21 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import cut
-from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor, Part
-from megatron.checkpoint.publish import is_complete
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.store import write
 from megatron.config.hf import read_config
 from megatron.config.resolve import resolve
 from megatron.config.run import PrecisionConfig, RunConfig
+from megatron.config.settings import SETTINGS
 from megatron.config.sources import from_dict, to_dict
 from megatron.convert.blocks import BLOCK_ELEMENTS
 from megatron.convert.complaints import refuse
 from megatron.convert.hf_folder import HFSource, read_model
 from megatron.model.hf import shapes_only
+from megatron.parallel.build import DTYPES
 from megatron.parallel.comm import Group
 from megatron.parallel.shard import Box, ShardSpec
 
@@ -49,29 +49,33 @@ GENERATION = "generation_config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 """What a generation_config.json says of the tokens that begin, end and fill a text."""
 
-FORMATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-"""Types by the names of ``--params-dtype``."""
 
-
-def open_checkpoint(path: Path, step: int | None = None) -> Manifest:
+def open_checkpoint(path: Path, step: int | None = None) -> tuple[Manifest, list[str]]:
     """A checkpoint by its own folder, or the newest valid one (or that of ``step``) of a ``--save`` folder.
 
+    Returns:
+        It, and what people should know: which one it is, which newer ones were passed over and why, which of its
+        options are not known here.
+
     Raises:
-        CheckpointError: when there is none.
-        DamagedError: when it, or every one there, is damaged.
+        CheckpointError: when there is none, or a newer version wrote it.
+        DamagedError: when it is damaged.
     """
-    if is_complete(path):
-        manifest = Manifest.open(path)
-        if step not in (None, manifest.state.get("iteration")):
-            raise CheckpointError(f"{path} is the checkpoint of step {manifest.state.get('iteration')}, not {step}")
-        return manifest
-    found = [f for f in Checkpoints(path).candidates() if step in (None, f.iteration)]
-    for candidate in found:
-        if candidate.manifest is not None:
-            return candidate.manifest
-    reasons = "; ".join(f"{f.path.name}: {f.problem}" for f in found)
-    which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-    raise CheckpointError(f"{path} does not hold {which}" + (f" that can be used: {reasons}" if reasons else ""))
+    manifest, passed_over = Checkpoints(path).newest(step)
+    notes = [f"from {manifest.path}, step {manifest.state.get('iteration')}"]
+    notes += [f"passed over {found.path}: {found.problem}" for found in passed_over]
+    unknown = _unknown_options(manifest)
+    notes += [f"it has options that this version does not know: {', '.join(unknown)}"] if unknown else []
+    return manifest, notes
+
+
+def _unknown_options(manifest: Manifest) -> list[str]:
+    return [
+        f"{group}.{name} {value}"
+        for group, values in manifest.config.items()
+        for name, value in (values.items() if isinstance(values, Mapping) else ())
+        if name not in SETTINGS or SETTINGS[name].group != group
+    ]
 
 
 class SavedModel:
@@ -88,11 +92,12 @@ class SavedModel:
         """Check that the checkpoint holds the weights of the model it describes, and no others.
 
         Raises:
-            CheckpointError: naming the tensors that are missing, unknown or of another shape.
-            UserError: when its configuration is not one of this version.
+            CheckpointError: naming options of the model that this version does not know, which could change what it
+                computes; or the tensors that are missing, unknown or of another shape.
+            UserError: when its configuration has values that are none.
         """
         self.manifest = manifest
-        config = from_dict({group: manifest.config[group] for group in ("model", "precision")})
+        config = _described(manifest)
         self.precision = config.precision.params_dtype
         words = manifest.tensors.get("embedding.word_embeddings.weight")
         size = config.model.vocab_size if words is None else words.shape[0]
@@ -131,6 +136,14 @@ class SavedModel:
         refuse(self.manifest.path, complaints)
 
 
+def _described(manifest: Manifest) -> RunConfig:
+    """The model and the precision of the run that wrote a checkpoint; what it does not say is as by default."""
+    unknown = [option for option in _unknown_options(manifest) if option.startswith("model.")]
+    refuse(manifest.path, {"has a model with options that this version does not know": unknown}, "update this program")
+    precision = {k: v for k, v in manifest.config.get("precision", {}).items() if k == "params_dtype"}
+    return from_dict({"model": manifest.config.get("model", {}), "precision": precision})
+
+
 def import_hf(folder: Path, path: Path, report: Report) -> None:
     """Write a checkpoint of step 0, weights only, from a Hugging Face folder.
 
@@ -146,7 +159,7 @@ def import_hf(folder: Path, path: Path, report: Report) -> None:
     """
     model = read_model(folder)
     source = HFSource(folder, model)
-    precision = PrecisionConfig(params_dtype=next(name for name, dtype in FORMATS.items() if dtype == source.dtype))
+    precision = PrecisionConfig(params_dtype=next(name for name, dtype in DTYPES.items() if dtype == source.dtype))
     config = resolve(RunConfig(model=model, precision=precision), 1)
     progress = Progress(report, sum(spec.numel for spec in source.specs.values()))
     tensors = {name: _entry(source, name, spec, progress) for name, spec in source.specs.items()}
@@ -173,8 +186,8 @@ def carried_by(manifest: Manifest) -> dict[str, bytes]:
     Raises:
         DamagedError: when one is missing or changed.
     """
-    names = [name for name in manifest.files if name.startswith(TOKENIZER) or name == GENERATION]
-    return {name: manifest.read_file(name) for name in names}
+    known = (*(TOKENIZER + name for name in TOKENIZER_FILES), GENERATION)
+    return {name: manifest.read_file(name) for name in known if name in manifest.files}
 
 
 class Progress:

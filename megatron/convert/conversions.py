@@ -14,8 +14,9 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import remove
 from megatron.config.model import ModelConfig
 from megatron.convert.check import Difference, check
-from megatron.convert.checkpoint import FORMATS, Report, SavedModel, import_hf
+from megatron.convert.checkpoint import Report, SavedModel, import_hf
 from megatron.convert.export import Export
+from megatron.parallel.build import DTYPES
 
 
 @dataclass(frozen=True)
@@ -87,7 +88,7 @@ def to_hf(
     if dtype is None and saved.precision == "fp64":
         fixes = ("--dtype fp32", "--dtype bf16")
         raise CheckpointError("the run computed in fp64, which Hugging Face models are not stored in", *fixes)
-    export = Export(saved, folder, FORMATS[dtype or saved.precision], tokenizer)
+    export = Export(saved, folder, DTYPES[dtype or saved.precision], tokenizer)
     export.build(shard_bytes, report)
     try:
         differences = check(export.building, export.pending_config, saved.model, export.source) if checked else ()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -35,6 +36,8 @@ from megatron.convert.checkpoint import (
     carried_files,
 )
 from megatron.convert.hf_folder import INDEX, WEIGHTS
+from megatron.data.errors import DataError
+from megatron.data.huggingface import end_of_text, special_token
 from megatron.model.hf import Slot, slots
 from megatron.parallel.shard import Box
 
@@ -99,18 +102,14 @@ class Export:
             CheckpointError: when the folder has something in it, or the tokenizer does not fit the model.
             UserError: when Hugging Face has no model that computes the same.
         """
+        _check_place(folder)
         self.folder, self.source, self._saved, self._dtype = folder, RoundedModel(saved, dtype), saved, dtype
         self.building = folder.with_name(folder.name + ".tmp")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-            raise CheckpointError(f"{folder} exists and is not empty", "--save-hf A_NEW_FOLDER")
-        if self.building.exists() and any(self.building.iterdir()) and not (self.building / PENDING).exists():
-            raise CheckpointError(
-                f"{self.building} is in the way and was not left by a conversion", f"mv {self.building} ..."
-            )
+        _check_in_the_way(self.building, folder)
         self._files = _small_files(saved, tokenizer)
         special = special_ids(self._files, saved.model.vocab)
         self._config = config_json(saved.model, str(dtype).removeprefix("torch."), special)
-        self._files.setdefault(GENERATION, _json({name: value for name, value in special.items() if value is not None}))
+        self._files[GENERATION] = _generation(self._files, special)
         kind = family_for(saved.model)
         self._items = [Item(name, slot) for name, found in slots(kind, saved.specs).items() for slot in found]
 
@@ -186,6 +185,45 @@ class Export:
             write_file(self.building / INDEX, _json({"metadata": {"total_size": total}, "weight_map": places}))
 
 
+def _check_place(folder: Path) -> None:
+    """Whether a finished folder can take this place.
+
+    Raises:
+        CheckpointError: when something is there, or it would be taken from under the caller's feet.
+    """
+    new = "--save-hf A_NEW_FOLDER"
+    if folder.is_symlink():
+        raise CheckpointError(
+            f"{folder} is a link, which a folder cannot replace", f"--save-hf {_quoted(folder.resolve())}"
+        )
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise CheckpointError(f"{folder} exists and is not empty", new)
+    if folder.resolve() == Path.cwd():
+        raise CheckpointError(f"{folder} is the current folder, which would be replaced by another", new)
+
+
+def _check_in_the_way(building: Path, folder: Path) -> None:
+    """Whether what is called like a folder on its way may be removed: only what a conversion left does.
+
+    Raises:
+        CheckpointError: when it may not.
+    """
+    if not building.exists() or (building / PENDING).exists() or (building.is_dir() and not any(building.iterdir())):
+        return
+    if (building / CONFIG).exists():
+        free = f"rmdir {_quoted(folder)} && " if folder.exists() else ""
+        raise CheckpointError(
+            f"{building} holds a model; if a conversion was killed in its last moment, it is whole and lacks its name",
+            f"{free}mv {_quoted(building)} {_quoted(folder)}",
+            "--save-hf A_NEW_FOLDER",
+        )
+    raise CheckpointError(f"{building} is in the way and was not left by a conversion", "--save-hf A_NEW_FOLDER")
+
+
+def _quoted(path: Path) -> str:
+    return shlex.quote(str(path))
+
+
 def shards(items: list[Item], dtype: torch.dtype, limit: int) -> Iterator[list[Item]]:
     """Consecutive items that together are at most ``limit`` bytes; a larger one is alone."""
     group: list[Item] = []
@@ -228,16 +266,20 @@ def special_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int | lis
     if largest >= entries:
         seen = f"the tokenizer has ids up to {largest}, but the model's vocabulary {entries} entries"
         raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER")
-    said: dict[str, Any] = {}
-    for file in ("special_tokens_map.json", "tokenizer_config.json"):
-        said |= _object(files, file)
     generation = _object(files, GENERATION)
-    found: dict[str, int | list[int] | None] = {}
-    for name in SPECIAL_IDS:
-        token = said.get(name.removesuffix("_id"))
-        text = token.get("content") if isinstance(token, dict) else token
-        found[name] = generation.get(name, ids.get(str(text)))
-    return found
+    try:
+        found = {name: ids.get(str(special_token(files, name.removesuffix("_id")))) for name in SPECIAL_IDS}
+        found["eos_token_id"] = end_of_text(files, ids)
+    except DataError as error:
+        raise CheckpointError(str(error), "--tokenizer ANOTHER_FOLDER") from error
+    return {name: found[name] if generation.get(name) is None else generation[name] for name in SPECIAL_IDS}
+
+
+def _generation(files: Mapping[str, bytes], special: Mapping[str, int | list[int] | None]) -> bytes:
+    """A generation_config.json that says of special tokens what config.json does; as it was if it does already."""
+    ids = {name: value for name, value in special.items() if value is not None}
+    settings = _object(files, GENERATION)
+    return files[GENERATION] if GENERATION in files and settings | ids == settings else _json(settings | ids)
 
 
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:

@@ -31,8 +31,7 @@ class HuggingFaceTokenizer:
     Attributes:
         files: contents by name of the files it was read from.
         vocab_size: the largest id, added tokens included, plus one.
-        eod: the id of the ``eos_token`` of ``tokenizer_config.json`` or ``special_tokens_map.json``; where neither
-            says it, of ``<|endoftext|>`` or ``</s>``.
+        eod: the id that ends a document, as `end_of_text` says.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,7 +44,10 @@ class HuggingFaceTokenizer:
         self._tokenizer = _parse(self.files[TOKENIZER], Path(path))
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
-        self.eod = _end_of_document(self.files, ids, Path(path))
+        eod = end_of_text(self.files, ids)
+        if eod is None:
+            raise _endless(self.files, Path(path))
+        self.eod = eod
 
     @property
     def fingerprint(self) -> str:
@@ -72,6 +74,12 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def _endless(files: Mapping[str, bytes], path: Path) -> DataError:
+    named = special_token(files, "eos_token")
+    seen = f"{path} names no eos_token" if named is None else f"{path} has no id for its eos_token '{named}'"
+    return DataError(f"{seen}: nothing says what ends a document", f'"eos_token": "..." in {CONFIG} beside {TOKENIZER}')
 
 
 def _unicode(text: str | bytes) -> str:
@@ -107,28 +115,41 @@ def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def _end_of_document(files: Mapping[str, bytes], ids: Mapping[str, int], path: Path) -> int:
-    folder = path if path.is_dir() else path.parent
-    named = (_eos_token(files[name], folder / name) for name in (CONFIG, SPECIAL) if name in files)
-    token = next((token for token in named if token is not None), None)
-    if token is None:
-        token = next((end for end in ENDS if end in ids), None)
-    if token is not None and token in ids:
-        return ids[token]
-    seen = f"{path} names no eos_token" if token is None else f"{path} has no id for its eos_token '{token}'"
-    raise DataError(f"{seen}: nothing says what ends a document", f'"eos_token": "..." in {CONFIG} beside {TOKENIZER}')
+def end_of_text(files: Mapping[str, bytes], ids: Mapping[str, int]) -> int | None:
+    """The id of the token that ends a document: the one rule, for data, generation and export.
+
+    It is the ``eos_token`` of ``tokenizer_config.json``, else of ``special_tokens_map.json``; where neither names one,
+    ``<|endoftext|>`` or ``</s>``. None when none of these has an id; one that is named is not replaced by another.
+
+    Args:
+        files: of the tokenizer, by name.
+        ids: of all its tokens.
+
+    Raises:
+        DataError: when a file is no JSON, or names what is no token.
+    """
+    named = special_token(files, "eos_token")
+    token = next((end for end in ENDS if end in ids), None) if named is None else named
+    return None if token is None else ids.get(token)
 
 
-def _eos_token(content: bytes, source: Path) -> str | None:
-    """The end token that a JSON file names, as text or as an object with the text in it."""
-    try:
-        token = json.loads(content).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise DataError(f"{source} is no JSON object: {error}", "copy it again") from error
-    token = token.get("content") if isinstance(token, dict) else token
-    if not isinstance(token, str | None):
-        raise DataError(f"{source}: eos_token is {token!r}, not a string", "copy it again")
-    return token
+def special_token(files: Mapping[str, bytes], role: str) -> str | None:
+    """The token that a tokenizer's files name for a ``role`` such as ``eos_token``; None when they name none.
+
+    Raises:
+        DataError: when a file is no JSON, or names what is no token.
+    """
+    for name in (CONFIG, SPECIAL):
+        try:
+            token = json.loads(files.get(name, b"{}")).get(role)
+        except (ValueError, AttributeError) as error:
+            raise DataError(f"the tokenizer's {name} is no JSON object: {error}", "copy it again") from error
+        token = token.get("content") if isinstance(token, dict) else token
+        if not isinstance(token, str | None):
+            raise DataError(f"the tokenizer's {name}: {role} is {token!r}, not a string", "copy it again")
+        if token is not None:
+            return token
+    return None
 
 
 def tokenizer_files(tokenizer: tokenizers.Tokenizer) -> dict[str, bytes]:

@@ -14,7 +14,6 @@ from megatron.config.checks import layout
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE, ParallelConfig, RunConfig, TrainingConfig
 from megatron.convert.checkpoint import (
-    FORMATS,
     GENERATION,
     TOKENIZER,
     SavedModel,
@@ -27,7 +26,7 @@ from megatron.inference.errors import InferenceError
 from megatron.inference.text import Codec, open_codec
 from megatron.model.fill import Source, fill
 from megatron.model.gpt import GPTChunk, build_gpt
-from megatron.parallel.build import BuildContext
+from megatron.parallel.build import DTYPES, BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.mesh import Mesh
 
@@ -44,6 +43,7 @@ class Pretrained:
         source: of its weights.
         codec: of its text.
         stop_ids: tokens that end a text.
+        notes: which checkpoint it is from, and what was passed over; nothing to say of a Hugging Face folder.
     """
 
     model: ModelConfig
@@ -51,6 +51,7 @@ class Pretrained:
     source: Source
     codec: Codec
     stop_ids: frozenset[int]
+    notes: tuple[str, ...] = ()
 
     def build(self, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> GPTChunk:
         """The model on this rank, its part of the weights read.
@@ -89,12 +90,10 @@ def open_pretrained(load: str, step: int | None = None) -> Pretrained:
 
 
 def _from_checkpoint(path: Path, step: int | None) -> Pretrained:
-    manifest = open_checkpoint(path, step)
-    if step not in (None, manifest.state["iteration"]):
-        raise InferenceError(f"{path} is of step {manifest.state['iteration']}, not {step}", "drop --ckpt-step")
+    manifest, notes = open_checkpoint(path, step)
     saved, files = SavedModel(manifest), _small_files(manifest)
     codec = open_codec(files)
-    return Pretrained(saved.model, FORMATS[saved.precision], saved, codec, stop_ids(files, codec))
+    return Pretrained(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
 
 
 def _from_hugging_face(folder: Path) -> Pretrained:

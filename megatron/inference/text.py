@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from tokenizers import Tokenizer
 
-from megatron.data.huggingface import CONFIG, ENDS, SPECIAL, TOKENIZER
+from megatron.data.errors import DataError
+from megatron.data.huggingface import TOKENIZER, end_of_text
 from megatron.inference.errors import InferenceError
 
 REPLACEMENT = "\ufffd"
@@ -34,7 +34,7 @@ class TextCodec:
         """From the files of a tokenizer, by name.
 
         Raises:
-            InferenceError: when tokenizer.json is none.
+            InferenceError: when one of them cannot be understood.
         """
         try:
             self._tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
@@ -42,9 +42,10 @@ class TextCodec:
             raise InferenceError(f"{TOKENIZER} cannot be read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
-        names = [name for file in (CONFIG, SPECIAL) if (name := _eos_token(files, file)) is not None]
-        ids = (self._tokenizer.token_to_id(name) for name in (*names, *ENDS))
-        self.end = next((i for i in ids if i is not None), None)
+        try:
+            self.end = end_of_text(files, self._tokenizer.get_vocab(with_added_tokens=True))
+        except DataError as error:
+            raise InferenceError(str(error)) from error
 
     def encode(self, text: str) -> list[int]:
         """Ids of a prompt, with what the tokenizer puts before and after it."""
@@ -87,15 +88,6 @@ def open_codec(files: Mapping[str, bytes]) -> Codec:
         InferenceError: when a file is there and cannot be understood.
     """
     return TextCodec(files) if TOKENIZER in files else IdCodec()
-
-
-def _eos_token(files: Mapping[str, bytes], name: str) -> str | None:
-    """The token that ends a document, if that JSON file is there and names it."""
-    try:
-        token: Any = json.loads(files.get(name, b"{}")).get("eos_token")
-    except (ValueError, AttributeError) as error:
-        raise InferenceError(f"{name} is not a JSON object: {error}") from error
-    return token.get("content") if isinstance(token, dict) else token
 
 
 class TextStream:

@@ -13,6 +13,9 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import initialize
 from megatron.parallel.shard import Shard, ShardSpec
 
+DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Number formats by the names of ``--params-dtype``."""
+
 
 @dataclass(frozen=True)
 class BuildContext:

@@ -167,7 +167,7 @@ def test_there_and_back(shape: Shape, tmp_path: Path) -> None:
     dtype = (torch.float32, torch.bfloat16, torch.float16)[CASES.index(shape) % 3]
     theirs.to(dtype).save_pretrained(tmp_path / "hf", max_shard_size="20KB")
     from_hf(tmp_path / "hf", tmp_path / "save", ignore, checked=False)
-    saved = SavedModel(open_checkpoint(tmp_path / "save"))
+    saved = SavedModel(open_checkpoint(tmp_path / "save")[0])
     to_hf(saved.manifest, tmp_path / "back", ignore, shard_bytes=30_000, checked=False)
     before, after = (weights_of(tmp_path / name) for name in ("hf", "back"))
     assert before.keys() == after.keys()
@@ -185,7 +185,7 @@ def weights_of(folder: Path) -> dict[str, Tensor]:
 def test_export_of_a_trained_model(shape: Shape, tmp_path: Path) -> None:
     shape.build(seed=1).save_pretrained(tmp_path / "hf")
     from_hf(tmp_path / "hf", tmp_path / "save", ignore, checked=False)
-    ours = solo(SavedModel(open_checkpoint(tmp_path / "save")))
+    ours = solo(SavedModel(open_checkpoint(tmp_path / "save")[0]))
     for step in range(3):
         ours.step([random_batch(ours.chunk.config, seed=step)], lr=1e-2)
     manifest = write_trained(tmp_path / "run" / "iter_0000003", ours)

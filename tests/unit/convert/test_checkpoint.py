@@ -2,17 +2,20 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.errors import CheckpointError, DamagedError
+from megatron.checkpoint.errors import CheckpointError, DamagedError, NewerVersionError
+from megatron.checkpoint.manifest import marker
 from megatron.config.compare import compare
 from megatron.config.run import RunConfig
 from megatron.config.sources import from_dict
-from megatron.convert.checkpoint import SavedModel, import_hf, open_checkpoint
+from megatron.convert.checkpoint import SavedModel, carried_by, import_hf, open_checkpoint
 from megatron.convert.hf_folder import HFSource
 from tests.solo import tiny
 from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
@@ -23,7 +26,7 @@ def test_import_holds_the_weights_as_masters_and_says_their_format(dtype: torch.
     model = llama()
     folder = write_folder(tmp_path / "hf", model, random_weights(model, dtype), shards=2)
     import_hf(folder, tmp_path / "iter_0000000", ignore)
-    saved, source = SavedModel(open_checkpoint(tmp_path)), HFSource(folder, model)
+    saved, source = SavedModel(open_checkpoint(tmp_path)[0]), HFSource(folder, model)
     assert saved.precision == {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
     assert saved.manifest.state == {"iteration": 0, "consumed_samples": 0}
     assert {record.dtype for record in saved.manifest.tensors.values()} == {"F32"}
@@ -35,7 +38,7 @@ def test_import_holds_the_weights_as_masters_and_says_their_format(dtype: torch.
 def test_a_run_of_the_same_shape_may_begin_with_it(tmp_path: Path) -> None:
     model = llama()
     import_hf(write_folder(tmp_path / "hf", model, random_weights(model)), tmp_path / "iter_0000000", ignore)
-    manifest = open_checkpoint(tmp_path)
+    manifest = open_checkpoint(tmp_path)[0]
     config = from_dict(manifest.config)
     assert not compare(manifest.config, config, "weights-only").problems
     assert compare(manifest.config, RunConfig(model=tiny()), "weights-only").problems
@@ -57,30 +60,72 @@ def test_small_files_come_along(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     (folder / "README.md").write_text("x")
     import_hf(folder, tmp_path / "a" / "iter_0000000", ignore)
-    manifest = open_checkpoint(tmp_path / "a")
+    manifest = open_checkpoint(tmp_path / "a")[0]
     assert manifest.read_file("tokenizer/tokenizer.json") == b"{}"
     assert json.loads(manifest.read_file("generation_config.json")) == {"eos_token_id": 7}
     assert "tokenizer/README.md" not in manifest.files
     (folder / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     import_hf(folder, tmp_path / "b" / "iter_0000000", ignore)
-    content = open_checkpoint(tmp_path / "b").read_file("generation_config.json")
+    content = open_checkpoint(tmp_path / "b")[0].read_file("generation_config.json")
     assert json.loads(content) == {"eos_token_id": [7, 8]}
 
 
 def test_checkpoints_are_found_by_folder_by_step_and_by_themselves(tmp_path: Path) -> None:
     for step in (7, 9):
         write_checkpoint(tmp_path / f"iter_{step:07d}", tiny(num_layers=1))
-    assert open_checkpoint(tmp_path).path.name == "iter_0000009"
-    assert open_checkpoint(tmp_path, 7).path.name == "iter_0000007"
-    assert open_checkpoint(tmp_path / "iter_0000007").path.name == "iter_0000007"
+    assert open_checkpoint(tmp_path)[0].path.name == "iter_0000009"
+    assert open_checkpoint(tmp_path, 7)[0].path.name == "iter_0000007"
+    assert open_checkpoint(tmp_path / "iter_0000007")[0].path.name == "iter_0000007"
     (tmp_path / "iter_0000009" / "COMPLETE").unlink()
-    assert open_checkpoint(tmp_path).path.name == "iter_0000007"
+    assert open_checkpoint(tmp_path)[0].path.name == "iter_0000007"
     with pytest.raises(CheckpointError, match=r"a checkpoint of step 9 that can be used: iter_0000009: "):
         open_checkpoint(tmp_path, 9)
+    assert open_checkpoint(tmp_path)[1][0] == f"from {tmp_path}/iter_0000007, step 7"
+    assert open_checkpoint(tmp_path)[1][1].startswith(f"passed over {tmp_path}/iter_0000009: ")
+    assert len(open_checkpoint(tmp_path, 7)[1]) == 1
     with pytest.raises(CheckpointError, match="is the checkpoint of step 7, not 8"):
         open_checkpoint(tmp_path / "iter_0000007", 8)
     with pytest.raises(CheckpointError, match="does not hold a checkpoint"):
         open_checkpoint(tmp_path / "nothing")
+
+
+def rewritten(path: Path, change: Callable[[dict[str, Any]], object]) -> Path:
+    """A checkpoint whose manifest is another, and fits its marker."""
+    content = json.loads((path / "manifest.json").read_text())
+    change(content)
+    (path / "manifest.json").write_text(json.dumps(content))
+    (path / "COMPLETE").write_bytes(marker((path / "manifest.json").read_bytes()))
+    return path
+
+
+def test_checkpoint_of_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
+    for step in (7, 9):
+        write_checkpoint(tmp_path / f"iter_{step:07d}", tiny(num_layers=1))
+    rewritten(tmp_path / "iter_0000009", lambda content: content.update(version=99))
+    with pytest.raises(NewerVersionError, match="iter_0000009 was written by a newer version"):
+        open_checkpoint(tmp_path)
+
+
+def test_unknown_options_are_told_and_those_of_the_model_refused(tmp_path: Path) -> None:
+    path = tmp_path / "iter_0000007"
+    write_checkpoint(path, tiny(num_layers=1))
+    rewritten(path, lambda content: content["config"]["precision"].update(fp8_recipe="delayed"))
+    rewritten(path, lambda content: content["config"].update(telemetry={"endpoint": 3}))
+    manifest, notes = open_checkpoint(path)
+    options = "precision.fp8_recipe delayed, telemetry.endpoint 3"
+    assert notes[1:] == [f"it has options that this version does not know: {options}"]
+    assert SavedModel(manifest).precision == "fp32"
+    rewritten(path, lambda content: content["config"]["model"].update(attn_logit_softcap=30.0))
+    with pytest.raises(CheckpointError, match=r"does not know: model\.attn_logit_softcap 30\.0\n  fix: update"):
+        SavedModel(open_checkpoint(path)[0])
+
+
+def test_only_files_of_a_tokenizer_are_taken_from_a_checkpoint(tmp_path: Path) -> None:
+    strangers = {"tokenizer/install.sh": b"x", "tokenizer/more/tokenizer.json": b"x", "notes.txt": b"x"}
+    known = {"tokenizer/tokenizer.json": b"{}", "generation_config.json": b"{}"}
+    manifest = write_checkpoint(tmp_path / "iter_0000007", tiny(num_layers=1), files=known | strangers)
+    assert strangers.keys() < manifest.files.keys()
+    assert carried_by(manifest) == known
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,7 @@ def test_there_and_back_is_the_same_to_the_bit_and_checked(kind: str, tmp_path: 
     there = from_hf(write_folder(tmp_path / "hf", model, weights, shards=3), tmp_path / "save", ignore)
     assert there.path == tmp_path / "save" / "iter_0000000"
     assert there.differences
-    back = to_hf(open_checkpoint(tmp_path / "save"), tmp_path / "back", ignore, shard_bytes=10**9)
+    back = to_hf(open_checkpoint(tmp_path / "save")[0], tmp_path / "back", ignore, shard_bytes=10**9)
     assert back.differences[-1].what == "logits"
     assert all(d.relative <= TOLERANCE for d in (*there.differences, *back.differences))
     found = load_file(tmp_path / "back" / "model.safetensors")
@@ -55,7 +55,7 @@ def test_a_mistake_in_the_table_publishes_nothing(tmp_path: Path, monkeypatch: p
         from_hf(folder, tmp_path / "save", ignore)
     assert list((tmp_path / "save").iterdir()) == []
     with pytest.raises(MismatchError, match="block 0"):
-        to_hf(open_checkpoint(tmp_path / "run"), tmp_path / "out", ignore, shard_bytes=10**9)
+        to_hf(open_checkpoint(tmp_path / "run")[0], tmp_path / "out", ignore, shard_bytes=10**9)
     assert {path.name for path in tmp_path.iterdir()} == {"hf", "run", "save"}
 
 
@@ -64,7 +64,7 @@ def test_unchecked_conversions_compare_nothing(tmp_path: Path, monkeypatch: pyte
     folder = write_folder(tmp_path / "hf", model, random_weights(model))
     swap_rows(monkeypatch, "llama", "p[:1] f, h", "p[1:] f, h")
     assert from_hf(folder, tmp_path / "save", ignore, checked=False).differences == ()
-    done = to_hf(open_checkpoint(tmp_path / "save"), tmp_path / "out", ignore, shard_bytes=10**9, checked=False)
+    done = to_hf(open_checkpoint(tmp_path / "save")[0], tmp_path / "out", ignore, shard_bytes=10**9, checked=False)
     assert done.differences == ()
 
 
@@ -129,7 +129,7 @@ def test_no_memory_larger_than_the_largest_tensor_is_asked_for(kind: str, tmp_pa
     largest = 4 * model.vocab * model.hidden_size
     with Allocations() as seen:
         from_hf(folder, tmp_path / "save", ignore)
-        to_hf(open_checkpoint(tmp_path / "save"), tmp_path / "back", ignore, shard_bytes=10**9)
+        to_hf(open_checkpoint(tmp_path / "save")[0], tmp_path / "back", ignore, shard_bytes=10**9)
         left = seen.alive
     assert seen.largest == largest
     assert left < largest / 10, "nothing is kept"

@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.config.problems import UserError
 from megatron.convert.checkpoint import SavedModel
 from megatron.convert.export import PENDING, Export, Item, shards, special_ids
+from megatron.data.huggingface import HuggingFaceTokenizer, bytes_as_ids
+from megatron.inference.text import TextCodec
 from megatron.model.hf import Slot
 from megatron.parallel.shard import Box
 from tests.parity.families import from_gpt2, from_llama
@@ -119,6 +122,38 @@ def test_only_an_empty_folder_may_be_there(saved: SavedModel, tmp_path: Path) ->
         export(saved, tmp_path / "file")
 
 
+def test_a_folder_is_not_taken_from_under_the_callers_feet(
+    saved: SavedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "here").mkdir()
+    (tmp_path / "link").symlink_to("here")
+    with pytest.raises(CheckpointError, match=f"is a link[^\n]*\n  fix: --save-hf {tmp_path}/here"):
+        export(saved, tmp_path / "link")
+    monkeypatch.chdir(tmp_path / "here")
+    for name in (".", str(tmp_path / "here"), "../here"):
+        with pytest.raises(CheckpointError, match="is the current folder"):
+            export(saved, Path(name))
+    with pytest.raises(CheckpointError, match="is not empty"):
+        export(saved, Path(".."))
+    assert {path.name for path in tmp_path.rglob("*")} == {"here", "link"}
+
+
+@pytest.mark.parametrize("empty", [False, True])
+def test_an_export_killed_before_its_last_step_is_whole(saved: SavedModel, empty: bool, tmp_path: Path) -> None:
+    """It only lacks its name, and the command that gives it is told."""
+    folder = export(saved, tmp_path / "a model")
+    folder.rename(tmp_path / "a model.tmp")
+    if empty:
+        folder.mkdir()
+    with pytest.raises(CheckpointError, match=r"holds a model; .* lacks its name") as caught:
+        export(saved, folder)
+    command = re.search(r"fix: (.*) \| --save-hf", str(caught.value))
+    assert command is not None
+    subprocess.run(command[1], shell=True, check=True)
+    assert (folder / "config.json").exists()
+    assert not (tmp_path / "a model.tmp").exists()
+
+
 def test_what_a_killed_export_left_is_replaced_and_nothing_else(saved: SavedModel, tmp_path: Path) -> None:
     left = Export(saved, tmp_path / "hf", torch.float32)
     left.build(20_000, ignore)
@@ -192,14 +227,38 @@ def test_special_ids() -> None:
     files = {name.removeprefix("tokenizer/"): content for name, content in FILES.items()}
     assert special_ids(files, 3) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     assert special_ids({}, 3) == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+    assert special_ids({"tokenizer.json": files["tokenizer.json"]}, 3)["eos_token_id"] == 2, "as data ends with it"
+    unsaid = files | {"generation_config.json": b'{"eos_token_id": null}'}
+    assert special_ids(unsaid, 3)["eos_token_id"] == 2
     several = files | {"generation_config.json": b'{"eos_token_id": [2, 0]}'}
     assert special_ids(several, 3)["eos_token_id"] == [2, 0], "what was said of generation comes first"
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no JSON"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no JSON object"):
         special_ids(files | {"tokenizer_config.json": b"{"}, 3)
     with pytest.raises(CheckpointError, match=r"generation_config\.json is no JSON object"):
         special_ids(files | {"generation_config.json": b"[]"}, 3)
     with pytest.raises(CheckpointError, match="ids up to 2, but the model's vocabulary 2 entries"):
         special_ids(files, 2)
+
+
+@pytest.mark.parametrize("settings", [{"tokenizer_config.json": {}}, {"tokenizer_config.json": SETTINGS}])
+def test_the_end_is_the_one_of_the_data_and_of_generation(settings: dict[str, Any], tmp_path: Path) -> None:
+    """A tokenizer with and without a word on its end: preprocessing, our generation and the export agree."""
+    tokenizer = bytes_as_ids()
+    (tmp_path / "tokenizer.json").write_text(tokenizer.to_str())
+    for name, content in settings.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    ends = {HuggingFaceTokenizer(tmp_path).eod, TextCodec(files).end, special_ids(files, 257)["eos_token_id"]}
+    assert ends == {256}
+
+
+def test_settings_of_generation_are_kept_and_name_the_same_end(tmp_path: Path) -> None:
+    given = FILES | {"generation_config.json": b'{"temperature": 0.7, "eos_token_id": null}'}
+    saved = SavedModel(write_checkpoint(tmp_path / "iter_0000007", llama(), files=given))
+    folder = export(saved, tmp_path / "hf")
+    settings = json.loads((folder / "generation_config.json").read_text())
+    assert settings == {"temperature": 0.7, "bos_token_id": 1, "eos_token_id": 2}
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == 2
 
 
 def test_config_has_another_name_until_the_end(saved: SavedModel, tmp_path: Path) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.convert.folders import llama, random_weights, write_folder
+from tests.unit.convert.folders import llama, random_weights, write_checkpoint, write_folder
 from tools.convert_checkpoint import Percent, main, size
 
 ROOT = Path(__file__).parents[3]
@@ -32,8 +32,25 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
         "20KB",
     ]
     assert main([*back, "--no-check"]) == 0
-    assert "not compared with transformers" in capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "not compared with transformers" in out
+    assert err == f"convert_checkpoint: from {tmp_path}/save/iter_0000000, step 0\n"
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+
+
+def test_what_was_passed_over_and_what_was_not_compared_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = llama(window_size=500, max_position_embeddings=1000)
+    for step in (7, 9):
+        write_checkpoint(tmp_path / "save" / f"iter_{step:07d}", model)
+    (tmp_path / "save" / "iter_0000009" / "COMPLETE").unlink()
+    assert main(["--load", f"{tmp_path}/save", "--save-hf", f"{tmp_path}/hf"]) == 0
+    out, err = capsys.readouterr()
+    assert "not compared: the window of 500 tokens, because the rows compared have 32\n" in out
+    first, second = err.splitlines()
+    assert first == f"convert_checkpoint: from {tmp_path}/save/iter_0000007, step 7"
+    assert second.startswith(f"convert_checkpoint: passed over {tmp_path}/save/iter_0000009: ")
 
 
 def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

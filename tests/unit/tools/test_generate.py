@@ -56,7 +56,9 @@ def test_the_newest_checkpoint_writes(saved: Path, capsys: pytest.CaptureFixture
     assert main(["--load", str(saved), "--prompt", PROMPT, "--max-new-tokens", "12", "--greedy"]) == 0
     out, err = capsys.readouterr()
     assert out == expected(20, PROMPT, 12, Sampling(0.0)) + "\n"
-    assert re.fullmatch(r"generate: \d+ tokens in [\d.]+ s, [\d.,]+ tokens/s; the first after [\d.]+ s\n", err)
+    note, speed = err.splitlines()
+    assert note == f"generate: from {saved}/iter_0000020, step 20"
+    assert re.fullmatch(r"generate: \d+ tokens in [\d.]+ s, [\d.,]+ tokens/s; the first after [\d.]+ s", speed)
 
 
 @pytest.mark.parametrize("stream", [[], ["--no-stream"]])
@@ -157,6 +159,16 @@ def test_a_flipped_byte_is_not_generated_from(tmp_path: Path, capsys: pytest.Cap
     assert "flipped" in capsys.readouterr().err
 
 
+def test_what_was_passed_over_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for step in (10, 20):
+        path = save_model(model(step), tmp_path, step)
+    (path / "COMPLETE").unlink()
+    assert main(["--load", str(tmp_path), "--prompt", PROMPT, "--max-new-tokens", "2", "--greedy"]) == 0
+    out, err = capsys.readouterr()
+    assert out == expected(10, PROMPT, 2, Sampling(0.0)) + "\n"
+    assert err.startswith(f"generate: from {tmp_path}/iter_0000010, step 10\ngenerate: passed over {path}: ")
+
+
 def test_help_needs_no_torch() -> None:
     program = (
         "import sys, tools.generate as g\ntry: g.main(['--help'])\nexcept SystemExit: print('torch' in sys.modules)"
@@ -172,4 +184,4 @@ def test_a_closed_pipe_ends_it_quietly(saved: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(program, cwd=ROOT, stdout=write, stderr=subprocess.PIPE, text=True, env=environment)
     os.close(write)
-    assert (done.returncode, done.stderr) == (1, "")
+    assert (done.returncode, done.stderr) == (1, f"generate: from {saved}/iter_0000020, step 20\n")
