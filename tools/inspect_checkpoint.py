@@ -15,9 +15,10 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.errors import CheckpointError, NewerVersionError
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.publish import is_complete
 
 if TYPE_CHECKING:
     from megatron.checkpoint.reader import CheckpointReader
@@ -27,7 +28,10 @@ EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
 
 def listing(args: argparse.Namespace) -> int:
     """Print the checkpoints of a folder, newest first; those that cannot be used with the reason."""
-    found = Checkpoints(args.folder).candidates()
+    checkpoints = existing(args.folder)
+    if checkpoints.is_checkpoint:
+        raise CheckpointError(f"{args.folder} is a checkpoint itself", f"show {args.folder}")
+    found = checkpoints.candidates()
     if not found:
         print(f"no checkpoint in {args.folder}")
     for item in found:
@@ -38,25 +42,38 @@ def listing(args: argparse.Namespace) -> int:
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Read every byte and compare it with the checksums."""
+    """Read every byte and compare it with the checksums; of a folder, every checkpoint in it."""
+    checkpoints = existing(args.path)
+    left = [path for path in checkpoints.leftovers if not is_complete(path)]
+    for path in left:
+        print(f"{path}: left over from a save or a removal that was cut off")
+    paths = [path for _, path in checkpoints.named() if path not in left]
+    if checkpoints.is_checkpoint:
+        paths = [args.path]
+    if not paths:
+        raise CheckpointError(f"{args.path} does not hold a checkpoint")
+    return max([verified(path) for path in paths])
+
+
+def verified(path: Path) -> int:
+    """Verify one checkpoint, and say what was found."""
     from megatron.checkpoint.verify import damage
 
-    paths = [item.path for item in Checkpoints(args.path).scan()] or [args.path]
-    status = EQUAL
-    for path in paths:
-        try:
-            manifest = Manifest.open(path)
-            problems = list(damage(manifest))
-        except CheckpointError as error:
-            problems = [str(error)]
-        for problem in problems:
-            print(problem)
-        if problems:
-            print(f"{path}: damaged")
-            status = DIFFERENT
-        else:
-            print(f"{path}: {amount(manifest.total_bytes)} in {len(manifest.files)} files, as they were written")
-    return status
+    try:
+        manifest = Manifest.open(path)
+        problems = list(damage(manifest))
+    except NewerVersionError as error:
+        print(error)
+        return UNREADABLE
+    except CheckpointError as error:
+        problems = [str(error)]
+    for problem in problems:
+        print(problem)
+    if problems:
+        print(f"{path}: damaged")
+        return DIFFERENT
+    print(f"{path}: {amount(manifest.total_bytes)} in {len(manifest.files)} files, as they were written")
+    return EQUAL
 
 
 def show(args: argparse.Namespace) -> int:
@@ -145,10 +162,21 @@ def newest(path: Path) -> Manifest:
     Raises:
         CheckpointError: when there is none.
     """
-    manifest, passed_over = Checkpoints(path).newest()
+    manifest, passed_over = existing(path).newest()
     for found in passed_over:
         print(f"passed over {found.path}: {found.problem}", file=sys.stderr)
     return manifest
+
+
+def existing(path: Path) -> Checkpoints:
+    """A folder, looked at as one of checkpoints.
+
+    Raises:
+        CheckpointError: when it does not exist.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path} does not exist")
+    return Checkpoints(path)
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -183,7 +211,9 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser("ls", help="list a folder of checkpoints")
     command.add_argument("folder", type=Path, metavar="SAVE")
     command.set_defaults(run=listing)
-    command = commands.add_parser("verify", help="every byte against the checksums; exit status 1 when damaged")
+    command = commands.add_parser(
+        "verify", help="every byte against the checksums; exit status 1 when damaged, 2 when there is nothing to read"
+    )
     command.add_argument("path", type=Path, metavar="PATH")
     command.set_defaults(run=verify)
     command = commands.add_parser("show", help="tensors, state and options, or values of tensors")

@@ -47,6 +47,11 @@ class Checkpoints:
         """Where the checkpoint of an iteration is saved."""
         return self.folder / f"iter_{iteration:07d}"
 
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether the folder is a checkpoint itself, be it a damaged one."""
+        return any((self.folder / name).exists() for name in (MARKER, MANIFEST))
+
     def named(self) -> list[tuple[int, Path]]:
         """Iteration and path of folders called like checkpoints, newest first; none is looked into."""
         if not self.folder.is_dir():
@@ -84,7 +89,7 @@ class Checkpoints:
             DamagedError: when ``folder`` is a checkpoint itself, and damaged.
             NewerVersionError: when a newer version wrote it: it is not damaged, so older ones are no substitute.
         """
-        if (self.folder / MARKER).exists() or (self.folder / MANIFEST).exists():
+        if self.is_checkpoint:
             return self._itself(step), []
         passed_over: list[Found] = []
         for iteration, path in self.named():

@@ -16,12 +16,13 @@ import pytest
 import torch
 
 from megatron.checkpoint.files import checksum
-from megatron.checkpoint.manifest import MANIFEST, MARKER, VERSION, Manifest
+from megatron.checkpoint.manifest import ITEM_BYTES, MANIFEST, MARKER, VERSION, Manifest
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.tensorfile import DTYPES
 from megatron.checkpoint.verify import damage
 from megatron.data.indexed import IndexedDatasetWriter
 from tests.fixtures.checkpoints.write import DIGESTS, FIXTURES, MODEL, RUN, digest
-from tests.unit.checkpoint.samples import ALONE, samples, save
+from tests.unit.checkpoint.samples import ALONE, Sample, samples, save
 
 DOCUMENT = (Path(__file__).parents[3] / "docs" / "formats.md").read_text(encoding="utf-8")
 VERSIONS = sorted(path.name for path in FIXTURES.glob("v*"))
@@ -92,6 +93,17 @@ def test_the_documented_program_reads_the_fixture() -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_the_documented_program_reads_any(tmp_path: Path, seed: int) -> None:
     save(tmp_path / "c", samples(seed), iteration=seed)
+    assert_equal(tmp_path / "c")
+
+
+def test_the_documented_program_knows_every_type(tmp_path: Path) -> None:
+    noise = torch.Generator().manual_seed(1)
+    tensors = {}
+    for name, dtype in DTYPES.items():
+        bits = torch.randint(0, 2 if name == "BOOL" else 256, (6 * dtype.itemsize,), dtype=torch.uint8, generator=noise)
+        tensors[name] = Sample(bits.view(dtype).reshape(2, 3), (2, 3))
+    save(tmp_path / "c", tensors)
+    assert {record.dtype for record in Manifest.open(tmp_path / "c").tensors.values()} == set(DTYPES) == set(ITEM_BYTES)
     assert_equal(tmp_path / "c")
 
 

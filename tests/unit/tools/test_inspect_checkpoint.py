@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.manifest import MANIFEST, MARKER
+from megatron.checkpoint.manifest import MANIFEST, MARKER, marker
 from megatron.checkpoint.store import write
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, save, small
 from tools.inspect_checkpoint import main
@@ -55,7 +55,48 @@ def test_verify(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{runs.path(1)}: 1.15 kB")
     (runs.path(1) / MARKER).unlink()
     assert main(["verify", str(runs.path(1))]) == 1
-    assert main(["verify", str(runs.folder / "none")]) == 1
+
+
+@pytest.mark.parametrize("command", ["ls", "verify", "show"])
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    assert main([command, str(tmp_path / "none")]) == 2
+    assert capsys.readouterr() == ("", f"inspect_checkpoint: {tmp_path}/none does not exist\n")
+
+
+def test_where_nothing_can_be_verified(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", str(tmp_path)]) == 2
+    assert capsys.readouterr() == ("", f"inspect_checkpoint: {tmp_path} does not hold a checkpoint\n")
+
+
+def test_ls_of_a_checkpoint(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls", str(runs.path(1))]) == 2
+    sentence = f"inspect_checkpoint: {runs.path(1)} is a checkpoint itself\n  fix: show {runs.path(1)}\n"
+    assert capsys.readouterr() == ("", sentence)
+
+
+def test_leftovers_are_no_damage(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    left = runs.folder / "iter_0000003.tmp"
+    (left / "tokenizer").mkdir(parents=True)
+    assert main(["verify", str(runs.folder)]) == 0
+    first, *others = capsys.readouterr().out.splitlines()
+    assert first == f"{left}: left over from a save or a removal that was cut off"
+    assert len(others) == 2
+    save(runs.path(4), small())
+    (left / MANIFEST).write_text("{}")
+    runs.path(4).rename(runs.folder / "iter_0000004.tmp")  # complete: a checkpoint that only lacks its name
+    (runs.folder / "iter_0000004.tmp" / MANIFEST).write_text("{}")
+    assert main(["verify", str(runs.folder)]) == 1
+
+
+def test_a_newer_version_is_not_called_damaged(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
+    text = (runs.path(2) / MANIFEST).read_text().replace('"version":1', '"version":2')
+    (runs.path(2) / MANIFEST).write_text(text)
+    (runs.path(2) / MARKER).write_bytes(marker(text.encode()))
+    assert main(["verify", str(runs.folder)]) == 2
+    out = capsys.readouterr().out
+    assert "damaged" not in out
+    assert "written by a newer version" in out
+    assert out.endswith("as they were written\n")
 
 
 def test_show(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
@@ -130,8 +171,6 @@ def test_what_cannot_be_read(runs: Checkpoints, capsys: pytest.CaptureFixture[st
     for command in (["show"], ["diff", str(runs.path(1))]):
         assert main([*command, str(runs.path(2))]) == 2
         assert "does not fit manifest.json" in capsys.readouterr().err
-    assert main(["show", str(runs.folder / "none")]) == 2
-    assert "does not hold a checkpoint" in capsys.readouterr().err
 
 
 def test_help_and_ls_need_no_torch(runs: Checkpoints) -> None:
