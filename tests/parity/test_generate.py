@@ -1,4 +1,8 @@
-"""Greedy generation equals `transformers.generate` with the same weights: prompts alone, in a batch, with an end."""
+"""Greedy generation equals `transformers.generate` with the same weights: prompts alone, in a batch, with an end.
+
+In fp64 and fp32. In bf16 the two round at other places (a norm once here and twice there, a bias the other way round),
+and of nearly equal logits another may be the largest.
+"""
 
 from __future__ import annotations
 
