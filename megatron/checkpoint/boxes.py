@@ -6,7 +6,8 @@ and leaves holes as they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate, pairwise, product
 from math import prod
 
@@ -39,6 +40,33 @@ def intersect(a: Box, b: Box) -> Box | None:
     start = tuple(map(max, a.start, b.start))
     size = tuple(min(end_a, end_b) - first for end_a, end_b, first in zip(ends(a), ends(b), start))
     return Box(start, size) if all(n > 0 for n in size) else None
+
+
+class BoxIndex:
+    """Finds those of many boxes of a tensor that share elements with another one, without comparing it with all.
+
+    They are sorted by where they begin along the first dimension, along which tensors are cut first.
+    """
+
+    def __init__(self, boxes: Iterable[Box]) -> None:
+        self._sorted = sorted(enumerate(boxes), key=lambda item: _rows(item[1])[0])
+        rows = [_rows(box) for _, box in self._sorted]
+        self._starts = [start for start, _ in rows]
+        self._longest = max((end - start for start, end in rows), default=0)
+
+    def shared(self, box: Box) -> Iterator[tuple[int, Box]]:
+        """What ``box`` shares with each of them: its number, counted as they were given, and the elements."""
+        start, end = _rows(box)
+        candidates = slice(bisect_right(self._starts, start - self._longest), bisect_left(self._starts, end))
+        for number, other in self._sorted[candidates]:
+            found = intersect(other, box)
+            if found is not None:
+                yield number, found
+
+
+def _rows(box: Box) -> tuple[int, int]:
+    """First index along the first dimension, and first index after it; a scalar is one row."""
+    return (box.start[0], box.start[0] + box.size[0]) if box.start else (0, 1)
 
 
 def relative(box: Box, outer: Box) -> Box:

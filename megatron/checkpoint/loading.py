@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from megatron.checkpoint.boxes import describe, folded, intersect, is_inside, relative
+from megatron.checkpoint.boxes import BoxIndex, describe, folded, is_inside, relative
 from megatron.checkpoint.chunks import ChunkReader
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.manifest import Chunk, Manifest, TensorRecord
@@ -88,18 +88,18 @@ class PartsLoadPlanner(LoadPlanner):
                 yield f"{describe(part.box)} is not inside {name}, which is {list(tensor.view)}"
 
     def _items(self, name: str) -> Iterator[ReadItem]:
+        boxes = [chunk.box for chunk in self._manifest.tensors[name].chunks]
+        index = BoxIndex(boxes)
         for number, part in enumerate(self._tensors[name].parts):
-            for chunk in self._manifest.tensors[name].chunks:
-                shared = intersect(chunk.box, part.box)
-                if shared is not None:
-                    yield ReadItem(
-                        LoadItemType.TENSOR,
-                        dcp_metadata.MetadataIndex(name, part.box.start, number),
-                        torch.Size(relative(shared, part.box).start),
-                        dcp_metadata.MetadataIndex(name, chunk.box.start),
-                        torch.Size(relative(shared, chunk.box).start),
-                        torch.Size(shared.size),
-                    )
+            for chunk, shared in index.shared(part.box):
+                yield ReadItem(
+                    LoadItemType.TENSOR,
+                    dcp_metadata.MetadataIndex(name, part.box.start, number),
+                    torch.Size(relative(shared, part.box).start),
+                    dcp_metadata.MetadataIndex(name, boxes[chunk].start),
+                    torch.Size(relative(shared, boxes[chunk]).start),
+                    torch.Size(shared.size),
+                )
 
 
 @dataclass(frozen=True)

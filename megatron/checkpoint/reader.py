@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.boxes import describe, intersect, is_inside, relative, whole
+from megatron.checkpoint.boxes import BoxIndex, describe, is_inside, relative, whole
 from megatron.checkpoint.chunks import ChunkReader
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.manifest import Manifest
@@ -23,7 +23,7 @@ class CheckpointReader:
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
         self._chunks = ChunkReader(manifest)
-        self._proved: set[str] = set()
+        self._indices: dict[str, BoxIndex] = {}
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -55,14 +55,12 @@ class CheckpointReader:
         box = box or whole(record.view)
         if not is_inside(box, record.view):
             raise CheckpointError(f"{describe(box)} is not inside {name}, which is {list(record.view)}")
-        if name not in self._proved:
+        if name not in self._indices:
             self.manifest.prove(name)
-            self._proved.add(name)
+            self._indices[name] = BoxIndex(chunk.box for chunk in record.chunks)
         out = torch.empty(box.size, dtype=self.dtype(name))
-        for chunk in record.chunks:
-            shared = intersect(chunk.box, box)
-            if shared is None:
-                continue
+        for number, shared in self._indices[name].shared(box):
+            chunk = record.chunks[number]
             self._chunks.prove_head(chunk.file)
             target = out[relative(shared, box).slices]
             if shared == chunk.box and target.is_contiguous():

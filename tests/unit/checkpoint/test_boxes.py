@@ -128,3 +128,22 @@ def test_what_is_no_view() -> None:
     assert boxes.folding((12, 5), (5, 12)) is boxes.folding((8,), (2, 3)) is boxes.folding((2, 3), (6,)) is None
     with pytest.raises(ValueError, match="not a view"):
         list(boxes.folded(boxes.whole((5, 12)), (12, 5), (5, 12)))
+
+
+@quick
+@given(st.data())
+def test_the_index_finds_what_a_search_finds(data: st.DataObject) -> None:
+    shape = data.draw(shapes)
+    among = data.draw(st.lists(box_of(shape), max_size=8)) + data.draw(partition_of(boxes.whole(shape)))
+    box = data.draw(box_of(shape))
+    found = sorted(boxes.BoxIndex(among).shared(box), key=lambda item: item[0])
+    searched = [(number, boxes.intersect(other, box)) for number, other in enumerate(among)]
+    assert found == [(number, shared) for number, shared in searched if shared is not None]
+
+
+def test_the_index_looks_at_neighbours_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [Box((8 * i, 0), (8, 5)) for i in range(10_000)]
+    index, real, looked = boxes.BoxIndex(rows), boxes.intersect, []
+    monkeypatch.setattr(boxes, "intersect", lambda a, b: looked.append(a) or real(a, b))
+    assert [number for number, _ in index.shared(Box((804, 1), (12, 2)))] == [100, 101]
+    assert len(looked) <= 3
