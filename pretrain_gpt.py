@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -23,6 +24,7 @@ def main(argv: Sequence[str]) -> int:
         The exit status: 0 at the end, 1 after an error, 2 for flags that cannot work, 128 + n after signal n.
 
     """
+    started = time.monotonic()
     try:
         parsed = parse(argv)
         config = with_vocabulary(parsed.config)
@@ -38,7 +40,7 @@ def main(argv: Sequence[str]) -> int:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
     from megatron.training.main import run  # torch takes seconds to import: only for flags known to be good
 
-    return run(config, parsed.notes)
+    return run(config, parsed.notes, started)
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:

@@ -37,6 +37,15 @@ def batch_at(config: TrainingConfig, data_parallel_size: int, consumed_samples: 
     return next(b for at, b in reversed(batch_stages(config, data_parallel_size)) if at <= consumed_samples)
 
 
+def in_full_batches(config: TrainingConfig, data_parallel_size: int, consumed_samples: int) -> int:
+    """Samples that the steps would have used which ``consumed_samples`` make, had there been no ramp."""
+    stages = batch_stages(config, data_parallel_size)
+    ends = [*(at for at, _ in stages[1:]), consumed_samples]
+    full = stages[-1][1]
+    used = [(max(0, min(consumed_samples, end) - at), size) for (at, size), end in zip(stages, ends)]
+    return sum(samples * full // size for samples, size in used)
+
+
 def total_samples(
     config: TrainingConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0
 ) -> int:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from megatron.config.batch import total_samples
 from megatron.config.lengths import lengths
 from megatron.config.numbers import text
 from megatron.config.problems import Problem
@@ -102,10 +101,12 @@ class Comparison:
     Attributes:
         lines: one for each changed option that is worth telling; and what could not be compared.
         problems: changes that the resume mode does not approve.
+        changed: names of all options that changed.
     """
 
     lines: tuple[str, ...]
     problems: tuple[Problem, ...]
+    changed: frozenset[str] = frozenset()
 
 
 def compare(
@@ -121,22 +122,23 @@ def compare(
 
     Args:
         saved: ``to_dict`` of the checkpoint's configuration. What it lacks, because an older version wrote it, counts
-            as today's default; what this version does not know is told.
+            as today's default; what this version does not know is told, or refused where it is about the model.
         now: resolved, the vocabulary's size included.
         mode: resume mode.
-        begin: the checkpoint's steps and samples; the length of a run that changed its batch follows from them.
+        begin: steps and samples before the checkpoint's batches began; the lengths of a run that changed its batch
+            follow from them.
         own: whether the checkpoint lies in the run's own ``save`` folder.
         name: what ``saved`` is called.
 
     """
-    then, unreadable, lines = _read(saved, name)
+    then, unreadable, unknown = _read(saved, name)
     before, after = _values(then) | unreadable, _values(now)
     changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
     roles = {field: _role(field, before, after) for field in changed}
     if _schedule(then, begin) == _schedule(now, begin):  # the same lengths, said in another way or of no effect
         roles |= {field: Role.FREE for field in changed if field in LENGTHS and field not in unreadable}
     told = {field: _change(SETTINGS[field], before, after, name) for field in changed}
-    problems = []
+    problems = [*_beyond_us([option for option in unknown if option.startswith("model.")], name)]
     for role, (code, sentence) in REFUSALS.items():
         refused = [field for field in changed if roles[field] is role and role not in APPROVED[mode]]
         if refused:
@@ -144,8 +146,16 @@ def compare(
             fixes = (*filter(None, [back]), *_ways_out(role, now, own))
             changes = "; ".join(told[field] for field in refused)
             problems.append(Problem(code, f"{sentence.format(name)}: {changes}", fixes))
+    lines = [f"the {name} has options that this version does not know: {', '.join(unknown)}"] if unknown else []
     lines += [told[field] for field in changed if roles[field] in TOLD[mode]]
-    return Comparison(tuple(lines), tuple(problems))
+    return Comparison(tuple(lines), tuple(problems), frozenset(changed))
+
+
+def _beyond_us(unknown: list[str], name: str) -> Iterator[Problem]:
+    """A model with an option that nobody here knows may compute anything."""
+    if unknown:
+        sentence = f"the {name}'s model has options that this version does not know: {', '.join(unknown)}"
+        yield Problem("E822", sentence, ("update this program",))
 
 
 def _change(setting: Setting, before: Values, after: Values, name: str) -> str:
@@ -225,17 +235,17 @@ def _values(config: RunConfig) -> Values:
 
 def _schedule(config: RunConfig, begin: tuple[int, int]) -> tuple[float | None, ...]:
     """Every length, in samples, that learning rate and weight decay depend on."""
-    o, (warmup, decay, final) = config.optimizer, lengths(config, 1, *begin)  # the batch is written out
+    o, (warmup, decay, final, total) = config.optimizer, lengths(config, 1, *begin)  # the batch is written out
     return (
         warmup,
         decay if o.lr_decay_style != "constant" else None,
         final if o.lr_decay_style == "WSD" else None,
-        total_samples(config.training, 1, *begin) if o.weight_decay_incr_style != "constant" else None,
+        total if o.weight_decay_incr_style != "constant" else None,
     )
 
 
 def _read(saved: Mapping[str, Any], source: str) -> tuple[RunConfig, Values, list[str]]:
-    """The configuration as far as this version can read it, values it cannot read, and lines on unknown options."""
+    """The configuration as far as this version can read it, values it cannot read, and options it does not know."""
     known: dict[str, Any] = {}
     unreadable: Values = {}
     unknown = []
@@ -248,8 +258,7 @@ def _read(saved: Mapping[str, Any], source: str) -> tuple[RunConfig, Values, lis
         known |= layer.values
         unreadable |= {name: value} if layer.problems else {}
     config = build(known)
-    lines = [f"the {source} has options that this version does not know: {', '.join(unknown)}"] if unknown else []
-    return resolve(config, config.parallel.model_ranks), unreadable, lines
+    return resolve(config, config.parallel.model_ranks), unreadable, unknown
 
 
 def _entries(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

@@ -36,6 +36,10 @@ class UserError(ValueError):
         closing = f"{count}; docs/troubleshooting.md explains the codes"
         super().__init__("\n".join([*map(str, problems), closing]))
 
+    def __reduce__(self) -> tuple[type[UserError], tuple[tuple[Problem, ...]]]:
+        """Pickled, it is made of the same problems again."""
+        return type(self), (self.problems,)
+
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """The known word that ``word`` is most likely a misspelling of."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron.config.lengths import Lengths
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import OptimizerConfig
 
@@ -45,32 +46,26 @@ class Schedule:
     total: int
 
     @classmethod
-    def from_config(cls, config: OptimizerConfig, total_samples: int, global_batch: int) -> Schedule:
-        """The schedule of a run of ``total_samples``; lengths given in steps count ``global_batch`` samples each.
+    def from_config(cls, config: OptimizerConfig, lengths: Lengths) -> Schedule:
+        """The schedule of a run of these ``lengths``.
 
         Raises:
             UserError: when the lengths contradict each other.
         """
-        decay = _samples(config.lr_decay_samples, config.lr_decay_iters, global_batch)
-        decay = total_samples if decay is None else decay
-        if config.lr_warmup_fraction is not None:
-            warmup = config.lr_warmup_fraction * decay
-        else:
-            warmup = config.lr_warmup_samples or config.lr_warmup_iters * global_batch
         start, end = config.start_weight_decay, config.end_weight_decay
         return cls(
             peak=config.lr,
             floor=config.min_lr,
             style=config.lr_decay_style,
-            warmup=warmup,
+            warmup=lengths.warmup,
             warmup_init=config.lr_warmup_init,
-            decay=decay,
+            decay=lengths.decay,
             wsd_style=config.lr_wsd_decay_style,
-            wsd_decay=_samples(config.lr_wsd_decay_samples, config.lr_wsd_decay_iters, global_batch) or 0,
+            wsd_decay=lengths.final or 0,
             weight_decay_start=config.weight_decay if start is None else start,
             weight_decay_end=config.weight_decay if end is None else end,
             weight_decay_style=config.weight_decay_incr_style,
-            total=total_samples,
+            total=lengths.total,
         )
 
     def __post_init__(self) -> None:
@@ -112,13 +107,6 @@ class Schedule:
         if self.weight_decay_style == "constant" or samples > self.total:
             return end
         return start + (end - start) * (1.0 - _falling(self.weight_decay_style, samples / self.total))
-
-
-def _samples(samples: int | None, iters: int | None, global_batch: int) -> int | None:
-    """A length in samples, given as samples or as steps."""
-    if samples is not None:
-        return samples
-    return None if iters is None else iters * global_batch
 
 
 def _falling(style: str, t: float) -> float:

@@ -8,6 +8,7 @@ torch 2.10 and 2.13 are resolved here once.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+T = TypeVar("T")
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -105,9 +107,17 @@ def _rows_like(x: Tensor, rows: int) -> Tensor:
     return torch.empty((rows, *x.shape[1:]), dtype=x.dtype, device=x.device)
 
 
-def all_gather_objects(value: object, group: Group) -> list[object]:
+def all_gather_objects(value: T, group: Group) -> list[T]:
     """Each rank's picklable ``value``, in rank order; for set-up and messages, never inside a step."""
-    values: list[object] = [value] * group.size
+    values = [value] * group.size
     if group.size > 1:
         dist.all_gather_object(values, value, group.handle)
     return values
+
+
+def broadcast_object(value: T, group: Group) -> T:
+    """The picklable ``value`` of the group's first rank; what the others give is not looked at."""
+    values = [value]
+    if group.size > 1:
+        dist.broadcast_object_list(values, group.ranks[0], group.handle)
+    return values[0]

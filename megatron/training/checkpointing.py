@@ -27,6 +27,9 @@ from megatron.parallel import comm
 from megatron.parallel.shard import Piece, ShardSpec
 from megatron.training.setup import Trainer
 
+Place = tuple[int, int]
+"""How far a run is: steps, and the samples they used."""
+
 DIGESTS = 2**64
 """Digests of samples are numbers below this."""
 
@@ -68,8 +71,16 @@ def _make_room(trainer: Trainer, folder: Checkpoints) -> str | None:
     return None
 
 
-def restore(trainer: Trainer, manifest: Manifest) -> None:
+def place_of(manifest: Manifest, name: str = "") -> Place:
+    """Where the run was that wrote a checkpoint, or the place that its ``state`` has under ``name``."""
+    place = manifest.state.get(name, manifest.state)
+    return place.get("iteration", 0), place.get("consumed_samples", 0)
+
+
+def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> None:
     """Go on exactly where the run that wrote the checkpoint was; collective.
+
+    ``batches_since`` is where the batches of now began.
 
     Raises:
         DamagedError: when the checkpoint's bytes are not those that were written, on every rank alike.
@@ -78,7 +89,8 @@ def restore(trainer: Trainer, manifest: Manifest) -> None:
 
     """
     t, saved = trainer, manifest.state
-    t.begin_at(saved["iteration"], saved["consumed_samples"], saved["data"]["stretches"])
+    t.begin_at(*place_of(manifest), saved["data"]["stretches"], batches_since)
+    t.evaluated = saved.get("evaluated", 0)
     _take_up_data(t, saved["data"])
     read(manifest, to_fill(held(t)), t.mesh.world)
     t.optimizer.publish()
@@ -158,6 +170,8 @@ def state(trainer: Trainer) -> dict[str, Any]:
     return {
         "iteration": t.iteration,
         "consumed_samples": t.consumed_samples,
+        "batches_since": dict(zip(("iteration", "consumed_samples"), t.batches_since)),
+        "evaluated": t.evaluated,
         "optimizer": {"steps": t.optimizer.steps_applied()},
         "loss_scaler": t.scaler.state_dict(),
         "data": {
@@ -180,7 +194,7 @@ def consumed_digest(trainer: Trainer) -> int:
     """
     t = trainer
     read_by_rank = comm.all_gather_objects(t.digest_read, t.mesh.replicas)
-    read = sum(int(str(part)) for part in read_by_rank) % DIGESTS
+    read = sum(read_by_rank) % DIGESTS
     if read != t.data.digest("train", t.digested_samples, t.consumed_samples):
         raise RuntimeError(f"the samples read up to step {t.iteration} are not those of the sample stream")
     t.digest, t.digested_samples, t.digest_read = (t.digest + read) % DIGESTS, t.consumed_samples, 0

@@ -27,6 +27,8 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
 
     """
     t, config, options = trainer, trainer.config.training, trainer.config.checkpoint
+    if evaluation_due(t):  # the step was stopped by a signal
+        validate(t, log)
     window = StepWindow(t.device, config.seq_length)
     if t.iteration >= t.total_steps:
         log.note(f"nothing to do: this run ends with step {t.total_steps}, and {t.iteration} are taken")
@@ -49,19 +51,34 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
         leave = told or last or _every(config.exit_interval, t.iteration)
         if leave or _every(t.config.logging.log_interval, t.iteration):
             log.train(read())
-        if options.save and (leave or _every(options.save_interval, t.iteration)):
+        if evaluation_due(t) and (last or not told):  # nobody who sent a signal waits for it
+            with window.paused():
+                validate(t, log)
+        if options.save is not None and (leave or _every(options.save_interval, t.iteration)):
             with window.paused():
                 checkpoint(t, log, needed=bool(leave))
-        if config.eval_iters and not told and (last or _every(config.eval_interval, t.iteration)):
-            with window.paused():
-                loss = evaluate(t).item()
-            tokens = t.consumed_samples * config.seq_length
-            log.validation(ValidationRecord(t.iteration, t.consumed_samples, tokens, loss))
         if leave and not last:
             why = reason(told) if told else f"--exit-interval {config.exit_interval}"
             log.note(f"stopped by {why} after step {t.iteration} of {t.total_steps}")
             return told
     return 0
+
+
+def evaluation_due(trainer: Trainer) -> bool:
+    """Whether the step that was taken last is one to evaluate after, and that has not been done."""
+    t, interval = trainer, trainer.config.training.eval_interval
+    due = t.iteration == t.total_steps or _every(interval, t.iteration)
+    return bool(t.config.training.eval_iters) and due and t.evaluated < t.iteration
+
+
+def validate(trainer: Trainer, log: RunLog) -> None:
+    """Evaluate. Before the step is saved, so that a run killed meanwhile takes up the step, and this, again."""
+    t = trainer
+    loss = evaluate(t).item()
+    t.evaluated = t.iteration
+    log.validation(
+        ValidationRecord(t.iteration, t.consumed_samples, t.consumed_samples * t.config.training.seq_length, loss)
+    )
 
 
 def checkpoint(trainer: Trainer, log: RunLog, needed: bool) -> None:

@@ -20,17 +20,19 @@ from megatron.training.loop import train
 from megatron.training.resume import begin, choose
 from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest
+from megatron.training.together import claimed
 
 EXPECTED = (UserError, DataError, CheckpointError, NonFiniteError)
 """Errors whose text says all there is to say; others come with their traceback."""
 
 
-def run(config: RunConfig, notes: Sequence[str] = ()) -> int:
+def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = None) -> int:
     """Train as configured.
 
     Args:
         config: validated and resolved.
         notes: on the flags; rank 0 prints them, and a summary, before the first step.
+        started: what ``time.monotonic()`` was when the process began; None for now.
 
     Returns:
         The exit status: that of :func:`megatron.training.loop.train`, or 1 after an error. After an error the
@@ -38,7 +40,7 @@ def run(config: RunConfig, notes: Sequence[str] = ()) -> int:
 
     """
     try:
-        status = join_and_train(config, notes)
+        status = join_and_train(config, notes, started)
     except Exception as error:
         report(error)
         return 1
@@ -46,22 +48,29 @@ def run(config: RunConfig, notes: Sequence[str] = ()) -> int:
     return status
 
 
-def join_and_train(config: RunConfig, notes: Sequence[str]) -> int:
+def join_and_train(config: RunConfig, notes: Sequence[str], started: float | None) -> int:
     """The run itself; returns its exit status."""
     rank, world_size = join(config)
     world = everyone(rank, world_size)
-    stop = StopRequest(world, choose_device(config.training.device), config.training.exit_duration_in_mins)
+    stop = StopRequest(world, choose_device(config.training.device), config.training.exit_duration_in_mins, started)
     try:
-        origin = choose(config.checkpoint, world)
-        trainer = build(config, rank, world_size, fresh=origin.fresh)
-        notes = [*notes, *begin(trainer, origin)]
-        place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
-        with RunLog(config, world_size=world_size, device=trainer.device, enabled=rank == 0, **place) as log:
-            for text in (*notes, "\n".join([summary(config, world_size, **place), *trainer.data.summary()])):
-                log.note(text)
-            return train(trainer, log, stop)
+        with claimed(config.checkpoint.save, world):
+            return train_from_origin(config, notes, stop)
     finally:
         stop.restore()
+
+
+def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest) -> int:
+    """Begin where there is something to begin with, and train."""
+    world = stop.world
+    origin = choose(config.checkpoint, world)
+    trainer = build(config, world.rank, world.size, fresh=origin.fresh)
+    notes = [*notes, *begin(trainer, origin)]
+    place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
+    with RunLog(config, world_size=world.size, device=trainer.device, enabled=world.rank == 0, **place) as log:
+        for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
+            log.note(text)
+        return train(trainer, log, stop)
 
 
 def report(error: Exception) -> None:

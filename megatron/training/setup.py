@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 
-from megatron.config.batch import batch_at, global_batch, total_samples, total_steps
+from megatron.config.batch import batch_at, global_batch, total_steps
 from megatron.config.launch import Launch
+from megatron.config.lengths import lengths
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.data.loader import DataSource, build_data
@@ -20,13 +21,11 @@ from megatron.optim.buckets import GradBuckets
 from megatron.optim.optimizer import Optimizer
 from megatron.optim.scaler import LossScaler
 from megatron.optim.schedule import Schedule
-from megatron.parallel.build import BuildContext
+from megatron.parallel.build import DTYPES, BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh, start_distributed
 from megatron.parallel.microbatch import MicroBatch
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -36,6 +35,8 @@ class Trainer:
     Attributes:
         iteration: steps taken.
         consumed_samples: samples they used.
+        batches_since: steps and samples after which the batches began that are those of now.
+        evaluated: steps taken before the last evaluation.
         digest: digest of the first ``digested_samples`` samples that the run has consumed.
         digest_read: digest of those that this rank has read since.
         files: what its checkpoints carry besides, by name: those of the tokenizer, for whoever uses the model.
@@ -52,13 +53,19 @@ class Trainer:
     data: DataSource = field(init=False)
     iteration: int = 0
     consumed_samples: int = 0
+    batches_since: tuple[int, int] = (0, 0)
+    evaluated: int = 0
     digest: int = 0
     digested_samples: int = 0
     digest_read: int = 0
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
 
     def begin_at(
-        self, iteration: int, consumed_samples: int, stretches: Mapping[str, Sequence[int]] | None = None
+        self,
+        iteration: int,
+        consumed_samples: int,
+        stretches: Mapping[str, Sequence[int]] | None = None,
+        batches_since: tuple[int, int] = (0, 0),
     ) -> None:
         """Take the run's schedule and data up from here.
 
@@ -66,6 +73,7 @@ class Trainer:
             iteration: steps taken.
             consumed_samples: samples they used.
             stretches: how the data were laid out for them; None for a run that begins.
+            batches_since: steps and samples after which the batches began that are those of now.
 
         Raises:
             DataError: when the data cannot be opened.
@@ -74,8 +82,8 @@ class Trainer:
         config, dp, begin = self.config, self.mesh.data_size, (iteration, consumed_samples)
         self.iteration, self.consumed_samples = begin
         self.digest, self.digested_samples, self.digest_read = 0, consumed_samples, 0
-        samples = total_samples(config.training, dp, *begin)
-        self.schedule = Schedule.from_config(config.optimizer, samples, global_batch(config.training, dp))
+        self.batches_since = batches_since
+        self.schedule = Schedule.from_config(config.optimizer, lengths(config, dp, *batches_since))
         self.data = build_data(config.data, config.training, config.model.vocab, dp, stretches=stretches, begin=begin)
 
     @property

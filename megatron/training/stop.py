@@ -26,17 +26,21 @@ class StopRequest:
     A later signal does what it did before, so that an impatient user gets through.
     """
 
-    def __init__(self, world: Group, device: torch.device, minutes: float | None = None) -> None:
+    def __init__(
+        self, world: Group, device: torch.device, minutes: float | None = None, since: float | None = None
+    ) -> None:
         """Listen from now on.
 
         Args:
             world: all ranks.
             device: this rank's.
             minutes: after which the run shall end; None for never.
+            since: what ``time.monotonic()`` was when they began; None for now.
 
         """
         self.world, self.device = world, device
-        self._deadline = None if minutes is None else time.monotonic() + 60.0 * minutes
+        since = time.monotonic() if since is None else since
+        self._deadline = None if minutes is None else since + 60.0 * minutes
         self._got, self._since = 0, 0.0
         self._previous = {s: signal.signal(s, self._handle) for s in SIGNALS}
 

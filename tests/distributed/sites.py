@@ -20,7 +20,8 @@ from megatron.parallel.comm import Group, Pending
 
 ROOT = Path(comm.__file__).parents[2]
 TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")
-OPS = (*TENSOR_OPS, *(f"start_{op}" for op in TENSOR_OPS), "all_gather_objects")
+OBJECT_OPS = ("all_gather_objects", "broadcast_object")
+OPS = (*TENSOR_OPS, *(f"start_{op}" for op in TENSOR_OPS), *OBJECT_OPS)
 Operation = Callable[..., Any]
 
 
@@ -113,8 +114,8 @@ def broken(target: Site, how: str) -> Iterator[None]:
 
 def _removed(name: str, original: Operation, value: Any, group: Group, *_: Any, **__: Any) -> Any:
     """Nothing is sent: the local part stands for all, in the shape the caller expects."""
-    if name == "all_gather_objects":
-        return [value] * group.size
+    if name in OBJECT_OPS:
+        return [value] * group.size if name == "all_gather_objects" else value
     result = value
     if name.endswith("all_gather"):
         result = torch.cat([value] * group.size)

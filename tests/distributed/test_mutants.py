@@ -20,7 +20,7 @@ from tests.distributed.detect import DETECTORS, Detector
 from tests.distributed.drive import Case, run_case
 from tests.distributed.grid import RECOMPUTE
 from tests.distributed.pool import Pool, RankError
-from tests.distributed.sites import MUTATIONS, Call, Site, broken, calls, strays, watching
+from tests.distributed.sites import MUTATIONS, OBJECT_OPS, Call, Site, broken, calls, strays, watching
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/layers/loss.py", "_exponentiate_in_place", "max", "doubled"): "the maximum of equal numbers is theirs",
@@ -32,8 +32,8 @@ CALLS = calls()
 
 
 def kinds(call: Call) -> list[str]:
-    """Python objects are not summed: their gather can only be left out."""
-    return ["removed"] if call.site.op == "all_gather_objects" else list(MUTATIONS)
+    """Python objects are not summed: sending them can only be left out."""
+    return ["removed"] if call.site.op in OBJECT_OPS else list(MUTATIONS)
 
 
 def run_watched(rank: int, world_size: int, detector: str) -> tuple[set[Site], Any]:

@@ -15,9 +15,15 @@ MEGATRON_LM = "latest_checkpointed_iteration.txt"
 
 
 def load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What to start from is there, and is ours. The folder that checkpoints are saved to may still have to be made."""
+    """What to start from is there, and is ours. The folder that checkpoints are saved to may still have to be made.
+
+    A run that has checkpoints of its own goes on from those, whatever has become of the place it began with.
+    """
     c = config.checkpoint
-    if c.load is None or str(c.load).startswith(HUGGING_FACE) or _one_folder(config):
+    if c.load in ("", HUGGING_FACE):
+        yield Problem("E801", f"--load '{c.load}' names no folder", ("drop --load",))
+        return
+    if c.load is None or str(c.load).startswith(HUGGING_FACE) or _one_folder(config) or holds_checkpoints(c.save):
         return
     folder = Path(str(c.load))
     if not folder.is_dir():
@@ -36,6 +42,9 @@ def load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
 def save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Checkpoints can be written, each into a folder of its own."""
     if config.checkpoint.save is None:
+        return
+    if config.checkpoint.save == "":
+        yield Problem("E802", "--save '' names no folder", ("--save checkpoints", "drop --save"))
         return
     folder = Path(str(config.checkpoint.save))
     there = next(path for path in (folder, *folder.parents) if path.exists())
@@ -72,6 +81,14 @@ def _hugging_face(config: RunConfig) -> Iterator[Problem]:
     if c.ckpt_step is not None:
         sentence = f"--load {c.load}: a Hugging Face model has no --ckpt-step {c.ckpt_step}"
         yield Problem("E803", sentence, ("--set checkpoint.ckpt_step=null",))
+
+
+def holds_checkpoints(folder: str | None) -> bool:
+    """Whether a folder holds one called like a checkpoint, or is one."""
+    if folder is None or str(folder).startswith(HUGGING_FACE):
+        return False
+    path = Path(str(folder))
+    return path.is_dir() and any(_step(each) is not None for each in (path, *path.iterdir()))
 
 
 def _one_folder(config: RunConfig) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megatron.config.batch import global_batch
+from megatron.config.checks.checkpoint import holds_checkpoints
 from megatron.config.lengths import lengths
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
@@ -35,13 +36,18 @@ def said_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def schedule(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Warm-up, decay and WSD's final decay fit into one another."""
-    o, t = config.optimizer, config.training
+    """Warm-up, decay and WSD's final decay fit into one another; once a run goes on, it is judged from there."""
+    t, c = config.training, config.checkpoint
     if (t.train_iters is None) == (t.train_samples is None):  # no length to measure them by
         return
-    ranks = config.parallel.data_parallel_size(world_size)
-    unit = global_batch(t, ranks)
-    warmup, decay, final = lengths(config, ranks)
+    if not any(holds_checkpoints(folder) for folder in (c.save, c.load)):
+        yield from schedule_problems(config, config.parallel.data_parallel_size(world_size))
+
+
+def schedule_problems(config: RunConfig, data_parallel_size: int, begin: tuple[int, int] = (0, 0)) -> Iterator[Problem]:
+    """What does not fit in the schedule of a run that has its present batches since ``begin``: steps, and samples."""
+    o, unit = config.optimizer, None if any(begin) else global_batch(config.training, data_parallel_size)
+    warmup, decay, final, _ = lengths(config, data_parallel_size, *begin)
     if warmup >= decay:
         sentence = f"the warm-up of {_shown(warmup)} samples does not end before the decay does, at {_shown(decay)}"
         shorter = _flag("lr_warmup", bool(o.lr_warmup_samples), decay / 10, unit)
@@ -59,10 +65,12 @@ def _shown(samples: float) -> str:
     return f"{samples:,.10g}"
 
 
-def _flag(name: str, in_samples: bool, samples: float, unit: int, least: int = 0) -> str:
-    """The flag that sets a length, rounded down, in samples or in steps of ``unit`` samples."""
+def _flag(name: str, in_samples: bool, samples: float, unit: int | None, least: int = 0) -> str:
+    """What sets a length, rounded down, in samples or in steps of ``unit`` samples; None where steps differ."""
     if in_samples:
         return f"{flag(name)}-samples {max(least, int(samples))}"
+    if unit is None:
+        return f"--set optimizer.{name}_samples={max(least, int(samples))}"
     return f"{flag(name)}-iters {max(least, int(samples // unit))}"
 
 

@@ -159,6 +159,9 @@ CASES = (
     # checkpoints
     Case("--save checkpoints --keep-last 0 --save-interval 0 --exit-duration-in-mins 0"),
     Case("--load no/such/folder"),
+    Case("--save ''"),
+    Case("--load ''"),
+    Case("--load hf:"),
     Case("--load doc"),
     Case("--load docs --save docs/flags.md/checkpoints"),
     Case("--load tests/golden/hf_bert"),

@@ -48,7 +48,7 @@ def test_every_option_has_one_role() -> None:
 
 @pytest.mark.parametrize("mode", RESUME_MODES)
 def test_an_unchanged_run_has_nothing_to_tell(mode: str) -> None:
-    assert compared("--swiglu", "--swiglu", mode) == Comparison((), ())
+    assert compared("--swiglu", "--swiglu", mode) == Comparison((), (), frozenset())
 
 
 def test_changes_are_told_by_flag() -> None:
@@ -190,17 +190,26 @@ def test_splits_are_compared_by_their_weights(text: str, same: bool) -> None:
 def test_what_another_version_wrote() -> None:
     saved: dict[str, Any] = to_dict(run())
     del saved["training"]["cross_entropy_chunk_size"], saved["model"]["kv_channels"], saved["checkpoint"]
-    saved["model"]["num_experts"] = 8
+    saved["training"]["num_helpers"] = 8
     saved["novelties"] = {"depth": [1, 2]}
     saved["optimizer"]["lr_decay_style"] = "stairs"
     comparison = compare(saved, run("--clip-grad 2"), "exact")
     assert comparison.lines == (
-        "the checkpoint has options that this version does not know: model.num_experts 8, novelties.depth [1, 2]",
+        "the checkpoint has options that this version does not know: training.num_helpers 8, novelties.depth [1, 2]",
         "--lr-decay-style: checkpoint stairs -> now linear",
         "--clip-grad: checkpoint 1 -> now 2",
     )
     (problem,) = comparison.problems
     assert problem.fixes == ("--clip-grad 1", "--resume-mode new-schedule")
+
+
+@pytest.mark.parametrize("mode", RESUME_MODES)
+def test_a_model_with_unknown_options_is_refused(mode: str) -> None:
+    saved: dict[str, Any] = to_dict(run())
+    saved["model"]["num_experts"] = 8
+    (problem,) = compare(saved, run(), mode).problems
+    sentence = "the checkpoint's model has options that this version does not know: model.num_experts 8"
+    assert (problem.code, problem.sentence, problem.fixes) == ("E822", sentence, ("update this program",))
 
 
 def test_a_length_that_cannot_be_read_is_not_taken_for_the_same() -> None:

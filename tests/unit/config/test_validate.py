@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.config.arguments import parse
 from megatron.config.compare import REFUSALS
+from megatron.config.lengths import lengths
 from megatron.config.model import ModelConfig
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
@@ -158,7 +159,7 @@ def test_schedules_are_accepted_exactly_where_they_can_be_built(said: dict[str, 
     if codes & {"E402", "E601"}:
         return
     try:
-        Schedule.from_config(config.optimizer, iters * batch, batch)
+        Schedule.from_config(config.optimizer, lengths(config, 1))
     except ValueError:
         assert codes & {"E403", "E404"}
     else:

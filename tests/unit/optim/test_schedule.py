@@ -10,7 +10,8 @@ import transformers.optimization as hf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.run import OptimizerConfig
+from megatron.config.lengths import lengths
+from megatron.config.run import OptimizerConfig, RunConfig, TrainingConfig
 from megatron.optim.schedule import Schedule
 
 STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
@@ -18,7 +19,9 @@ WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
 
 
 def schedule(*, total: int = 1000, batch: int = 1, **options: Any) -> Schedule:
-    return Schedule.from_config(OptimizerConfig(**options), total, batch)
+    training = TrainingConfig(train_samples=total, global_batch_size=batch)
+    config = RunConfig(optimizer=OptimizerConfig(**options), training=training)
+    return Schedule.from_config(config.optimizer, lengths(config, 1))
 
 
 # lr 1, min_lr 0.1, warm-up from 0.2 over 100 samples, decay until 900, WSD over the last 400 of these.

@@ -1,0 +1,55 @@
+"""What one rank does for all: the others hear what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.lock import hold
+from megatron.config.problems import UserError
+from megatron.parallel import comm
+from megatron.parallel.comm import Group
+
+T = TypeVar("T")
+
+
+def on_first(act: Callable[[], T], world: Group) -> T:
+    """What ``act`` returns on the first rank, which alone calls it; collective.
+
+    Raises:
+        CheckpointError: on every rank, when ``act`` raises one.
+        UserError: likewise.
+
+    """
+    outcome = comm.broadcast_object(_outcome(act) if world.rank == 0 else None, world)
+    if outcome is None:
+        raise TypeError("nothing came from the first rank")
+    value, error = outcome
+    if error is not None:
+        raise error
+    return value[0]
+
+
+def _outcome(act: Callable[[], T]) -> tuple[tuple[T, ...], Exception | None]:
+    """What is returned, alone, or what is raised."""
+    try:
+        return (act(),), None
+    except (CheckpointError, UserError) as error:
+        return (), error
+
+
+@contextmanager
+def claimed(save: str | None, world: Group) -> Iterator[None]:
+    """Keep the ``save`` folder for this run, and make it, so that one that cannot be written is found before a step.
+
+    Raises:
+        CheckpointError: when another run has it, or it cannot be written; on every rank.
+
+    """
+    with ExitStack() as stack:
+        if save is not None:
+            on_first(lambda: stack.enter_context(hold(Path(save))), world)
+        yield
