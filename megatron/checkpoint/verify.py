@@ -17,13 +17,16 @@ def damage(manifest: Manifest) -> Iterator[str]:
             manifest.prove(name)
         except DamagedError as error:
             yield str(error)
-    chunks = [(name, chunk) for name, record in manifest.tensors.items() for chunk in record.chunks]
+    chunks: dict[str, list[tuple[str, Chunk]]] = {file: [] for file in manifest.files}
+    for name, record in manifest.tensors.items():
+        for chunk in record.chunks:
+            chunks[chunk.file].append((name, chunk))
     for file in manifest.files:
         try:
             reader.prove_head(file)
         except DamagedError as error:
             yield str(error)
-        inside = sorted((c for c in chunks if c[1].file == file), key=lambda item: item[1].offset)
+        inside = sorted(chunks[file], key=lambda item: item[1].offset)
         yield from _uncovered(manifest, file, [chunk for _, chunk in inside])
         for name, chunk in inside:
             try:
