@@ -193,9 +193,9 @@ class CheckpointWriter(StorageWriter):
                 chunks[result.index.fqn].append(result.storage_data)
         tensors = {name: _with_chunks(record, chunks[name]) for name, record in tensors.items()}
         content = encode(tensors, files, self._extra.state, self._extra.config)
-        _check_lengths(folder, files)
         write_file(folder / MANIFEST, content)
         sync_folder(folder)
+        _check_lengths(folder, files)
         write_file(folder / f"{MARKER}.part", marker(content))
         os.rename(folder / f"{MARKER}.part", folder / MARKER)  # half a marker must not be taken for one
         sync_folder(folder)

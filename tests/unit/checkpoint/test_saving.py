@@ -6,13 +6,12 @@ import os
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from megatron.checkpoint import saving
 from megatron.checkpoint.errors import StorageError
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.checkpoint.verify import damage
 from tests.unit.checkpoint.samples import save, small
 
@@ -27,15 +26,15 @@ def test_what_somebody_else_removes_is_not_published(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, change: Callable[[Path], None], seen: str
 ) -> None:
     """As two processes do that save the same step: one makes the folder anew while the other writes."""
-    path, real = tmp_path / "iter_0000002", saving._write_small
+    path, real = tmp_path / "iter_0000002", saving.write_file
     save(path, small(), iteration=2)
 
-    def disturbed(folder: Path, *args: Any) -> Any:
-        record = real(folder, *args)
-        change(folder / name)
-        return record
+    def disturbed(file: Path, content: bytes) -> None:
+        if file.name == MANIFEST:
+            change(file.parent / name)
+        real(file, content)
 
-    monkeypatch.setattr(saving, "_write_small", disturbed)
+    monkeypatch.setattr(saving, "write_file", disturbed)
     with pytest.raises(StorageError, match=rf"{re.escape(name)} {seen} where \d+ bytes were written"):
         save(path, small(), iteration=3)
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
