@@ -268,10 +268,11 @@ def special_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int | lis
         raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER")
     generation = _object(files, GENERATION)
     try:
-        found = {name: ids.get(str(special_token(files, name.removesuffix("_id")))) for name in SPECIAL_IDS}
+        named = {name: special_token(files, name.removesuffix("_id")) for name in SPECIAL_IDS}
+        found = {name: None if token is None else ids.get(token) for name, token in named.items()}
         found["eos_token_id"] = end_of_text(files, ids)
     except DataError as error:
-        raise CheckpointError(str(error), "--tokenizer ANOTHER_FOLDER") from error
+        raise CheckpointError(str(error)) from error
     return {name: found[name] if generation.get(name) is None else generation[name] for name in SPECIAL_IDS}
 
 

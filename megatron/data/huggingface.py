@@ -44,10 +44,7 @@ class HuggingFaceTokenizer:
         self._tokenizer = _parse(self.files[TOKENIZER], Path(path))
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
-        eod = end_of_text(self.files, ids)
-        if eod is None:
-            raise _endless(self.files, Path(path))
-        self.eod = eod
+        self.eod = _end_of_document(self.files, ids, Path(path))
 
     @property
     def fingerprint(self) -> str:
@@ -76,10 +73,15 @@ class HuggingFaceTokenizer:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
 
-def _endless(files: Mapping[str, bytes], path: Path) -> DataError:
-    named = special_token(files, "eos_token")
+def _end_of_document(files: Mapping[str, bytes], ids: Mapping[str, int], path: Path) -> int:
+    try:
+        end, named = end_of_text(files, ids), special_token(files, "eos_token")
+    except DataError as error:
+        raise DataError(f"{path}: {error}") from error
+    if end is not None:
+        return end
     seen = f"{path} names no eos_token" if named is None else f"{path} has no id for its eos_token '{named}'"
-    return DataError(f"{seen}: nothing says what ends a document", f'"eos_token": "..." in {CONFIG} beside {TOKENIZER}')
+    raise DataError(f"{seen}: nothing says what ends a document", f'"eos_token": "..." in {CONFIG} beside {TOKENIZER}')
 
 
 def _unicode(text: str | bytes) -> str:

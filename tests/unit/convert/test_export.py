@@ -228,6 +228,8 @@ def test_special_ids() -> None:
     assert special_ids(files, 3) == {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}
     assert special_ids({}, 3) == {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
     assert special_ids({"tokenizer.json": files["tokenizer.json"]}, 3)["eos_token_id"] == 2, "as data ends with it"
+    words = {"model": {"vocab": {"None": 0}}}
+    assert set(special_ids({"tokenizer.json": json.dumps(words).encode()}, 3).values()) == {None}, "None is a word too"
     unsaid = files | {"generation_config.json": b'{"eos_token_id": null}'}
     assert special_ids(unsaid, 3)["eos_token_id"] == 2
     several = files | {"generation_config.json": b'{"eos_token_id": [2, 0]}'}
