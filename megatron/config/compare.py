@@ -248,17 +248,22 @@ def _read(saved: Mapping[str, Any], source: str) -> tuple[RunConfig, Values, lis
     """The configuration as far as this version can read it, values it cannot read, and options it does not know."""
     known: dict[str, Any] = {}
     unreadable: Values = {}
-    unknown = []
     for group, name, value in _entries(saved):
-        setting = SETTINGS.get(name)
-        if setting is None or group != setting.group:
-            unknown.append(f"{group}.{name} {value}")
-            continue
-        layer = from_tree({name: value}, source)
-        known |= layer.values
-        unreadable |= {name: value} if layer.problems else {}
+        if _is_known(group, name):
+            layer = from_tree({name: value}, source)
+            known |= layer.values
+            unreadable |= {name: value} if layer.problems else {}
     config = build(known)
-    return resolve(config, config.parallel.model_ranks), unreadable, unknown
+    return resolve(config, config.parallel.model_ranks), unreadable, unknown_options(saved)
+
+
+def unknown_options(saved: Mapping[str, Any]) -> list[str]:
+    """``group.name value`` of what a checkpoint's configuration has and this version does not know."""
+    return [f"{group}.{name} {value}" for group, name, value in _entries(saved) if not _is_known(group, name)]
+
+
+def _is_known(group: str, name: str) -> bool:
+    return name in SETTINGS and SETTINGS[name].group == group
 
 
 def _entries(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:

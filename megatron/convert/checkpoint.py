@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,10 +16,10 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor, Part
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.store import write
+from megatron.config.compare import unknown_options
 from megatron.config.hf import read_config
 from megatron.config.resolve import resolve
 from megatron.config.run import PrecisionConfig, RunConfig
-from megatron.config.settings import SETTINGS
 from megatron.config.sources import from_dict, to_dict
 from megatron.convert.blocks import BLOCK_ELEMENTS
 from megatron.convert.complaints import refuse
@@ -64,18 +64,9 @@ def open_checkpoint(path: Path, step: int | None = None) -> tuple[Manifest, list
     manifest, passed_over = Checkpoints(path).newest(step)
     notes = [f"from {manifest.path}, step {manifest.state.get('iteration')}"]
     notes += [f"passed over {found.path}: {found.problem}" for found in passed_over]
-    unknown = _unknown_options(manifest)
+    unknown = unknown_options(manifest.config)
     notes += [f"it has options that this version does not know: {', '.join(unknown)}"] if unknown else []
     return manifest, notes
-
-
-def _unknown_options(manifest: Manifest) -> list[str]:
-    return [
-        f"{group}.{name} {value}"
-        for group, values in manifest.config.items()
-        for name, value in (values.items() if isinstance(values, Mapping) else ())
-        if name not in SETTINGS or SETTINGS[name].group != group
-    ]
 
 
 class SavedModel:
@@ -138,7 +129,7 @@ class SavedModel:
 
 def _described(manifest: Manifest) -> RunConfig:
     """The model and the precision of the run that wrote a checkpoint; what it does not say is as by default."""
-    unknown = [option for option in _unknown_options(manifest) if option.startswith("model.")]
+    unknown = [option for option in unknown_options(manifest.config) if option.startswith("model.")]
     refuse(manifest.path, {"has a model with options that this version does not know": unknown}, "update this program")
     precision = {k: v for k, v in manifest.config.get("precision", {}).items() if k == "params_dtype"}
     return from_dict({"model": manifest.config.get("model", {}), "precision": precision})
