@@ -77,7 +77,7 @@ def filter_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
     """
     logits_BV = logits_BV.double()
     below_BV = logits_BV - logits_BV.amax(-1, keepdim=True)  # first, so that 0 stays 0 however small the temperature
-    logits_BV = below_BV / below_BV.new_tensor(sampling.temperature)  # a Python number would become its reciprocal
+    logits_BV = below_BV / below_BV.new_tensor(sampling.temperature)  # CUDA multiplies by a plain number's reciprocal
     if sampling.top_k is not None:
         kth_B1 = logits_BV.topk(min(sampling.top_k, logits_BV.shape[1])).values[:, -1:]
         logits_BV = logits_BV.masked_fill(logits_BV < kth_B1, float("-inf"))
