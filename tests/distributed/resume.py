@@ -10,7 +10,10 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
+from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.manifest import Manifest
 from megatron.config.resolve import resolve
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.parallel.mesh import everyone
@@ -147,6 +150,17 @@ def gathered(legs: Sequence[Leg]) -> StepTrace:
     return join([leg.state for leg in legs])
 
 
+def _unreadable(step: int) -> Callable[[Manifest], dict[str, bytes]]:
+    """The small files of the checkpoint of ``step`` cannot be read on this machine."""
+
+    def carried_by(manifest: Manifest) -> dict[str, bytes]:
+        if manifest.state["iteration"] == step:
+            raise DamagedError(f"{manifest.path}/tokenizer cannot be read here")
+        return {}
+
+    return carried_by
+
+
 ACTIONS: dict[str, Callable[[Trainer], None]] = {
     "kill": kill,
     "die": die_within,
@@ -162,5 +176,8 @@ def run_rank(
     """A run on this rank, on which ``what`` happens at ``step``; on all ranks where ``on`` names none."""
     event: AbstractContextManager[Any] | None = None
     if what and on in (None, rank):
-        event = full_disk(step) if what == "full disk" else before_step(step, ACTIONS[what])
+        if what == "unreadable files":
+            event = patch("megatron.training.resume.carried_by", _unreadable(step))
+        else:
+            event = full_disk(step) if what == "full disk" else before_step(step, ACTIONS[what])
     return start(config, event, rank, world_size)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron.checkpoint.lock import hold
 from megatron.config.run import CheckpointConfig, RunConfig
 from tests.distributed.grid import FACTORS
 from tests.distributed.pool import Pool, RankError
@@ -158,6 +159,21 @@ def test_all_ranks_pass_over_the_same_damaged_checkpoint(pool: Pool, killed: Pat
     assert why in said
     assert ranks[1].out == ""
     assert saved_steps(killed / "saved") == [2, 4, 6]
+
+
+@pytest.mark.parametrize(("rank", "first"), [(0, 3), (1, 5)])
+def test_what_one_rank_cannot_read_does_not_part_the_ranks(pool: Pool, killed: Path, rank: int, first: int) -> None:
+    """Only the first rank reads the small files; what it finds holds for all."""
+    ranks = go_on(pool, run_of(killed), "unreadable files", 4, rank)
+    assert [(told.status, told.err, min(told.samples)) for told in ranks] == [(0, "", first)] * 2
+
+
+def test_a_folder_that_another_run_has(pool: Pool, tmp_path: Path) -> None:
+    with hold(tmp_path / "saved"):
+        ranks = go_on(pool, run_of(tmp_path))
+    assert [(told.status, told.samples) for told in ranks] == [(1, {}), (1, {})]
+    (told,) = [told.err for told in ranks if told.err]
+    assert f"{tmp_path}/saved is in use by process {os.getpid()} on " in told
 
 
 @pytest.mark.parametrize("how", ["truncated", "a bit flipped"])

@@ -48,12 +48,20 @@ def notes(flags: str) -> tuple[str, ...]:
         "--save new --load ckpt/iter_0000100 --ckpt-step 100",
         "--load ckpt --ckpt-step 0",
         "--load other --resume-mode new-schedule",
+        "--save ckpt --load gone",  # where the run once began; it goes on from its own
+        "--save ckpt --lr-warmup-samples 200",  # which depends on where the run is: judged when that is known
+        "--load ckpt/iter_0000100 --lr-warmup-samples 200",
         "--exit-duration-in-mins 0.5",
         "--exit-duration-in-mins 230",
     ],
 )
 def test_what_goes_together_is_accepted(flags: str) -> None:
     assert told(flags) == []
+
+
+@pytest.mark.parametrize("flags", ["", "--save other", "--save new --load other"])
+def test_a_schedule_is_judged_from_the_start_where_there_is_nothing_to_go_on_from(flags: str) -> None:
+    assert [p.code for p in told(f"{flags} --lr-warmup-samples 200")] == ["E403"]
 
 
 def test_a_folder_that_cannot_be_written_is_found_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:

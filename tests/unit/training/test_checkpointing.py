@@ -171,6 +171,18 @@ def test_other_samples_are_refused(tmp_path: Path, other: str) -> None:
     assert saved_steps(tmp_path / "saved") == [2, 4]
 
 
+def test_other_validation_data_are_refused(tmp_path: Path) -> None:
+    """Of which no sample was consumed: the last document of all."""
+    flags = f"{write_documents(tmp_path / 'documents')} --eval-iters 1"
+    start(run_of(tmp_path, flags), before_step(6, kill))
+    path = tmp_path / "documents.bin"
+    content = path.read_bytes()
+    path.write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
+    told = start(run_of(tmp_path, flags))
+    assert told.status == 1
+    assert "E815 the train and valid data are not those of the checkpoint: other files, or another order\n" in told.err
+
+
 def test_the_same_samples_in_another_order_are_refused(tmp_path: Path) -> None:
     """As from a version that shuffles in another way: no option and no file has changed."""
     flags = write_documents(tmp_path / "documents")

@@ -16,7 +16,7 @@ from megatron.training.loop import train
 from megatron.training.setup import Trainer, build
 from megatron.training.step import evaluate
 from megatron.training.stop import StopRequest
-from tests.runs import before_step, column, differences, records, saved_steps, spoil_step, start, steps, tiny_run
+from tests.runs import before_step, column, differences, kill, records, saved_steps, spoil_step, start, steps, tiny_run
 
 
 def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
@@ -76,6 +76,52 @@ def test_evaluation_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
 def test_evaluation_only_at_the_end(tmp_path: Path) -> None:
     trained(tmp_path, "--eval-iters 1")
     assert column(tmp_path, "iteration", "lm loss validation") == [6]
+
+
+def evaluated(folder: Path) -> list[int]:
+    """Steps after which there was an evaluation."""
+    return column(folder, "iteration", "lm loss validation")
+
+
+EVALUATING = "--save {}/saved --eval-interval 2 --eval-iters 1"
+
+
+@pytest.mark.parametrize("step", [2, 6])
+def test_a_run_killed_while_it_evaluates_evaluates_again(tmp_path: Path, step: int) -> None:
+    def killed(trainer: Trainer) -> Any:
+        return kill(trainer) if trainer.iteration == step else evaluate(trainer)
+
+    config = tiny_run(tmp_path, EVALUATING.format(tmp_path) + " --save-interval 1")
+    assert start(config, patch("megatron.training.loop.evaluate", killed)).status is None
+    assert evaluated(tmp_path) == [*range(2, step, 2)]
+    assert saved_steps(tmp_path / "saved") == [*range(1, step)]  # not with an evaluation that nobody knows of
+    assert start(config).status == 0
+    assert evaluated(tmp_path) == [2, 4, 6]
+    assert start(config).samples == {}
+    assert evaluated(tmp_path) == [2, 4, 6]
+
+
+def test_what_a_signal_prevents_is_made_up_for(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, EVALUATING.format(tmp_path))
+    assert start(config, before_step(4, lambda trainer: signal.raise_signal(signal.SIGTERM))).status == 143
+    assert evaluated(tmp_path) == [2]
+    assert start(config).status == 0
+    assert evaluated(tmp_path) == [2, 4, 6]
+    start(tiny_run(tmp_path / "whole", EVALUATING.format(tmp_path / "whole")))
+    assert steps(tmp_path) == steps(tmp_path / "whole")
+    assert differences(tmp_path / "saved/iter_0000006", tmp_path / "whole/saved/iter_0000006") == []
+
+
+def test_a_signal_in_the_last_step_does_not_cost_the_last_evaluation(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, EVALUATING.format(tmp_path))
+    assert start(config, before_step(6, lambda trainer: signal.raise_signal(signal.SIGTERM))).status == 0
+    assert evaluated(tmp_path) == [2, 4, 6]
+
+
+def test_what_was_evaluated_at_an_exit_is_not_evaluated_again(tmp_path: Path) -> None:
+    assert start(tiny_run(tmp_path, f"{EVALUATING.format(tmp_path)} --exit-interval 4")).status == 0
+    assert start(tiny_run(tmp_path, EVALUATING.format(tmp_path))).status == 0
+    assert evaluated(tmp_path) == [2, 4, 6]
 
 
 def test_evaluation_changes_nothing(tmp_path: Path) -> None:

@@ -98,6 +98,20 @@ def test_an_error_that_another_rank_told_is_not_told_again(
     assert "E701" not in capsys.readouterr().err
 
 
+def test_the_clock_starts_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And not when torch is there and all ranks have met."""
+    given: list[float | None] = []
+    monkeypatch.setattr(main, "run", lambda config, notes, started: given.append(started) or 0)
+    before = time.monotonic()
+    parsed: list[float] = []
+    original = pretrain_gpt.with_vocabulary
+    monkeypatch.setattr(
+        pretrain_gpt, "with_vocabulary", lambda config: parsed.append(time.monotonic()) or original(config)
+    )
+    assert pretrain_gpt.main([*FLAGS.split(), "--run-dir", str(tmp_path)]) == 0
+    assert before <= (given[0] or 0.0) <= parsed[0]
+
+
 def place(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int) -> None:
     for name, value in {"RANK": rank, "WORLD_SIZE": 16, "LOCAL_RANK": local_rank}.items():
         monkeypatch.setenv(name, str(value))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from collections.abc import Callable
@@ -11,8 +12,10 @@ import pytest
 import torch
 
 from megatron.checkpoint.manifest import marker
-from megatron.config.run import RunConfig
+from megatron.config.run import DataConfig, RunConfig
 from megatron.convert.checkpoint import import_hf
+from megatron.data.errors import DataError
+from megatron.training import resume
 from megatron.training.setup import Trainer
 from tests.runs import Told, before_step, checkpoint, differences, kill, saved_steps, start, steps, tiny_run
 from tests.unit.convert.folders import random_weights, write_folder
@@ -157,6 +160,42 @@ def test_load_from_another_folder(killed: Path, tmp_path: Path) -> None:
 def test_load_one_checkpoint_by_its_folder(killed: Path, tmp_path: Path) -> None:
     told = go_on(tmp_path / "other", f"--load {killed}/saved/iter_0000002")
     assert sorted(told.samples) == [3, 4, 5, 6]
+
+
+def test_load_a_copy_of_a_checkpoint_under_a_name_of_its_own(killed: Path, tmp_path: Path) -> None:
+    best = Path(shutil.copytree(killed / "saved/iter_0000002", killed / "best"))
+    told = go_on(tmp_path / "other", f"--load {best}")
+    assert (told.status, sorted(told.samples)) == (0, [3, 4, 5, 6])
+    assert f"resumed from {best}: step 2, 8 samples" in told.out
+    assert go_on(tmp_path / "another", f"--load {best} --ckpt-step 2").status == 0
+    assert (
+        f"E812 {best} has no checkpoint of step 4; it has 2\n"
+        in go_on(tmp_path / "new", f"--load {best} --ckpt-step 4").err
+    )
+    truncate(best / TENSORS)
+    told = go_on(tmp_path / "last", f"--load {best}")
+    assert f"E811 no checkpoint in {best} can be used: best: " in told.err
+    assert "\n  fix: --load ANOTHER\n" in told.err
+
+
+def test_what_a_run_began_with_need_not_be_there_for_ever(killed: Path, tmp_path: Path) -> None:
+    other, flags = tmp_path / "other", f"--load {killed}/saved --ckpt-step 2"
+    start(run_of(other, flags), before_step(STEPS, kill))
+    shutil.rmtree(killed / "saved")
+    assert sorted(go_on(other, flags).samples) == [5, 6]
+
+
+def test_a_beginning_from_nothing_is_told(tmp_path: Path) -> None:
+    assert f"starts from nothing: {tmp_path}/saved holds no checkpoint" in go_on(tmp_path).out
+    assert "starts from nothing" not in go_on(tmp_path).out
+
+
+@pytest.mark.parametrize("load", ["", "--load {}/saved"])
+def test_a_new_schedule_of_nothing_is_refused(tmp_path: Path, load: str) -> None:
+    told = go_on(tmp_path, f"{load.format(tmp_path)} --resume-mode new-schedule")
+    assert (told.status, told.samples) == (1, {})
+    sentence = f"E812 --resume-mode new-schedule, but {tmp_path}/saved holds no checkpoint to go on from"
+    assert f"{sentence}\n  fix: --load ANOTHER | --resume-mode exact\n" in told.err
 
 
 def test_going_on_without_saving(killed: Path, tmp_path: Path) -> None:
@@ -318,3 +357,31 @@ def test_converted_weights_are_no_run_to_go_on_with(tmp_path: Path, gpt2: tuple[
     assert sorted(go_on(tmp_path / "run", f"{flags} --resume-mode weights-only").samples) == [1, 2, 3, 4, 5, 6]
     own = start(tiny_run(tmp_path / "run", f"--save {tmp_path}/converted"))
     assert f"fix: --load {tmp_path}/converted --save {tmp_path}/converted-new --resume-mode weights-only" in own.err
+
+
+@pytest.mark.parametrize(
+    ("theirs", "kept"),
+    [
+        ({"tokenizer/tokenizer.json": b"ours"}, {"eos_token_id": 299, "pad_token_id": 1, "top_k": 5}),
+        ({"tokenizer/tokenizer.json": b"theirs", "tokenizer/merges.txt": b""}, {"top_k": 5}),
+        ({}, {"top_k": 5}),
+    ],
+)
+def test_ids_of_another_tokenizer_do_not_stay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: dict[str, Path | bytes], kept: dict[str, int]
+) -> None:
+    generation = tmp_path / "generation_config.json"
+    generation.write_text(json.dumps({"eos_token_id": 299, "pad_token_id": 1, "top_k": 5}))
+    data = DataConfig(data_path=("corpus",))
+    carried = {**theirs, generation.name: generation}
+    monkeypatch.setattr(resume, "tokenizer_files", lambda prefix: {})
+    assert resume.companions(data, carried) == carried
+    monkeypatch.setattr(resume, "tokenizer_files", lambda prefix: {"tokenizer.json": b"ours"})
+    found = resume.companions(data, carried)
+    assert found.keys() == {"tokenizer/tokenizer.json", generation.name}
+    content = found[generation.name]
+    assert json.loads(content if isinstance(content, bytes) else content.read_bytes()) == kept
+    generation.write_text("[]x")
+    if len(kept) == 1:
+        with pytest.raises(DataError, match=r"the origin's generation_config\.json is no JSON object"):
+            resume.companions(data, carried)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -53,3 +54,13 @@ def test_signals_are_given_back(heard: list[int]) -> None:
     StopRequest(Group(), CPU).restore()
     signal.raise_signal(signal.SIGTERM)
     assert heard == [signal.SIGTERM]
+
+
+@pytest.mark.parametrize(("since", "answer"), [(None, 0), (400.5, 0), (399.9, stop.TIME_IS_UP)])
+def test_the_clock_counts_from_where_it_is_told(
+    heard: list[int], monkeypatch: pytest.MonkeyPatch, since: float | None, answer: int
+) -> None:
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: 1000.0))
+    request = StopRequest(Group(), CPU, minutes=10.0, since=since)
+    assert request.agreed() == answer
+    request.restore()
