@@ -277,10 +277,8 @@ def companions(data: DataConfig, carried: Mapping[str, Path | bytes]) -> dict[st
     if not ours:
         return dict(carried)
     kept = {name: content for name, content in carried.items() if not name.startswith(TOKENIZER)}
-    same = (
-        TOKENIZER_JSON in ours and TOKENIZER_JSON in carried and ours[TOKENIZER_JSON] == _bytes(carried[TOKENIZER_JSON])
-    )
-    if GENERATION in kept and not same:
+    same = TOKENIZER_JSON in carried and _bytes(carried[TOKENIZER_JSON]) == ours.get(TOKENIZER_JSON)
+    if GENERATION in kept and not same:  # its ids are those of another tokenizer
         kept[GENERATION] = _without_special_ids(_bytes(kept[GENERATION]))
     return kept | ours
 
@@ -292,9 +290,11 @@ def _bytes(content: Path | bytes) -> bytes:
 def _without_special_ids(generation: bytes) -> bytes:
     """A generation_config.json that says nothing of the ids of another tokenizer."""
     try:
-        settings = dict(json.loads(generation))
+        settings = json.loads(generation)
     except ValueError as error:
-        raise DataError(f"the origin's {GENERATION} is no JSON object: {error}") from error
+        raise DataError(f"the origin's {GENERATION} is no JSON: {error}") from error
+    if not isinstance(settings, dict):
+        raise DataError(f"the origin's {GENERATION} is {type(settings).__name__} in JSON, not an object")
     return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_IDS}).encode()
 
 

@@ -22,6 +22,7 @@ def on_first(act: Callable[[], T], world: Group) -> T:
     Raises:
         CheckpointError: on every rank, when ``act`` raises one.
         UserError: likewise.
+        OSError: likewise.
 
     """
     outcome = comm.broadcast_object(_outcome(act) if world.rank == 0 else None, world)
@@ -37,7 +38,7 @@ def _outcome(act: Callable[[], T]) -> tuple[tuple[T, ...], Exception | None]:
     """What is returned, alone, or what is raised."""
     try:
         return (act(),), None
-    except (CheckpointError, UserError) as error:
+    except (CheckpointError, UserError, OSError) as error:
         return (), error
 
 

@@ -381,7 +381,11 @@ def test_ids_of_another_tokenizer_do_not_stay(
     assert found.keys() == {"tokenizer/tokenizer.json", generation.name}
     content = found[generation.name]
     assert json.loads(content if isinstance(content, bytes) else content.read_bytes()) == kept
-    generation.write_text("[]x")
-    if len(kept) == 1:
-        with pytest.raises(DataError, match=r"the origin's generation_config\.json is no JSON object"):
-            resume.companions(data, carried)
+
+
+@pytest.mark.parametrize(("content", "said"), [("{", "is no JSON: "), ("3", "is int in JSON, not an object")])
+def test_ids_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, said: str) -> None:
+    (tmp_path / "generation_config.json").write_text(content)
+    monkeypatch.setattr(resume, "tokenizer_files", lambda prefix: {"tokenizer.json": b"ours"})
+    with pytest.raises(DataError, match=f"the origin's generation_config.json {said}"):
+        resume.companions(DataConfig(data_path=("c",)), {p.name: p for p in tmp_path.iterdir()})
