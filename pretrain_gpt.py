@@ -15,6 +15,7 @@ from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
 from megatron.data.vocabulary import vocabulary
+from megatron.training.preview import Preview, preview, recall
 
 
 def main(argv: Sequence[str]) -> int:
@@ -26,8 +27,9 @@ def main(argv: Sequence[str]) -> int:
     """
     started = time.monotonic()
     try:
-        parsed = parse(argv)
+        parsed = parse(argv, recall=recall)
         config = with_vocabulary(parsed.config)
+        seen = preview(config, parsed.world_size) if parsed.check_only else Preview()
     except (UserError, DataError) as error:
         launch = Launch.read(os.environ)
         # Flags are the same on all ranks; files may be missing on one machine only.
@@ -35,7 +37,8 @@ def main(argv: Sequence[str]) -> int:
             print(error, file=sys.stderr)
         return 2
     if parsed.check_only:
-        print(Parsed(config, parsed.world_size, notes=parsed.notes).summary())
+        checked = Parsed(config, parsed.world_size, notes=(*parsed.notes, *seen.notes))
+        print(checked.summary(seen.iteration, seen.consumed_samples))
         return 0
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
     from megatron.training.main import run  # torch takes seconds to import: only for flags known to be good

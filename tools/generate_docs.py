@@ -20,10 +20,11 @@ INTRODUCTION = """# Flags
 
 Written by `python tools/generate_docs.py` from the classes in `megatron/config/`; a test keeps it up to date.
 
-Values are laid over one another in this order: the defaults below, the `config.json` of `--load hf:DIR`, `--preset
-NAME`, `--config FILE...` (YAML, by group or flat), flags, `--set group.field=value`. A later source that says a length
-in another way (`train_samples` after `train_iters`) replaces the earlier one. `--check-config [--world-size N]` checks
-everything without a GPU, and without importing torch, and prints what the run would be. Booleans take `--x` and
+Values are laid over one another in this order: the defaults below, the model of the checkpoint or of the
+`hf:DIR` that the run starts from, `--preset NAME`, `--config FILE...` (YAML, by group or flat), flags,
+`--set group.field=value`. A later source that says a length in another way (`train_samples` after `train_iters`)
+replaces the earlier one. `--check-config [--world-size N]` checks everything without a GPU, and without importing
+torch, and prints what the run would be and what the start would say of its checkpoint. Booleans take `--x` and
 `--no-x`. Flags cannot be abbreviated.
 """
 

@@ -1,15 +1,17 @@
 """From a command line to a checked configuration.
 
-Values are laid over one another in this order: defaults, the config.json of ``--load hf:DIR``, ``--preset``,
-``--config`` files, flags, ``--set``. Everything that is wrong, in the spelling as in the values, is reported at once.
+Values are laid over one another in this order: defaults, the model of the checkpoint or of the ``hf:DIR`` to start
+from, ``--preset``, ``--config`` files, flags, ``--set``. Everything that is wrong, in the spelling as in the values, is
+reported at once.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megatron.config.checks import batch, checkpoint, idle
 from megatron.config.compare import compare
@@ -19,11 +21,14 @@ from megatron.config.parser import Given, read
 from megatron.config.presets import PRESETS
 from megatron.config.problems import Problem, UserError, did_you_mean
 from megatron.config.resolve import resolve
-from megatron.config.run import RunConfig
+from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.config.settings import SETTINGS
 from megatron.config.sources import (
     Layer,
     build,
+    flat,
     from_assignments,
+    from_checkpoint,
     from_file,
     from_hugging_face,
     lay_over,
@@ -31,6 +36,9 @@ from megatron.config.sources import (
 )
 from megatron.config.summary import summary
 from megatron.config.validate import problems
+
+Recall = Callable[[CheckpointConfig], Mapping[str, Any] | None]
+"""From where a run starts to ``to_dict`` of the configuration that the checkpoint there has; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -49,18 +57,21 @@ class Parsed:
     check_only: bool = False
     notes: tuple[str, ...] = ()
 
-    def summary(self) -> str:
-        """What ``--check-config`` prints."""
+    def summary(self, iteration: int = 0, consumed_samples: int = 0) -> str:
+        """What ``--check-config`` prints of a run that has taken so many steps and used so many samples."""
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([*notes, summary(self.config, self.world_size), "config ok"])
+        return "\n".join([*notes, summary(self.config, self.world_size, iteration, consumed_samples), "config ok"])
 
 
-def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Parsed:
+def parse(
+    argv: Sequence[str], environ: Mapping[str, str] = os.environ, recall: Recall = lambda options: None
+) -> Parsed:
     """The configuration of a command line.
 
     Args:
         argv: without the program's name.
         environ: where torchrun or srun say how many ranks there are.
+        recall: finds the configuration of the checkpoint that the run starts from.
 
     Raises:
         UserError: with every problem of flags, files and values.
@@ -72,24 +83,37 @@ def parse(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> Parse
     files = [from_file(path) for path in known.config]
     flags, assignments = _from_flags(reading.given), from_assignments(known.set)
     layers = [_preset(known.preset), *files, flags, assignments, reading.malformed, foreign]
-    theirs = from_hugging_face(lay_over(layer.values for layer in layers).get("load"))
+    own = build(lay_over(layer.values for layer in layers))
+    saved = recall(own.checkpoint)
+    theirs = from_hugging_face(own.checkpoint.load) if saved is None else from_checkpoint(saved)
     layers.insert(0, theirs)
     said = lay_over(layer.values for layer in layers)
     config = build(said)
     found = [problem for layer in layers for problem in layer.problems] + habits(reading.spellings, config)
     world_size = _world_size(known, config, environ, found, notes)
     found += problems(config, world_size, {name for layer in layers for name in layer.doubtful})
-    if theirs.values and all(problem.code != "E600" for problem in found):  # derived sizes need numbers in range
+    in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
+    if saved is None and theirs.values and in_range:
         shape = to_dict(build(theirs.values))
         changes = compare(shape, resolve(config, world_size), "weights-only", name="config.json")
         notes += changes.lines
         found += changes.problems
     if found:
         raise UserError(found)
+    if saved is not None:
+        told = set(theirs.values) - {"vocab_size"}  # which is most often not said but known from the data
+        notes += _taken_over(sorted(told), resolve(own, world_size), resolve(config, world_size))
     notes += assumptions(reading.spellings, said)
     notes += costs(reading.spellings, config, world_size)
     notes += [*batch.remarks(config, world_size), *checkpoint.remarks(config), *idle.remarks(config)]
     return Parsed(resolve(config, world_size), world_size, known.check_config, tuple(notes))
+
+
+def _taken_over(names: Iterable[str], own: RunConfig, config: RunConfig) -> list[str]:
+    """A note on what comes from the checkpoint's model and would be something else without it."""
+    before, after = flat(own), flat(config)
+    taken = [SETTINGS[name].spell(after[name]) for name in names if before[name] != after[name]]
+    return [f"from the checkpoint's model, where no flag says otherwise: {' '.join(taken)}"] if taken else []
 
 
 def _preset(name: str | None) -> Layer:

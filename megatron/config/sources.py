@@ -153,9 +153,26 @@ def from_hugging_face(load: Any) -> Layer:
     except UserError as error:
         # Without its config.json nothing is known about the model: what it would say is not checked.
         return Layer(problems=list(error.problems), doubtful={f.name for f in fields(ModelConfig)})
-    if values["max_position_embeddings"] < TrainingConfig.seq_length:
-        values["seq_length"] = values["max_position_embeddings"]
-    return Layer(values)
+    return Layer(_with_samples(values))
+
+
+def from_checkpoint(saved: Mapping[str, Any]) -> Layer:
+    """The layer of the model in a checkpoint's configuration, as far as this version can read it.
+
+    What it cannot read is left to :func:`megatron.config.compare.compare`.
+    """
+    model = saved.get("model")
+    values: Values = {}
+    for name, value in model.items() if isinstance(model, Mapping) else ():
+        if name in SETTINGS and SETTINGS[name].group == "model":
+            values |= from_tree({name: value}, "checkpoint").values
+    return Layer(_with_samples(values))
+
+
+def _with_samples(model: Values) -> Values:
+    """Values of a model, with samples no longer than what it knows where that is less than the default."""
+    positions = model.get("max_position_embeddings") or TrainingConfig.seq_length
+    return model | ({"seq_length": positions} if positions < TrainingConfig.seq_length else {})
 
 
 def lay_over(layers: Iterable[Values]) -> Values:
