@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +16,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.errors import CheckpointError, NewerVersionError
+from megatron.checkpoint.errors import CheckpointError, NewerVersionError, within
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import is_complete
@@ -27,7 +28,7 @@ EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
 
 
 def listing(args: argparse.Namespace) -> int:
-    """Print the checkpoints of a folder, newest first; those that cannot be used with the reason."""
+    """Print the checkpoints of a folder, newest first; those that are not complete with the reason."""
     checkpoints = existing(args.folder)
     if checkpoints.is_checkpoint:
         raise CheckpointError(f"{args.folder} is a checkpoint itself", f"show {args.folder}")
@@ -37,7 +38,7 @@ def listing(args: argparse.Namespace) -> int:
     for item in found:
         size = amount(item.manifest.total_bytes) if item.manifest else "-"
         age = ago(time.time() - item.path.stat().st_mtime)
-        print(f"{item.path.name:18} step {item.iteration:<8} {size:>9}  {age:>12}  {item.problem or 'valid'}")
+        print(f"{item.path.name:18} step {item.iteration:<8} {size:>9}  {age:>12}  {item.problem or 'complete'}")
     return EQUAL
 
 
@@ -61,16 +62,14 @@ def verified(path: Path) -> int:
 
     try:
         manifest = Manifest.open(path)
-        problems = list(damage(manifest))
+        problems = [within(path, problem) for problem in damage(manifest)]
     except NewerVersionError as error:
         print(error)
         return UNREADABLE
     except CheckpointError as error:
-        problems = [str(error)]
-    for problem in problems:
-        print(problem)
+        problems = [within(path, error)]
     if problems:
-        print(f"{path}: damaged")
+        print("\n  ".join([f"{path}: damaged", *problems]))
         return DIFFERENT
     print(f"{path}: {amount(manifest.total_bytes)} in {len(manifest.files)} files, as they were written")
     return EQUAL
@@ -103,7 +102,10 @@ def show_values(manifest: Manifest, pattern: str) -> int:
     reader = CheckpointReader(manifest)
     names = [name for name in reader.names if fnmatch(name, pattern)]
     if not names:
-        raise CheckpointError(f"{manifest.path} has no tensor that matches {pattern}", "quote it: 'layers.0.*'")
+        fix = f"show {manifest.path}, which lists them"
+        if any(pattern in name for name in reader.names):
+            fix = f"names match as a whole: '*{pattern}*'"
+        raise CheckpointError(f"{manifest.path} has no tensor that matches {pattern}", fix)
     for name in names:
         record, s = manifest.tensors[name], summarize(reader, name)
         print(f"{name}  {record.dtype} {list(record.shape)}  min {s.minimum:.6g}  max {s.maximum:.6g}  rms {s.rms:.6g}")
@@ -111,13 +113,22 @@ def show_values(manifest: Manifest, pattern: str) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print in what two checkpoints differ: options, state, tensors."""
+    """Print in what two checkpoints differ: options, state, tensors.
+
+    Options of one start of a run, such as where it saves, are told and not counted.
+    """
     from megatron.checkpoint.reader import CheckpointReader
+    from megatron.config.compare import ROLES, Role
 
     a, b = newest(args.a), newest(args.b)
-    lines = [*differing("option", a.config, b.config), *differing("state", a.state, b.state)]
-    for text in lines:
-        print(text)
+    differ = False
+    for key, text in differing(a.config, b.config):
+        of_a_start = ROLES.get(key.rpartition(".")[2]) is Role.START
+        print(f"option {key}: {text}" + (" (of one start; not counted)" if of_a_start else ""))
+        differ |= not of_a_start
+    for key, text in differing(a.state, b.state):
+        print(f"state {key}: {text}")
+        differ = True
     identical, readers = 0, (CheckpointReader(a), CheckpointReader(b))
     for name in sorted(a.tensors.keys() | b.tensors.keys()):
         line = differing_tensor(*readers, name)
@@ -125,18 +136,18 @@ def diff(args: argparse.Namespace) -> int:
             identical += 1
         else:
             print(line)
-            lines.append(line)
+            differ = True
     print(f"{identical} of {len(a.tensors.keys() | b.tensors.keys())} tensors identical to the bit")
-    return DIFFERENT if lines else EQUAL
+    return DIFFERENT if differ else EQUAL
 
 
-def differing(what: str, a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
-    """One line per value that two nested mappings do not share."""
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Name and both values of what two nested mappings do not share."""
     left, right = dict(flat(a)), dict(flat(b))
     for key in sorted(left.keys() | right.keys()):
         seen = [json.dumps(side[key]) if key in side else "(none)" for side in (left, right)]
         if seen[0] != seen[1]:
-            yield f"{what} {key}: {seen[0]} | {seen[1]}"
+            yield key, " | ".join(seen)
 
 
 def differing_tensor(a: CheckpointReader, b: CheckpointReader, name: str) -> str | None:
@@ -208,7 +219,9 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
-    command = commands.add_parser("ls", help="list a folder of checkpoints")
+    command = commands.add_parser(
+        "ls", help="list a folder of checkpoints; complete: all files in full length (bytes: verify)"
+    )
     command.add_argument("folder", type=Path, metavar="SAVE")
     command.set_defaults(run=listing)
     command = commands.add_parser(
@@ -218,7 +231,7 @@ def parser() -> argparse.ArgumentParser:
     command.set_defaults(run=verify)
     command = commands.add_parser("show", help="tensors, state and options, or values of tensors")
     command.add_argument("path", type=Path, metavar="PATH")
-    command.add_argument("pattern", nargs="?", metavar="PATTERN", help="names, such as 'layers.0.*'")
+    command.add_argument("pattern", nargs="?", metavar="PATTERN", help="whole names, such as 'layers.0.*' or '*bias'")
     command.set_defaults(run=show)
     command = commands.add_parser("diff", help="compare two; exit status 1 when they differ, 2 when one is unreadable")
     command.add_argument("a", type=Path, metavar="A")
@@ -238,4 +251,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly when nobody reads on: ``ls SAVE | head``
     sys.exit(main(sys.argv[1:]))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 
 class CheckpointError(Exception):
     """A checkpoint, or what is asked of it, is wrong; the text says what was seen and how to mend it."""
@@ -20,3 +22,11 @@ class NewerVersionError(CheckpointError):
 
 class StorageError(CheckpointError):
     """The disk refused while a checkpoint was written. Nothing was published, and training can go on."""
+
+
+def within(folder: Path, problem: object) -> str:
+    """What is wrong with a checkpoint, said where its folder has just been named: files by their names alone."""
+    text = str(problem)
+    for named in (f"{folder}/", f"{folder}: ", f"{folder} "):
+        text = text.removeprefix(named)
+    return text

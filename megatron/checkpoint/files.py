@@ -98,11 +98,23 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def refused(error: OSError, folder: Path, rank: int) -> StorageError:
-    """What to tell of a disk that refused while a checkpoint was written to ``folder``."""
-    what, fixes = error.strerror or str(error), ["--save A_FOLDER_ELSEWHERE"]
+def refused(error: OSError, folder: Path, rank: int, older: Path | None = None) -> StorageError:
+    """What to tell of a disk that refused while a checkpoint was written to ``folder``.
+
+    Args:
+        error: what it said.
+        folder: of the checkpoint.
+        rank: the one that met it.
+        older: where the run's older checkpoints are, if it has any. A run that is begun elsewhere needs to be told.
+    """
+    what, fixes = error.strerror or str(error), [elsewhere(older)]
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what, fixes = "the disk is full", ["free some space", *fixes]
     if error.errno == errno.ENOENT:
         fixes = ["--save A_FOLDER_THAT_ALL_RANKS_SHARE"]
     return StorageError(f"{error.filename or folder}: {what} (rank {rank}); no checkpoint was written", *fixes)
+
+
+def elsewhere(older: Path | None) -> str:
+    """The flags that save to another folder and go on from the checkpoints in ``older``."""
+    return ("" if older is None else f"--load {older} ") + "--save A_FOLDER_ELSEWHERE"

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.errors import CheckpointError, DamagedError
+from megatron.checkpoint.errors import CheckpointError, DamagedError, within
 from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest
 from megatron.checkpoint.publish import BUILDING, OLD, is_complete, remove, settle
 
@@ -24,7 +25,7 @@ class Found:
         iteration: steps taken when it was saved.
         path: of the folder.
         manifest: its content; None when it cannot be trusted.
-        problem: why it cannot be trusted.
+        problem: why it cannot be trusted; names files without the folder.
     """
 
     iteration: int
@@ -70,7 +71,7 @@ class Checkpoints:
             try:
                 yield Found(iteration, path, Manifest.open(path), None)
             except CheckpointError as error:
-                yield Found(iteration, path, None, str(error))
+                yield Found(iteration, path, None, within(path, error))
 
     def candidates(self) -> list[Found]:
         """All of :meth:`scan`."""
@@ -98,12 +99,19 @@ class Checkpoints:
             try:
                 return Manifest.open(path), passed_over
             except DamagedError as error:
-                passed_over.append(Found(iteration, path, None, str(error)))
+                passed_over.append(Found(iteration, path, None, within(path, error)))
         which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
-        reasons = "; ".join(f"{found.path.name}: {found.problem}" for found in passed_over)
+        reasons = "".join(f"\n  {found.path.name}: {found.problem}" for found in passed_over)
         raise CheckpointError(
-            f"{self.folder} does not hold {which}" + (f" that can be used: {reasons}" if reasons else "")
+            f"{self.folder} does not hold {which}" + (f" that can be used:{reasons}" if reasons else "")
         )
+
+    def to_go_on_from(self) -> Path | None:
+        """The folder, where a run could go on from it: it holds a complete checkpoint that no save is building."""
+        with suppress(OSError):  # asked of disks that have just refused something
+            if any(found.manifest for found in self.scan() if found.path.suffix != BUILDING):
+                return self.folder
+        return None
 
     def _itself(self, step: int | None) -> Manifest:
         manifest = Manifest.open(self.folder)

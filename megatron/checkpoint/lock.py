@@ -15,7 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.checkpoint.errors import CheckpointError, StorageError
-from megatron.checkpoint.files import UNSUPPORTED, make_folder
+from megatron.checkpoint.files import UNSUPPORTED, elsewhere, make_folder
+from megatron.checkpoint.folder import Checkpoints
 
 LOCK = ".lock"
 
@@ -68,5 +69,6 @@ def _holder(file: int) -> str:
 def _refused(error: OSError, folder: Path) -> StorageError:
     where = error.filename or folder / LOCK
     return StorageError(
-        f"{where}: {error.strerror}; no checkpoint can be written to {folder}", "--save A_FOLDER_ELSEWHERE"
+        f"{where}: {error.strerror}; no checkpoint can be written to {folder}",
+        elsewhere(Checkpoints(folder).to_go_on_from()),
     )

@@ -22,6 +22,7 @@ from torch.futures import Future
 from megatron.checkpoint.boxes import cut, folding, partition_problem, relative
 from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.files import checksum, refused, sync_folder, write_file
+from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import MANIFEST, MARKER, Chunk, FileRecord, TensorRecord, encode, marker
 from megatron.checkpoint.parts import GlobalTensor
 from megatron.checkpoint.publish import begin, building, publish
@@ -206,7 +207,8 @@ class CheckpointWriter(StorageWriter):
         try:
             return action()
         except OSError as error:
-            raise refused(error, self._final, self._rank) from error
+            older = Checkpoints(self._final.parent).to_go_on_from()
+            raise refused(error, self._final, self._rank, older) from error
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:

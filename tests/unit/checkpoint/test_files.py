@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.errors import StorageError
+from megatron.checkpoint.lock import hold
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.verify import damage
 from tests.unit.checkpoint.samples import save, small
@@ -43,3 +44,43 @@ def test_every_other_sync_must_succeed(
     refuse_sync(monkeypatch, code, folders)
     with pytest.raises(StorageError, match=re.escape(os.strerror(code))):
         save(tmp_path / "runs" / "iter_0000001", small())
+
+
+def refuse_renames(patch: pytest.MonkeyPatch, name: str) -> None:
+    """Let the disk be full whenever something is to be called ``name``."""
+    real = os.rename
+
+    def rename(source: Path, target: Path) -> None:
+        if Path(target).name == name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
+        real(source, target)
+
+    patch.setattr(os, "rename", rename)
+
+
+@pytest.mark.parametrize("moment", ["COMPLETE", "iter_0000002"])  # the second has the marker, and goes nevertheless
+@pytest.mark.parametrize("older", [True, False])
+def test_a_save_elsewhere_goes_on_from_the_older_checkpoints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moment: str, older: bool
+) -> None:
+    if older:
+        save(tmp_path / "iter_0000001", small())
+    refuse_renames(monkeypatch, moment)
+    with pytest.raises(StorageError) as caught:
+        save(tmp_path / "iter_0000002", small())
+    load = f"--load {tmp_path} " if older else ""
+    assert str(caught.value).endswith(f"written\n  fix: free some space | {load}--save A_FOLDER_ELSEWHERE")
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000001"] * older
+
+
+@pytest.mark.parametrize("older", [True, False])
+def test_so_does_a_run_that_cannot_lock_its_folder(tmp_path: Path, older: bool) -> None:
+    (tmp_path / ".lock").mkdir()
+    if older:
+        save(tmp_path / "iter_0000001", small())
+    with pytest.raises(StorageError) as caught, hold(tmp_path):
+        pass
+    load = f"--load {tmp_path} " if older else ""
+    assert str(caught.value).endswith(
+        f"no checkpoint can be written to {tmp_path}\n  fix: {load}--save A_FOLDER_ELSEWHERE"
+    )

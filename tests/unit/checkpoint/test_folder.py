@@ -66,7 +66,7 @@ def test_no_newest(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"does not hold a checkpoint$"):
         runs.newest()
     make(runs.path(10), complete=False)
-    with pytest.raises(CheckpointError, match=r"a checkpoint that can be used: iter_0000010: .* has no COMPLETE"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint that can be used:\n  iter_0000010: has no COMPLETE"):
         runs.newest()
     with pytest.raises(CheckpointError, match=r"does not hold a checkpoint of step 3$"):
         runs.newest(3)

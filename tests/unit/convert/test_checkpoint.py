@@ -78,7 +78,7 @@ def test_checkpoints_are_found_by_folder_by_step_and_by_themselves(tmp_path: Pat
     assert open_checkpoint(tmp_path / "iter_0000007")[0].path.name == "iter_0000007"
     (tmp_path / "iter_0000009" / "COMPLETE").unlink()
     assert open_checkpoint(tmp_path)[0].path.name == "iter_0000007"
-    with pytest.raises(CheckpointError, match=r"a checkpoint of step 9 that can be used: iter_0000009: "):
+    with pytest.raises(CheckpointError, match=r"a checkpoint of step 9 that can be used:\n  iter_0000009: "):
         open_checkpoint(tmp_path, 9)
     assert open_checkpoint(tmp_path)[1][0] == f"from {tmp_path}/iter_0000007, step 7"
     assert open_checkpoint(tmp_path)[1][1].startswith(f"passed over {tmp_path}/iter_0000009: ")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -31,9 +33,9 @@ def test_ls(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(runs.folder)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.split()[:4] == ["iter_0000002", "step", "2", "-"]
-    assert "has no COMPLETE" in first
+    assert first.endswith("ago  has no COMPLETE: it is no checkpoint, or its save was cut off")
     assert second.split()[:5] == ["iter_0000001", "step", "1", "1.15", "kB"]
-    assert second.endswith("s ago  valid")
+    assert second.endswith("s ago  complete")
 
 
 def test_ls_of_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +52,9 @@ def test_verify(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     path.write_bytes(data)
     assert main(["verify", str(runs.path(2))]) == 1
     out = capsys.readouterr().out
-    assert out == f"{path} has flipped bytes (tensor optim.exp_avg.a)\n{runs.path(2)}: damaged\n"
+    assert out == f"{runs.path(2)}: damaged\n  {path.name} has flipped bytes (tensor optim.exp_avg.a)\n"
+    assert main(["ls", str(runs.folder)]) == 0  # which looks at no more than their length
+    assert [line.split()[-1] for line in capsys.readouterr().out.splitlines()] == ["complete"] * 2
     assert main(["verify", str(runs.folder)]) == 1
     assert capsys.readouterr().out.splitlines()[-1].startswith(f"{runs.path(1)}: 1.15 kB")
     (runs.path(1) / MARKER).unlink()
@@ -115,14 +119,15 @@ def test_show_says_what_it_passes_over(runs: Checkpoints, capsys: pytest.Capture
     assert main(["show", str(runs.folder)]) == 0
     out, err = capsys.readouterr()
     assert out.startswith(f"{runs.path(1)}: version 1")
-    assert err.startswith(f"passed over {runs.path(2)}: {runs.path(2)} has no COMPLETE")
+    assert err.startswith(f"passed over {runs.path(2)}: has no COMPLETE")
 
 
 def test_show_values(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["show", str(runs.path(1)), "opt*"]) == 0
     assert capsys.readouterr().out == "optim.exp_avg.a  F32 [24, 5]  min -119  max -0  rms 68.8489\n"
-    assert main(["show", str(runs.path(1)), "b*"]) == 2
-    assert "no tensor that matches b*" in capsys.readouterr().err
+    for pattern, fix in {"b*": f"show {runs.path(1)}, which", "exp_avg": "names match as a whole: '*exp_avg*'"}.items():
+        assert main(["show", str(runs.path(1)), pattern]) == 2
+        assert f"no tensor that matches {pattern}\n  fix: {fix}" in capsys.readouterr().err
 
 
 def test_diff(runs: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -146,6 +151,20 @@ def test_diff(runs: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[s
         f"tensor b: only in {other}",
         "1 of 3 tensors identical to the bit",
     ]
+
+
+def test_what_belongs_to_one_start_makes_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name, lr in {"a": 0.1, "b": 0.1, "c": 0.2}.items():
+        config = {"checkpoint": {"save": name}, "logging": {"run_dir": name}, "optimizer": {"lr": lr}}
+        write(tmp_path / name, all_of(small()), {"iteration": 1}, config, ALONE)
+    assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        'option checkpoint.save: "a" | "b" (of one start; not counted)',
+        'option logging.run_dir: "a" | "b" (of one start; not counted)',
+        "2 of 2 tensors identical to the bit",
+    ]
+    assert main(["diff", str(tmp_path / "b"), str(tmp_path / "c")]) == 1
+    assert "option optimizer.lr: 0.1 | 0.2\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -184,3 +203,18 @@ def test_help_and_ls_need_no_torch(runs: Checkpoints) -> None:
     assert done.stdout.splitlines()[-1] == "False"
     command = [sys.executable, "-m", "tools.inspect_checkpoint", "--help"]
     assert "verify" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+
+
+@pytest.mark.parametrize("command", ["ls", "show"])
+def test_a_closed_pipe_ends_it_quietly(runs: Checkpoints, command: str) -> None:
+    read, write_end = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.inspect_checkpoint", command, str(runs.folder)],
+        cwd=ROOT,
+        stdout=write_end,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
