@@ -1,6 +1,6 @@
 """Look into checkpoints: ``python tools/inspect_checkpoint.py ls SAVE | verify PATH | show PATH [PATTERN] | diff A B``.
 
-PATH is a checkpoint such as SAVE/iter_0000100, or a folder of them: then its newest valid one (all, for verify).
+PATH is a checkpoint such as SAVE/iter_0000100, or a folder of them: then its newest complete one (all, for verify).
 Memory is that of a chunk or two, however large the checkpoint.
 """
 
@@ -168,7 +168,7 @@ def differing_tensor(a: CheckpointReader, b: CheckpointReader, name: str) -> str
 
 
 def newest(path: Path) -> Manifest:
-    """A checkpoint, or the newest valid one of a folder of them; says which newer ones were passed over.
+    """A checkpoint, or the newest complete one of a folder of them; says which newer ones were passed over.
 
     Raises:
         CheckpointError: when there is none.

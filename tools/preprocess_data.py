@@ -89,7 +89,7 @@ def main(argv: Sequence[str]) -> int:
         f"input bytes: {done.input_bytes:,}, tokens: {done.tokens:,}"
     )
     for key in args.json_keys:
-        print(f"--data-path {output_prefix(args.output_prefix, key)}")
+        print(f"for the next step, pretrain_gpt.py: --data-path {output_prefix(args.output_prefix, key)}")
     return 0
 
 

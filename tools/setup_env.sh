@@ -66,16 +66,16 @@ setup_install_run() {
     local torch
     torch=$(grep '^torch==' "$setup_root/requirements.txt")
     setup_create
-    echo "setup: installing $torch (README: how to avoid the CUDA download)"
+    echo "setup: installing $torch (minutes without a word; README: how to avoid the CUDA download)"
     setup_pip ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
-    echo "setup: installing requirements.txt"
+    echo "setup: installing requirements.txt (a minute or two)"
     setup_pip -r "$setup_root/requirements.txt"
     setup_pip --no-deps --no-build-isolation --editable "$setup_root"
     setup_stamp requirements.txt >"$setup_venv/.stamp-run"
 }
 
 setup_install_dev() {
-    echo "setup: installing requirements-dev.txt"
+    echo "setup: installing requirements-dev.txt (a minute or two)"
     setup_pip -r "$setup_root/requirements-dev.txt"
     setup_stamp requirements.txt requirements-dev.txt >"$setup_venv/.stamp-dev"
 }

@@ -34,7 +34,7 @@ def report(trained: Trained, files: int, asked: int) -> str:
     fewer = "" if entries == asked else f" (not {asked:,}: the text has no more pairs that occur twice)"
     ratio = trained.sample_bytes / trained.sample_tokens
     return (
-        f"files: {files:,}, documents: {trained.documents:,}, MB of text: {trained.text_bytes / 1e6:,.1f}\n"
+        f"files: {files:,}, documents: {trained.documents:,}, text bytes: {trained.text_bytes:,}\n"
         f"entries: {entries:,}{fewer}, bytes per token: {ratio:.2f} in the first {trained.sample_bytes / 1e6:.1f} MB"
     )
 
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
     except (DataError, OSError) as error:
         return _fail(error, 1)
     print(report(trained, len(files), args.vocab_size))
-    print(f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}")
+    print(f"for the next step, preprocess_data.py: --tokenizer-type HuggingFaceTokenizer --tokenizer-model {folder}")
     return 0
 
 

@@ -119,7 +119,7 @@ def check_folder(folder: Path) -> None:
     """
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         seen = f"{folder} is there already"
-        seen += ", with another tokenizer" if (folder / "tokenizer.json").exists() else " and not an empty folder"
+        seen += ", with a tokenizer" if (folder / "tokenizer.json").exists() else " and not an empty folder"
         raise DataError(seen, "another --output", f"remove {folder}")
 
 

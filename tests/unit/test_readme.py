@@ -55,3 +55,10 @@ def test_the_layout_matrix_is_as_large_as_it_says() -> None:
     assert (
         f"CI runs {len(covering(FACTORS, valid))} further ones that cover every pair of {len(FACTORS)} factors" in text
     )
+
+
+def test_every_tool_is_in_the_table_of_exit_statuses() -> None:
+    operations = (ROOT / "docs" / "operations.md").read_text()
+    table = operations.split("## Exit statuses of the tools")[1].split("\n\n")[1]
+    named = set(re.findall(r"^\| `(\w+\.py)", table, re.MULTILINE))
+    assert named == {path.name for path in (ROOT / "tools").glob("*.py")}

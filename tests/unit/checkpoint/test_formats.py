@@ -8,7 +8,9 @@ import re
 import shutil
 import struct
 from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,10 @@ def documented(name: str) -> Callable[[Path], Any]:
         "numpy",
     }
     scope: dict[str, Any] = {}
-    exec(program, scope)
+    with TemporaryDirectory() as folder, chdir(folder):
+        Path("SAVE").mkdir()
+        Path("SAVE/iter_0000100").symlink_to(FIXTURES / f"v{VERSION}")  # which the program's last line reads
+        exec(program, scope)
     return scope[name]
 
 

@@ -140,7 +140,7 @@ def test_a_saved_tokenizer_is_read(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "new"]
 
 
-@pytest.mark.parametrize(("name", "message"), [("tokenizer.json", "with another tokenizer"), ("x", "not an empty")])
+@pytest.mark.parametrize(("name", "message"), [("tokenizer.json", "with a tokenizer"), ("x", "not an empty")])
 def test_what_is_there_is_not_overwritten(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("mine")
     with pytest.raises(DataError, match=f"is there already.* {message}"):

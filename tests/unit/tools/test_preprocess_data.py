@@ -43,7 +43,7 @@ def test_json_lines_to_documents(corpus: Path, tmp_path: Path, capsys: pytest.Ca
     assert read_record(prefix) == TokenizerRecord.of(ByteTokenizer())
     out, err = capsys.readouterr()
     counts = f"files: 1, documents: 4, input bytes: {corpus.stat().st_size}, tokens: 314"
-    assert out == f"{counts}\n--data-path {tmp_path}/out_text_document\n"
+    assert out == f"{counts}\nfor the next step, pretrain_gpt.py: --data-path {tmp_path}/out_text_document\n"
     assert [line.split(" documents")[0] for line in err.splitlines()] == ["2", "4"]
 
 

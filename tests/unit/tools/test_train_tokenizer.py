@@ -34,9 +34,12 @@ def train(corpus: Path, output: Path, *flags: str) -> int:
 def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train(corpus, tmp_path / "bpe", "--suffix", ".jsonl", ".py") == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0] == "files: 2, documents: 81, MB of text: 0.0"
+    text_bytes = len("".join(LINES)) + len("\n".join(LINES))
+    assert out[0] == f"files: 2, documents: 81, text bytes: {text_bytes:,}"
     assert re.fullmatch(r"entries: 290, bytes per token: \d\.\d\d in the first 0\.0 MB", out[1])
-    assert out[2] == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/bpe"
+    step, told = out[2].split(": ")
+    assert step == "for the next step, preprocess_data.py"
+    assert told == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/bpe"
     assert sorted(p.name for p in (tmp_path / "bpe").iterdir()) == [TOKENIZER, CONFIG]
 
     theirs, ours = AutoTokenizer.from_pretrained(tmp_path / "bpe"), HuggingFaceTokenizer(tmp_path / "bpe")
@@ -46,7 +49,7 @@ def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsy
     assert theirs(text).input_ids == ours.encode(text).tolist()
     assert theirs.decode(theirs(text).input_ids) == text
 
-    flags = ["--input", str(corpus), "--output-prefix", str(tmp_path / "out"), "--append-eod", *out[2].split()]
+    flags = ["--input", str(corpus), "--output-prefix", str(tmp_path / "out"), "--append-eod", *told.split()]
     assert preprocess_data.main(flags) == 0
     data = IndexedDataset(tmp_path / "out_text_document")
     texts = [ours.decode(data[i].tolist()) for i in range(len(data))]
@@ -81,5 +84,5 @@ def test_a_tokenizer_that_is_there_stays(corpus: Path, tmp_path: Path, capsys: p
     assert train(corpus, tmp_path / "bpe") == 0
     before = {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()}
     assert train(corpus, tmp_path / "bpe", "--vocab-size", "280") == 2
-    assert "bpe is there already, with another tokenizer\n  fix: another --output" in capsys.readouterr().err
+    assert "bpe is there already, with a tokenizer\n  fix: another --output" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()} == before
