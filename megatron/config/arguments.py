@@ -38,7 +38,8 @@ from megatron.config.summary import summary
 from megatron.config.validate import problems
 
 Recall = Callable[[CheckpointConfig], Mapping[str, Any] | None]
-"""From where a run starts to ``to_dict`` of the configuration that the checkpoint there has; None if there is none."""
+"""From where a run starts to ``to_dict`` of the configuration that the checkpoint there has; None if none is wanted,
+and a UserError if one is, but cannot be read."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def parse(
     flags, assignments = _from_flags(reading.given), from_assignments(known.set)
     layers = [_preset(known.preset), *files, flags, assignments, reading.malformed, foreign]
     own = build(lay_over(layer.values for layer in layers))
-    saved = recall(own.checkpoint)
+    saved, lost = _recalled(recall, own.checkpoint)
     theirs = from_hugging_face(own.checkpoint.load) if saved is None else from_checkpoint(saved)
     layers.insert(0, theirs)
     said = lay_over(layer.values for layer in layers)
@@ -99,7 +100,7 @@ def parse(
         notes += changes.lines
         found += changes.problems
     if found:
-        raise UserError(found)
+        raise UserError([*lost, *found])
     if saved is not None:
         told = set(theirs.values) - {"vocab_size"}  # which is most often not said but known from the data
         notes += _taken_over(sorted(told), resolve(own, world_size), resolve(config, world_size))
@@ -107,6 +108,18 @@ def parse(
     notes += costs(reading.spellings, config, world_size)
     notes += [*batch.remarks(config, world_size), *checkpoint.remarks(config), *idle.remarks(config)]
     return Parsed(resolve(config, world_size), world_size, known.check_config, tuple(notes))
+
+
+def _recalled(recall: Recall, options: CheckpointConfig) -> tuple[Mapping[str, Any] | None, Sequence[Problem]]:
+    """What the checkpoint says, and why it does not.
+
+    The latter is told beside problems that may follow from it. Without any, the first rank will tell, when it has
+    looked at the checkpoint for all.
+    """
+    try:
+        return recall(options), ()
+    except UserError as error:
+        return None, error.problems
 
 
 def _taken_over(names: Iterable[str], own: RunConfig, config: RunConfig) -> list[str]:

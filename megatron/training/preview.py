@@ -62,8 +62,16 @@ class _Place:
         return [path for iteration, path in _saved(self.folder) if self.step in (None, iteration)]
 
     def newest(self) -> tuple[Manifest, Sequence[Found]]:
-        """As :meth:`Checkpoints.newest`."""
-        return Checkpoints(self.folder).newest(self.step)
+        """The newest checkpoint that can be trusted, and newer ones that were passed over.
+
+        Raises:
+            UserError: when there is none.
+        """
+        try:
+            return Checkpoints(self.folder).newest(self.step)
+        except CheckpointError as error:
+            code, elsewhere = "E811" if self.paths else "E812", "--save ANOTHER" if self.own else "--load ANOTHER"
+            raise UserError([Problem(code, str(error), (elsewhere,))]) from error
 
 
 def _place(options: CheckpointConfig) -> _Place | None:
@@ -94,15 +102,26 @@ def _saved(folder: Path) -> list[tuple[int, Path]]:
 
 
 def recall(options: CheckpointConfig) -> Mapping[str, Any] | None:
-    """The configuration of the checkpoint that a run starts from; None where there is none, or none can be read.
+    """The configuration of the checkpoint that a run starts from; None where it starts from none.
 
-    The start itself tells what is wrong with the others.
+    Raises:
+        UserError: when there should be one, and none can be read.
+    """
+    found = _find(options)
+    return None if found is None else found[1].config
+
+
+def _find(options: CheckpointConfig) -> tuple[_Place, Manifest, Sequence[Found]] | None:
+    """The place, the newest checkpoint there, and those passed over; None where a run starts from none.
+
+    Raises:
+        UserError: when there should be one, and none can be read.
     """
     try:
         place = _place(options)
-        return None if place is None else place.newest()[0].config
-    except (CheckpointError, OSError):
-        return None
+        return None if place is None else (place, *place.newest())
+    except OSError as error:
+        raise UserError([Problem("E811", f"checkpoints cannot be looked for: {error}")]) from error
 
 
 def preview(config: RunConfig, world_size: int) -> Preview:
@@ -116,19 +135,15 @@ def preview(config: RunConfig, world_size: int) -> Preview:
         UserError: when there is no such checkpoint, or the run must not go on from it.
 
     """
-    c, place = config.checkpoint, _place(config.checkpoint)
-    if place is None:
-        return Preview(tuple(_without_checkpoint(c)))
-    try:
-        manifest, passed_over = place.newest()
-    except CheckpointError as error:
-        code, elsewhere = "E811" if place.paths else "E812", "--save ANOTHER" if place.own else "--load ANOTHER"
-        raise UserError([Problem(code, str(error), (elsewhere,))]) from error
+    found = _find(config.checkpoint)
+    if found is None:
+        return Preview(tuple(_without_checkpoint(config.checkpoint)))
+    place, manifest, passed_over = found
     changes, problems = _compared(config, world_size, manifest, place)
     problems += _in_the_way(place)
     if problems:
         raise UserError(problems)
-    notes = [f"passed over {found.path}: {found.problem}" for found in passed_over]
+    notes = [f"passed over {other.path}: {other.problem}" for other in passed_over]
     notes += [f"checkpoint: {manifest.path}, its tensors not read", *changes]
     return Preview(tuple(notes), *((0, 0) if place.mode == "weights-only" else _progress(manifest)))
 
@@ -137,10 +152,13 @@ def _without_checkpoint(options: CheckpointConfig) -> Iterator[str]:
     """What is said of a run that begins with a Hugging Face model, or with nothing.
 
     Raises:
-        UserError: when a resume mode says that there should be a checkpoint.
+        UserError: when other options say that there should be a checkpoint.
     """
     if options.load is not None and options.load.startswith(HUGGING_FACE):
         yield f"checkpoint: {options.load}, its tensors not read"
+    elif options.ckpt_step is not None:
+        sentence = f"--ckpt-step {options.ckpt_step}, but neither --load nor --save says where checkpoints are"
+        raise UserError([Problem("E812", sentence, ("--load RUN", "--set checkpoint.ckpt_step=null"))])
     elif options.save is not None and options.resume_mode != "exact":
         sentence = f"--resume-mode {options.resume_mode}, but {options.save} holds no checkpoint to go on from"
         raise UserError([Problem("E812", sentence, ("--load ANOTHER", "--resume-mode exact"))])
