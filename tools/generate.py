@@ -73,8 +73,7 @@ def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
     """The texts to continue.
 
     Raises:
-        InferenceError: when a prompt is not text.
-        OSError: when the file cannot be read.
+        InferenceError: when the file cannot be read, or a prompt is not text.
     """
     if args.prompt is None and args.prompts is None:
         return [_standard_input(launch)]
@@ -82,6 +81,8 @@ def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
         texts: list[str] = args.prompt or args.prompts.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         for text in texts:
             text.encode()  # what the shell passed on may be no text
+    except OSError as error:
+        raise InferenceError(f"--prompts {args.prompts} cannot be read: {error.strerror}") from error
     except UnicodeError as error:
         raise InferenceError(f"a prompt is not text in UTF-8: {error}") from error
     return texts
@@ -134,8 +135,8 @@ def write(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> Non
     for note in model.notes if launch.rank == 0 else ():
         print(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]
-    new_tokens = room(model.model.max_position_embeddings, prompts)
-    new_tokens = new_tokens if args.max_new_tokens is None else args.max_new_tokens
+    fits = room(model.model.max_position_embeddings, prompts)
+    new_tokens = fits if args.max_new_tokens is None else args.max_new_tokens
     check(model.model, prompts, new_tokens)
     check_layout(model.model, args.tensor_model_parallel_size or launch.world_size, launch.world_size)
     chunk = build(args, model, launch)
@@ -201,7 +202,8 @@ def main(argv: Sequence[str]) -> int:
     """Write the texts.
 
     Returns:
-        The exit status: 1 when the model cannot be loaded, 2 for flags and prompts that cannot work, 130 after Ctrl-C.
+        The exit status: 1 when the model cannot be loaded or whoever reads the text has gone, 2 for flags and prompts
+        that cannot work, 130 after Ctrl-C.
     """
     args = build_parser().parse_args(argv)
     launch = Launch.read(os.environ)

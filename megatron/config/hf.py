@@ -16,6 +16,10 @@ from megatron.config.hf_keys import Json, RefusedError, Values, switch, value_of
 from megatron.config.model import ModelConfig
 from megatron.config.problems import Problem, UserError
 
+CONFIG = "config.json"
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+"""What a config.json or generation_config.json says of the tokens that begin, end and fill a text."""
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -60,11 +64,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     Raises:
         UserError: when there is none, or it holds no JSON object.
     """
-    path = folder / "config.json"
+    path = folder / CONFIG
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
-        sentence = f"{folder} holds no config.json, so it is not a Hugging Face model"
+        sentence = f"{folder} holds no {CONFIG}, so it is not a Hugging Face model"
         raise UserError([Problem("E850", sentence)]) from None
     except (OSError, ValueError) as error:
         raise UserError([Problem("E850", f"{path} cannot be read as JSON: {error}")]) from None
@@ -122,7 +126,7 @@ def _strangers(config: Json, family: Family) -> Iterator[tuple[str, tuple[str, .
     known = {key.theirs for key in family.keys} | {*family.reads, *fixed, "tie_word_embeddings"} | _NOTES | _GENERATION
     for name, value in config.items():
         if name in fixed and value not in fixed[name]:
-            yield f"{name} {json.dumps(value)} is not here", ()
+            yield f"{name} {json.dumps(value)} is not here, only {' or '.join(map(json.dumps, fixed[name]))}", ()
         elif name not in known:
             remedy = (f"take {name} out of config.json if the model computes the same without it",)
             yield f"{name} {json.dumps(value)} is not known here", remedy
@@ -167,7 +171,7 @@ def config_json(model: ModelConfig, dtype: str = "float32", special: Json | None
     Args:
         model: with its vocabulary size and positions known.
         dtype: of the stored weights, as torch spells it: ``bfloat16``.
-        special: ``bos_token_id``, ``eos_token_id`` and the like; null when not given.
+        special: values of ``SPECIAL_IDS``; null when not given.
 
     Raises:
         UserError: when no family computes exactly the same, or a size is not known.
@@ -186,6 +190,6 @@ def config_json(model: ModelConfig, dtype: str = "float32", special: Json | None
         **family.write(model),
         **{name: allowed[0] for name, allowed in family.fixed.items()},
         "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
-        **{name: (special or {}).get(name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")},
+        **{name: (special or {}).get(name) for name in SPECIAL_IDS},
         "torch_dtype": dtype,
     }

@@ -23,7 +23,7 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.convert.blocks import read_in_blocks
-from megatron.convert.complaints import some
+from megatron.convert.complaints import refuse, some
 from megatron.convert.hf_folder import open_weights
 from megatron.convert.lend import Lender
 from megatron.layers.rotary import Rotary
@@ -102,6 +102,7 @@ def check(folder: Path, config: Path, model: ModelConfig, source: Source) -> lis
 
     Raises:
         MismatchError: naming the first that is larger than ``TOLERANCE``, or tensors that transformers did not use.
+        CheckpointError: naming the tensors that hold no numbers, when therefore nothing can be compared.
         DamagedError: when a file cannot be read.
     """
     tokens_BS, positions_BS = inputs(model)
@@ -115,11 +116,19 @@ def check(folder: Path, config: Path, model: ModelConfig, source: Source) -> lis
     found.append(Difference.between("logits", ours.logits, theirs.logits))
     wrong = next((difference for difference in found if difference.relative > TOLERANCE), None)
     if wrong is not None:
+        if wrong.absolute == float("inf"):
+            refuse(folder, {"holds tensors with values that are NaN or infinite": not_finite(folder)})
         raise MismatchError(
             f"transformers computes other numbers from {folder} than this model: "
             f"the first to differ is {wrong}; {found[-1]} in the end; up to {TOLERANCE:g} of the largest is rounding"
         )
     return found
+
+
+def not_finite(folder: Path) -> list[str]:
+    """Names of the tensors in a folder's files with values that are NaN or infinite."""
+    extremes = {key: file.tensor(key).aminmax() for key, file in open_weights(folder).items()}  # NaN is both
+    return [key for key, (least, greatest) in extremes.items() if not (least.isfinite() and greatest.isfinite())]
 
 
 def inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:

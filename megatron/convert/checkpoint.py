@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,12 +17,12 @@ from megatron.checkpoint.parts import GlobalTensor, Part
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.store import write
 from megatron.config.compare import unknown_options
-from megatron.config.hf import read_config
+from megatron.config.hf import SPECIAL_IDS, read_config
 from megatron.config.resolve import resolve
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.config.sources import from_dict, to_dict
 from megatron.convert.blocks import BLOCK_ELEMENTS
-from megatron.convert.complaints import refuse
+from megatron.convert.complaints import refuse, refuse_impossible
 from megatron.convert.hf_folder import HFSource, read_model
 from megatron.model.hf import shapes_only
 from megatron.parallel.build import DTYPES
@@ -46,8 +46,6 @@ TOKENIZER_FILES = (
 """What a Hugging Face folder may hold of its tokenizer; a checkpoint has them under ``TOKENIZER``."""
 
 GENERATION = "generation_config.json"
-SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What a generation_config.json says of the tokens that begin, end and fill a text."""
 
 
 def open_checkpoint(path: Path, step: int | None = None) -> tuple[Manifest, list[str]]:
@@ -83,9 +81,9 @@ class SavedModel:
         """Check that the checkpoint holds the weights of the model it describes, and no others.
 
         Raises:
-            CheckpointError: naming options of the model that this version does not know, which could change what it
-                computes; or the tensors that are missing, unknown or of another shape.
-            UserError: when its configuration has values that are none.
+            CheckpointError: when its configuration has no model, or one with options that this version does not know,
+                which could change what it computes; or naming tensors that are missing, unknown or of another shape.
+            UserError: when its configuration has values that are none, or that do not fit together.
         """
         self.manifest = manifest
         config = _described(manifest)
@@ -93,6 +91,7 @@ class SavedModel:
         words = manifest.tensors.get("embedding.word_embeddings.weight")
         size = config.model.vocab_size if words is None else words.shape[0]
         self.model = replace(config.model, vocab_size=size)
+        refuse_impossible(manifest.path, self.model)
         self.specs = shapes_only(self.model).specs
         self._reader = CheckpointReader(manifest)
         self._check()
@@ -128,11 +127,15 @@ class SavedModel:
 
 
 def _described(manifest: Manifest) -> RunConfig:
-    """The model and the precision of the run that wrote a checkpoint; what it does not say is as by default."""
-    unknown = [option for option in unknown_options(manifest.config) if option.startswith("model.")]
+    """The model and the precision of the run that wrote a checkpoint; options it does not name have their defaults."""
+    config = manifest.config
+    groups = {name: config.get(name) for name in ("model", "precision")}
+    strange = [f"config.{name} {json.dumps(group)}" for name, group in groups.items() if not isinstance(group, Mapping)]
+    refuse(manifest.path, {"has in its manifest what is no group of options": strange})
+    unknown = [option for option in unknown_options(config) if option.startswith("model.")]
     refuse(manifest.path, {"has a model with options that this version does not know": unknown}, "update this program")
-    precision = {k: v for k, v in manifest.config.get("precision", {}).items() if k == "params_dtype"}
-    return from_dict({"model": manifest.config.get("model", {}), "precision": precision})
+    precision = {k: v for k, v in config["precision"].items() if k == "params_dtype"}
+    return from_dict({"model": config["model"], "precision": precision})
 
 
 def import_hf(folder: Path, path: Path, report: Report) -> None:
@@ -141,7 +144,7 @@ def import_hf(folder: Path, path: Path, report: Report) -> None:
     Args:
         folder: with config.json and safetensors files.
         path: the checkpoint's own folder.
-        report: told after each part.
+        report: told after each part that is read.
 
     Raises:
         UserError: when config.json asks for what is not here.
@@ -172,13 +175,19 @@ def carried_files(folder: Path) -> dict[str, Path]:
 
 
 def carried_by(manifest: Manifest) -> dict[str, bytes]:
-    """The same files as a checkpoint keeps them.
+    """The content of the same files, as a checkpoint keeps them.
 
     Raises:
         DamagedError: when one is missing or changed.
     """
     known = (*(TOKENIZER + name for name in TOKENIZER_FILES), GENERATION)
     return {name: manifest.read_file(name) for name in known if name in manifest.files}
+
+
+def by_their_names(carried: Mapping[str, Path | bytes]) -> dict[str, bytes]:
+    """The content of such files by their names in a Hugging Face folder."""
+    contents = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in carried.items()}
+    return {name.removeprefix(TOKENIZER): content for name, content in contents.items()}
 
 
 class Progress:
@@ -198,8 +207,9 @@ def _entry(source: HFSource, name: str, spec: ShardSpec, progress: Progress) -> 
 
     def part(box: Box) -> Part:
         def read() -> Tensor:
+            values = source.read(name, spec.view, box).to(torch.float32)
             progress.add(name, box.numel)
-            return source.read(name, spec.view, box).to(torch.float32)
+            return values
 
         return Part(box, read)
 

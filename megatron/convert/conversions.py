@@ -12,6 +12,7 @@ from megatron.checkpoint.files import sync_folder
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import remove
+from megatron.config.hf import CONFIG
 from megatron.config.model import ModelConfig
 from megatron.convert.check import Difference, check
 from megatron.convert.checkpoint import Report, SavedModel, import_hf
@@ -34,7 +35,7 @@ def from_hf(folder: Path, save: Path, report: Report, checked: bool = True) -> C
     Args:
         folder: of the model.
         save: a ``--save`` folder without checkpoints.
-        report: told after each tensor.
+        report: told after each part that is read.
         checked: compare with `transformers` before the checkpoint gets its name.
 
     Raises:
@@ -48,7 +49,7 @@ def from_hf(folder: Path, save: Path, report: Report, checked: bool = True) -> C
     import_hf(folder, unchecked, report)
     try:
         saved = SavedModel(Manifest.open(unchecked))
-        differences = check(folder, folder / "config.json", saved.model, saved) if checked else ()
+        differences = check(folder, folder / CONFIG, saved.model, saved) if checked else ()
     except BaseException:
         remove(unchecked)
         raise

@@ -23,25 +23,25 @@ from torch import Tensor
 from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.files import make_folder, sync_folder, write_file
 from megatron.checkpoint.tensorfile import Entry, TensorFileWriter
-from megatron.config.hf import config_json, family_for
+from megatron.config.hf import CONFIG, SPECIAL_IDS, config_json, family_for
 from megatron.convert.blocks import read_in_blocks
 from megatron.convert.checkpoint import (
     GENERATION,
-    SPECIAL_IDS,
     TOKENIZER,
     Progress,
     Report,
     SavedModel,
+    by_their_names,
     carried_by,
     carried_files,
 )
 from megatron.convert.hf_folder import INDEX, WEIGHTS
 from megatron.data.errors import DataError
+from megatron.data.huggingface import TOKENIZER as TOKENIZER_JSON
 from megatron.data.huggingface import end_of_text, special_token
 from megatron.model.hf import Slot, slots
 from megatron.parallel.shard import Box
 
-CONFIG = "config.json"
 PENDING = "config.json.unfinished"
 """What config.json is called until everything beside it is whole."""
 
@@ -244,11 +244,11 @@ def _small_files(saved: SavedModel, tokenizer: Path | None) -> dict[str, bytes]:
         CheckpointError: when there is no tokenizer in the folder named for it.
     """
     if tokenizer is None:
-        return {name.removeprefix(TOKENIZER): content for name, content in carried_by(saved.manifest).items()}
+        return by_their_names(carried_by(saved.manifest))
     found = carried_files(tokenizer)
     if not any(name.startswith(TOKENIZER) for name in found):
         raise CheckpointError(f"{tokenizer} holds no tokenizer.json or other file of a tokenizer", "--tokenizer FOLDER")
-    return {name.removeprefix(TOKENIZER): path.read_bytes() for name, path in found.items()}
+    return by_their_names(found)
 
 
 def special_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int | list[int] | None]:
@@ -261,7 +261,7 @@ def special_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int | lis
     Raises:
         CheckpointError: when the tokenizer has ids that the model does not, or a file is not what it should be.
     """
-    ids = _vocabulary(_object(files, "tokenizer.json"))
+    ids = _vocabulary(files)
     largest = max(ids.values(), default=-1)
     if largest >= entries:
         seen = f"the tokenizer has ids up to {largest}, but the model's vocabulary {entries} entries"
@@ -298,11 +298,21 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     return content
 
 
-def _vocabulary(tokenizer: Mapping[str, Any]) -> dict[str, int]:
-    """Token -> id of a tokenizer.json."""
-    vocabulary = tokenizer.get("model", {}).get("vocab", {})
-    ids = dict(vocabulary) if isinstance(vocabulary, dict) else {token: i for i, (token, _) in enumerate(vocabulary)}
-    return ids | {token["content"]: token["id"] for token in tokenizer.get("added_tokens", ())}
+def _vocabulary(files: Mapping[str, bytes]) -> dict[str, int]:
+    """Token -> id of tokenizer.json; empty when there is no such file.
+
+    Raises:
+        CheckpointError: when it is not built as the `tokenizers` library builds it.
+    """
+    tokenizer = _object(files, TOKENIZER_JSON)
+    try:
+        vocabulary = tokenizer.get("model", {}).get("vocab", {})
+        pairs = vocabulary.items() if isinstance(vocabulary, dict) else ((t, i) for i, (t, _) in enumerate(vocabulary))
+        added = ((token["content"], token["id"]) for token in tokenizer.get("added_tokens", ()))
+        return {str(token): int(i) for token, i in (*pairs, *added)}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        seen = f"the tokenizer's {TOKENIZER_JSON} is not one of the tokenizers library: {error!r}"
+        raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER") from error
 
 
 def _json(content: Mapping[str, Any]) -> bytes:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 
@@ -15,12 +14,9 @@ from torch import Tensor
 from megatron.checkpoint.boxes import intersect, relative
 from megatron.checkpoint.errors import CheckpointError, DamagedError
 from megatron.checkpoint.tensorfile import TensorFile
-from megatron.config.hf import family_of, model_values, read_config
+from megatron.config.hf import CONFIG, family_of, model_values, read_config
 from megatron.config.model import ModelConfig
-from megatron.config.problems import UserError
-from megatron.config.run import RunConfig, TrainingConfig
-from megatron.config.validate import problems
-from megatron.convert.complaints import refuse, some
+from megatron.convert.complaints import refuse, refuse_impossible, some
 from megatron.model.hf import TABLES, Slot, Table, shapes_only, slots
 from megatron.parallel.shard import Box
 
@@ -36,12 +32,9 @@ def read_model(folder: Path) -> ModelConfig:
     Raises:
         UserError: when there is no config.json, it asks for what is not here, or its numbers do not fit together.
     """
-    where = str(folder / "config.json")
-    model = ModelConfig(**model_values(read_config(folder), where))
-    run = RunConfig(model=model, training=TrainingConfig(seq_length=model.max_position_embeddings or 1))
-    found = [p for p in problems(run, 1) if p.code == "E600" or p.code.startswith("E1")]
-    if found:
-        raise UserError([replace(problem, sentence=f"{where}: {problem.sentence}", fixes=()) for problem in found])
+    where = folder / CONFIG
+    model = ModelConfig(**model_values(read_config(folder), str(where)))
+    refuse_impossible(where, model)
     return model
 
 
@@ -65,7 +58,7 @@ class HFSource:
         """
         self.folder = Path(folder)
         self.specs = shapes_only(model).specs
-        kind = family_of(read_config(self.folder), str(self.folder / "config.json"))
+        kind = family_of(read_config(self.folder), str(self.folder / CONFIG))
         try:
             self._slots = slots(kind, self.specs)
         except KeyError as error:

@@ -9,14 +9,15 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.folder import Checkpoints
 from megatron.config.checks import layout
+from megatron.config.hf import CONFIG
 from megatron.config.model import ModelConfig
 from megatron.config.run import HUGGING_FACE, ParallelConfig, RunConfig, TrainingConfig
 from megatron.convert.checkpoint import (
     GENERATION,
-    TOKENIZER,
     SavedModel,
+    by_their_names,
     carried_by,
     carried_files,
     open_checkpoint,
@@ -29,8 +30,6 @@ from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.parallel.build import DTYPES, BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.mesh import Mesh
-
-HF_CONFIG = "config.json"
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,8 @@ def open_pretrained(load: str, step: int | None = None) -> Pretrained:
         step: of the checkpoint; None takes the newest valid one.
 
     Raises:
-        InferenceError: when ``step`` does not fit ``load``, or a tokenizer cannot be read.
+        InferenceError: when ``step`` does not fit ``load``, a Hugging Face folder is named without ``hf:``, or a
+            tokenizer cannot be read.
         CheckpointError: when there is nothing to load, or not the weights of the model described.
         UserError: when the configuration asks for what is not here.
     """
@@ -90,8 +90,11 @@ def open_pretrained(load: str, step: int | None = None) -> Pretrained:
 
 
 def _from_checkpoint(path: Path, step: int | None) -> Pretrained:
+    if (path / CONFIG).is_file() and not Checkpoints(path).named():
+        seen = f"--load {path} is a Hugging Face model, no folder of checkpoints"
+        raise InferenceError(seen, f"--load {HUGGING_FACE}{path}")
     manifest, notes = open_checkpoint(path, step)
-    saved, files = SavedModel(manifest), _small_files(manifest)
+    saved, files = SavedModel(manifest), by_their_names(carried_by(manifest))
     codec = open_codec(files)
     return Pretrained(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
 
@@ -99,15 +102,9 @@ def _from_checkpoint(path: Path, step: int | None) -> Pretrained:
 def _from_hugging_face(folder: Path) -> Pretrained:
     model = read_model(folder)
     source = HFSource(folder, model)
-    names = [name.removeprefix(TOKENIZER) for name in carried_files(folder)]
-    files = {name: (folder / name).read_bytes() for name in (*names, HF_CONFIG)}
+    files = by_their_names({**carried_files(folder), CONFIG: folder / CONFIG})
     codec = open_codec(files)
     return Pretrained(model, source.dtype, source, codec, stop_ids(files, codec))
-
-
-def _small_files(manifest: Manifest) -> dict[str, bytes]:
-    """What a checkpoint carries of a tokenizer, by the names that Hugging Face gives."""
-    return {name.removeprefix(TOKENIZER): content for name, content in carried_by(manifest).items()}
 
 
 def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
@@ -116,7 +113,7 @@ def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
     Raises:
         InferenceError: when a file is not the JSON it should be.
     """
-    for name in (GENERATION, HF_CONFIG):
+    for name in (GENERATION, CONFIG):
         try:
             named = json.loads(files.get(name, b"{}")).get("eos_token_id")
             ids = named if isinstance(named, list) else [named]

@@ -18,7 +18,6 @@ class Printer:
         prompts: their ids.
         hidden: tokens that are not shown.
         live: whether text appears before it is complete.
-
     """
 
     def __init__(

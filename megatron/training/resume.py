@@ -14,9 +14,10 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import BUILDING, is_complete
 from megatron.config.checks.optimizer import schedule_problems
 from megatron.config.compare import Comparison, compare
+from megatron.config.hf import SPECIAL_IDS
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import HUGGING_FACE, CheckpointConfig, DataConfig
-from megatron.convert.checkpoint import GENERATION, SPECIAL_IDS, TOKENIZER, carried_by, carried_files
+from megatron.convert.checkpoint import GENERATION, TOKENIZER, carried_by, carried_files
 from megatron.convert.hf_folder import HFSource
 from megatron.data.errors import DataError
 from megatron.data.tokenizer import tokenizer_files

@@ -143,13 +143,13 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights false"),
+        (GPT2 | {"scale_attn_weights": False}, "scale_attn_weights false is not here, only true"),
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx true"),
         (GPT2 | {"add_cross_attention": True}, "add_cross_attention true"),
         (GPT2 | {"activation_function": "silu"}, "activation_function 'silu'"),
         (GPT2 | {"embd_pdrop": 0.2}, "embd_pdrop 0.2"),
         (GPT2 | {"n_embd": "768"}, "n_embd is '768'"),
-        (LLAMA3 | {"hidden_act": "gelu"}, 'hidden_act "gelu"'),
+        (LLAMA3 | {"hidden_act": "gelu"}, 'hidden_act "gelu" is not here, only "silu" or "swish"'),
         (LLAMA3 | {"attention_bias": True}, "attention_bias True with mlp_bias False"),
         (LLAMA3 | {"quantization_config": {"bits": 4}}, "quantization_config"),
         (LLAMA3 | {"layer_types": ["full_attention"]}, "layer_types"),

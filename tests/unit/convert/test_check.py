@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megatron.checkpoint.errors import CheckpointError
 from megatron.config.model import ModelConfig
 from megatron.convert.check import TOLERANCE, Difference, MismatchError, check, inputs, unexercised
 from megatron.convert.hf_folder import HFSource
@@ -65,12 +66,23 @@ def test_first_block_that_differs_is_named(tmp_path: Path) -> None:
         compare(bad, model, good)
 
 
-def test_not_a_number_is_no_match(tmp_path: Path) -> None:
+def test_tensors_that_hold_no_numbers_are_named(tmp_path: Path) -> None:
+    model = MODELS["llama"]
+    weights = random_weights(model, torch.bfloat16)
+    weights["model.norm.weight"][0] = torch.nan
+    weights["model.layers.1.mlp.up_proj.weight"][-1, 2] = -torch.inf
+    keys = r"model\.layers\.1\.mlp\.up_proj\.weight, model\.norm\.weight"
+    with pytest.raises(CheckpointError, match=rf"m holds tensors with values that are NaN or infinite: {keys}$"):
+        compare(write_folder(tmp_path / "m", model, weights, shards=2), model)
+
+
+def test_numbers_on_one_side_only_are_no_match(tmp_path: Path) -> None:
     model = MODELS["llama"]
     weights = random_weights(model)
+    good = write_folder(tmp_path / "good", model, weights)
     weights["model.norm.weight"][0] = torch.nan
-    with pytest.raises(MismatchError, match="logits by inf"):
-        compare(write_folder(tmp_path / "m", model, weights), model)
+    with pytest.raises(MismatchError, match="the first to differ is logits by inf"):
+        compare(good, model, write_folder(tmp_path / "bad", model, weights))
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.errors import CheckpointError, DamagedError, NewerVersionError
 from megatron.checkpoint.manifest import marker
 from megatron.config.compare import compare
+from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.config.sources import from_dict
 from megatron.convert.checkpoint import SavedModel, carried_by, import_hf, open_checkpoint
@@ -118,6 +119,31 @@ def test_unknown_options_are_told_and_those_of_the_model_refused(tmp_path: Path)
     rewritten(path, lambda content: content["config"]["model"].update(attn_logit_softcap=30.0))
     with pytest.raises(CheckpointError, match=r"does not know: model\.attn_logit_softcap 30\.0\n  fix: update"):
         SavedModel(open_checkpoint(path)[0])
+
+
+@pytest.mark.parametrize("group", ["model", "precision"])
+@pytest.mark.parametrize("value", [None, "x", [1]])
+def test_a_configuration_that_is_none_is_told(group: str, value: object, tmp_path: Path) -> None:
+    manifest = write_checkpoint(tmp_path / "iter_0000007", tiny(num_layers=1))
+    manifest.config[group] = value
+    said = f"{manifest.path} has in its manifest what is no group of options: config.{group} {json.dumps(value)}"
+    with pytest.raises(CheckpointError, match=re.escape(said)):
+        SavedModel(manifest)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads 0: must be at least 1"),
+        ({"num_layers": -1}, "num_layers -1: must be at least 1"),
+        ({"hidden_size": 33}, "hidden size 33 does not divide into 4 heads"),
+    ],
+)
+def test_a_model_that_cannot_be_built_is_told(changes: dict[str, int], said: str, tmp_path: Path) -> None:
+    manifest = write_checkpoint(tmp_path / "iter_0000007", tiny(num_layers=1))
+    manifest.config["model"] |= changes
+    with pytest.raises(UserError, match=re.escape(f"{manifest.path}: {said}")):
+        SavedModel(manifest)
 
 
 def test_only_files_of_a_tokenizer_are_taken_from_a_checkpoint(tmp_path: Path) -> None:

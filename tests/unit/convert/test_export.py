@@ -242,6 +242,14 @@ def test_special_ids() -> None:
         special_ids(files, 2)
 
 
+@pytest.mark.parametrize(
+    "tokenizer", [{"model": None}, {"model": {"vocab": None}}, {"model": {"vocab": {"a": "b"}}}, {"added_tokens": [{}]}]
+)
+def test_a_file_that_is_no_tokenizer_is_told(tokenizer: dict[str, Any]) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is not one of the tokenizers library: .*\n  fix: "):
+        special_ids({"tokenizer.json": json.dumps(tokenizer).encode()}, 3)
+
+
 @pytest.mark.parametrize("settings", [{"tokenizer_config.json": {}}, {"tokenizer_config.json": SETTINGS}])
 def test_the_end_is_the_one_of_the_data_and_of_generation(settings: dict[str, Any], tmp_path: Path) -> None:
     """A tokenizer with and without a word on its end: preprocessing, our generation and the export agree."""

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron.convert.check import Difference
+from megatron.convert.conversions import Converted
 from tests.unit.convert.folders import llama, random_weights, write_checkpoint, write_folder
 from tools.convert_checkpoint import Percent, main, size
 
@@ -51,6 +53,24 @@ def test_what_was_passed_over_and_what_was_not_compared_is_said(
     first, second = err.splitlines()
     assert first == f"convert_checkpoint: from {tmp_path}/save/iter_0000007, step 7"
     assert second.startswith(f"convert_checkpoint: passed over {tmp_path}/save/iter_0000009: ")
+
+
+@pytest.mark.parametrize(
+    ("rotary", "logits", "said"),
+    [
+        (0.0, 0.0, "logits by 0.0e+00 (0.0e+00 of the largest)"),
+        (1e-7, 2e-7, "logits by 2.0e-07 (2.0e-07 of the largest)"),
+        (3e-7, 2e-7, "logits by 2.0e-07 (2.0e-07 of the largest); at worst rotary by 3.0e-07 (3.0e-07 of the largest)"),
+    ],
+)
+def test_the_worst_difference_is_told_beside_that_of_the_logits(
+    rotary: float, logits: float, said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    differences = [Difference("rotary", rotary, rotary), Difference("logits", logits, logits)]
+    done = Converted(Path("x"), llama(), differences)
+    monkeypatch.setattr("tools.convert_checkpoint.convert", lambda args: done)
+    assert main(["--load", "a", "--save-hf", "x"]) == 0
+    assert capsys.readouterr().out.splitlines()[1] == f"transformers computes the same: {said}"
 
 
 def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -131,6 +131,7 @@ def test_weights_are_rounded_into_the_format_of_the_run(tmp_path: Path, capsys: 
         (["--prompt", "x", "--ckpt-step", "15"], 1, "a checkpoint of step 15"),
         (["--prompt", "x", "--tensor-model-parallel-size", "2"], 2, "torchrun --nproc-per-node 2 tools/generate.py"),
         (["--prompt", "\udcff"], 2, "not text in UTF-8"),
+        (["--prompts", "/none"], 2, "--prompts /none cannot be read: No such file or directory"),
     ],
 )
 def test_what_cannot_work_is_said(
@@ -147,6 +148,13 @@ def test_what_cannot_work_is_said(
 def test_nothing_to_load(tmp_path: Path, load: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--load", load.replace("missing", str(tmp_path)), "--prompt", "x"]) in (1, 2)
     assert str(tmp_path) in capsys.readouterr().err
+
+
+def test_a_hugging_face_folder_needs_its_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    assert main(["--load", str(tmp_path), "--prompt", "x"]) == 2
+    seen = f"--load {tmp_path} is a Hugging Face model, no folder of checkpoints"
+    assert capsys.readouterr().err == f"generate: {seen}\n  fix: --load hf:{tmp_path}\n"
 
 
 def test_a_flipped_byte_is_not_generated_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
