@@ -12,7 +12,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import pretrain_gpt
@@ -35,7 +35,8 @@ def save(folder: Path, iteration: int = 4, config: RunConfig = CONFIG, **state: 
     """A checkpoint ``iter_N`` of a run, but for its tensors."""
     path = folder / f"iter_{iteration:07d}"
     path.mkdir(parents=True)
-    counted = {"iteration": iteration, "consumed_samples": 4 * iteration, "optimizer": {}}
+    counted: dict[str, Any] = {"iteration": iteration, "consumed_samples": 4 * iteration, "optimizer": {}}
+    counted["batches_since"] = {"iteration": 0, "consumed_samples": 0}
     content = encode({}, {}, counted | state, to_dict(config))
     (path / MANIFEST).write_bytes(content)
     (path / MARKER).write_bytes(marker(content))
@@ -101,6 +102,8 @@ LOADS = st.sampled_from([None, "hf:model", "a", "b", "a/iter_0000004", "b/iter_0
 
 
 @given(FOLDERS, FOLDERS, st.booleans(), LOADS, st.sampled_from([None, None, 2, 4]), st.booleans())
+@example({4: "cut off"}, {}, True, None, None, False)
+@example({4: "cut off"}, {4: "whole"}, True, "b", None, False)
 @settings(max_examples=120, deadline=None, derandomize=True)
 def test_it_is_the_checkpoint_that_the_start_takes(
     own: dict[int, str], others: dict[int, str], saves: bool, load: str | None, step: int | None, weights_only: bool
@@ -165,6 +168,11 @@ def test_what_changed_is_told_as_at_the_start(capsys: pytest.CaptureFixture[str]
             "--resume-mode new-schedule --lr-decay-style linear --lr-warmup-iters 60",
             "E403",
             "the warm-up of 240 samples",
+        ),
+        (
+            "--resume-mode new-schedule --lr-decay-style linear --lr-warmup-iters 60 --set global_batch_size=8",
+            "E403",
+            "the warm-up of 464 samples does not end before the decay does, at 304",  # 4 steps of 4, the others of 8
         ),
         ("--ckpt-step 2", "E813", "mine holds newer checkpoints than step 2 (iter_0000004)"),
         ("--ckpt-step 3", "E812", "mine does not hold a checkpoint of step 3\n  fix: --save ANOTHER"),
