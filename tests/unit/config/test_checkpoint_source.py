@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 
 from megatron.config.arguments import Parsed, parse
 from megatron.config.compare import compare
+from megatron.config.presets import PRESETS
 from megatron.config.problems import UserError
 from megatron.config.run import CheckpointConfig
 from megatron.config.sources import flat, to_dict
@@ -105,3 +107,34 @@ def test_the_search_is_told_what_files_and_flags_say_together(tmp_path: Path) ->
     ]
     parse(argv, {}, lambda options: asked.append(options))
     assert [(c.load, c.save, c.ckpt_step) for c in asked] == [("runs/a", "runs/b", 4)]
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_the_same_command_makes_the_same_run_again(preset: str) -> None:
+    argv = ["--preset", preset, *RUN, "--vocab-size", "300", "--save", "runs/a", "--save-interval", "5"]
+    first = parse(argv, {})
+    assert parse(argv, {}, lambda options: to_dict(first.config)) == first
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_a_command_without_any_flag_of_the_model_has_the_same_model(seed: int) -> None:
+    """Whatever model it is, its samples as long as the default or as what it knows."""
+    dice = random.Random(seed)
+    flags: dict[str, Any] = {
+        "num_layers": dice.choice([1, 3]),
+        "num_attention_heads": 4,
+        "num_query_groups": dice.choice([1, 2, 4]),
+        "hidden_size": 32 * dice.choice([1, 3]),
+        "kv_channels": dice.choice([6, 8]),
+        "max_position_embeddings": dice.choice([64, 5000]),
+        "position_embedding_type": dice.choice(["learned_absolute", "rope"]),
+        "activation": dice.choice(["gelu", "swiglu", "relu2"]),
+        "window_size": dice.choice([None, 5]),
+        "add_bias_linear": dice.random() < 0.5,
+        "untie_embeddings_and_output_weights": dice.random() < 0.5,
+        "vocab_size": 300,
+    }
+    length = min(flags["max_position_embeddings"], 1024)
+    argv = [f"--set=model.{name}={'null' if value is None else str(value).lower()}" for name, value in flags.items()]
+    saved = to_dict(parse([*RUN, *argv, "--seq-length", str(length)], {}).config)
+    assert to_dict(going_on(saved=saved).config)["model"] == saved["model"]
