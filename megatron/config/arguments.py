@@ -100,7 +100,8 @@ def parse(
         notes += changes.lines
         found += changes.problems
     if found:
-        raise UserError([*lost, *found])
+        explained = any(problem.code == "E801" for problem in found)  # why there is no checkpoint, better than lost does
+        raise UserError(found if explained else [*lost, *found])
     if saved is not None:
         told = set(theirs.values) - {"vocab_size"}  # which is most often not said but known from the data
         notes += _taken_over(sorted(told), resolve(own, world_size), resolve(config, world_size))

@@ -197,6 +197,11 @@ def test_a_checkpoint_that_is_not_there_is_told_beside_what_it_would_have_said(
     assert re.findall("^(E...) ", err, re.MULTILINE) == ["E811", "E104"]
 
 
+def test_a_folder_that_is_not_there_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+    _, _, err = checked(capsys, "--load", "nowhere", "--vocab-size", "300")
+    assert re.findall("^(E...) ", err, re.MULTILINE) == ["E801"]
+
+
 def test_the_start_itself_tells_of_damage_when_nothing_else_is_wrong(tmp_path: Path) -> None:
     damage(save(Path("mine")))
     assert parse([*RUN, "--vocab-size", "300", "--save", "mine"], {}, recall).config.model.num_layers == 2
