@@ -125,7 +125,7 @@ def _precision(config: RunConfig) -> str:
 def _saves(config: RunConfig) -> str:
     c = config.checkpoint
     if c.save is None:
-        return ""
+        return "nothing: there is no --save"
     size = f"{shown(checkpoint_bytes(config))} each, " if config.model.vocab_size is not None else ""
     often = f"every {_counted(c.save_interval, 'step', 'steps')} and " if c.save_interval else ""
     row = f"{often}at the end, {size}to {c.save}"

@@ -25,10 +25,8 @@ from megatron.config.sources import to_dict
 from megatron.model.fill import Source, fill
 from megatron.parallel import comm
 from megatron.parallel.shard import Piece, ShardSpec
+from megatron.training.origin import Place, place_of
 from megatron.training.setup import Trainer
-
-Place = tuple[int, int]
-"""How far a run is: steps, and the samples they used."""
 
 DIGESTS = 2**64
 """Digests of samples are numbers below this."""
@@ -69,12 +67,6 @@ def _make_room(trainer: Trainer, folder: Checkpoints) -> str | None:
     except OSError as error:
         return f"older checkpoints are not deleted: {error}"
     return None
-
-
-def place_of(manifest: Manifest, name: str = "") -> Place:
-    """Where the run was that wrote a checkpoint, or the place that its ``state`` has under ``name``."""
-    place = manifest.state.get(name, manifest.state)
-    return place.get("iteration", 0), place.get("consumed_samples", 0)
 
 
 def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> None:

@@ -72,4 +72,6 @@ class StopRequest:
 
 def reason(status: int) -> str:
     """What made :meth:`StopRequest.agreed` answer ``status``, in words."""
-    return "--exit-duration-in-mins" if status == TIME_IS_UP else f"signal {status - 128}"
+    if status == TIME_IS_UP:
+        return "--exit-duration-in-mins"
+    return f"signal {status - 128} ({signal.Signals(status - 128).name})"

@@ -63,7 +63,7 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(pool: Pool, tmp_path
     ranks = pool.run(2, run_rank, tiny_run(tmp_path, LAYOUTS[layout], 2), "SIGTERM in step 2")
     assert ranks == [(143, ""), (143, "")]
     assert column(tmp_path, "iteration") == [1, 2]
-    assert records(tmp_path, "text")[-1]["text"] == "stopped by signal 15 after step 2 of 6"
+    assert records(tmp_path, "text")[-1]["text"] == "stopped by signal 15 (SIGTERM) after step 2 of 6"
 
 
 @pytest.mark.parametrize(("layout", "samples"), [("tp2-sp", "[8]"), ("dp2", "[9]")])
@@ -127,4 +127,4 @@ def test_torchrun_passes_a_signal_on(tmp_path: Path, number: int, send: Callable
     send(process.pid, number)
     process.communicate(timeout=60)
     assert process.returncode == 1  # torchrun's own, whatever its ranks end with
-    assert records(tmp_path / "run", "text")[-1]["text"].startswith(f"stopped by signal {number} after step ")
+    assert records(tmp_path / "run", "text")[-1]["text"].startswith(f"stopped by signal {number} (")

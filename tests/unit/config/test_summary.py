@@ -42,7 +42,7 @@ def test_a_run_that_changed_its_batch_has_the_length_it_will_have() -> None:
 
 
 def test_checkpoints_are_described_where_there_are_any() -> None:
-    assert "saves" not in rows(ranks=1)
+    assert rows(ranks=1)["saves"] == "nothing: there is no --save"
     often = ["--preset", "llama2-7b", "--bf16", "--save", "ckpt", "--save-interval", "1000"]
     parameters = ModelConfig(**{n: v for n, v in PRESETS["llama2-7b"].items() if n in SHAPE}).num_parameters()
     size = f"{parameters * 12 / 2**30:,.2f} GB"

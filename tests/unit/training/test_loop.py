@@ -144,13 +144,13 @@ def test_an_exit_at_the_end_is_no_stop(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_run_after_its_step(tmp_path: Path, number: int) -> None:
+def test_a_signal_ends_the_run_after_its_step(tmp_path: Path, number: signal.Signals) -> None:
     with before_step(2, lambda trainer: signal.raise_signal(number)):
         status, trainer = trained(tmp_path, "--log-interval 5 --eval-interval 1 --eval-iters 1")
     assert (status, trainer.iteration) == (128 + number, 2)
     assert column(tmp_path, "iteration") == [2]
     assert column(tmp_path, "iteration", "lm loss validation") == [1]  # not another one while somebody waits
-    assert column(tmp_path, "text", "text") == [f"stopped by signal {number} after step 2 of 6"]
+    assert column(tmp_path, "text", "text") == [f"stopped by signal {number} ({number.name}) after step 2 of 6"]
 
 
 def test_a_signal_in_the_last_step_comes_too_late(tmp_path: Path) -> None:
@@ -198,9 +198,9 @@ def test_a_ramp_and_a_last_batch_that_is_not_full(tmp_path: Path) -> None:
 
 SAVING = "--save {}/saved --save-interval 5"
 ENDS = {
-    signal.SIGTERM: (143, "signal 15"),
-    signal.SIGINT: (130, "signal 2"),
-    signal.SIGUSR1: (138, "signal 10"),
+    signal.SIGTERM: (143, "signal 15 (SIGTERM)"),
+    signal.SIGINT: (130, "signal 2 (SIGINT)"),
+    signal.SIGUSR1: (138, "signal 10 (SIGUSR1)"),
 }
 
 

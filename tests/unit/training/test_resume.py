@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.manifest import marker
-from megatron.config.run import DataConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.convert.checkpoint import import_hf
 from megatron.data.errors import DataError
 from megatron.training import resume
@@ -109,7 +109,7 @@ def test_the_rest_of_a_first_save_is_no_checkpoint(tmp_path: Path) -> None:
     (rest / TENSORS).write_bytes(b"half")
     told = go_on(tmp_path)
     assert (told.status, sorted(told.samples)) == (0, [1, 2, 3, 4, 5, 6])
-    assert f"passed over {rest}: {rest} has no COMPLETE: it is no checkpoint, or its save was cut off" in told.out
+    assert f"passed over {rest}: has no COMPLETE: it is no checkpoint, or its save was cut off" in told.out
     assert saved_steps(tmp_path / "saved") == [2, 4, 6]
     assert not rest.exists()
 
@@ -174,7 +174,7 @@ def test_load_a_copy_of_a_checkpoint_under_a_name_of_its_own(killed: Path, tmp_p
     )
     truncate(best / TENSORS)
     told = go_on(tmp_path / "last", f"--load {best}")
-    assert f"E811 no checkpoint in {best} can be used: best: " in told.err
+    assert f"E811 no checkpoint in {best} can be used:\n  best: " in told.err
     assert "\n  fix: --load ANOTHER\n" in told.err
 
 
@@ -359,33 +359,34 @@ def test_converted_weights_are_no_run_to_go_on_with(tmp_path: Path, gpt2: tuple[
     assert f"fix: --load {tmp_path}/converted --save {tmp_path}/converted-new --resume-mode weights-only" in own.err
 
 
+OURS = {"tokenizer/tokenizer.json": b"ours"}
+
+
 @pytest.mark.parametrize(
-    ("theirs", "kept"),
+    ("theirs", "kept", "told"),
     [
-        ({"tokenizer/tokenizer.json": b"ours"}, {"eos_token_id": 299, "pad_token_id": 1, "top_k": 5}),
-        ({"tokenizer/tokenizer.json": b"theirs", "tokenizer/merges.txt": b""}, {"top_k": 5}),
-        ({}, {"top_k": 5}),
+        (OURS, {"eos_token_id": 299, "pad_token_id": 1, "top_k": 5}, False),
+        ({"tokenizer/tokenizer.json": b"theirs", "tokenizer/merges.txt": b""}, {"top_k": 5}, True),
+        ({}, {"top_k": 5}, False),
     ],
 )
 def test_ids_of_another_tokenizer_do_not_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: dict[str, Path | bytes], kept: dict[str, int]
+    tmp_path: Path, theirs: dict[str, Path | bytes], kept: dict[str, int], told: bool
 ) -> None:
     generation = tmp_path / "generation_config.json"
     generation.write_text(json.dumps({"eos_token_id": 299, "pad_token_id": 1, "top_k": 5}))
-    data = DataConfig(data_path=("corpus",))
     carried = {**theirs, generation.name: generation}
-    monkeypatch.setattr(resume, "tokenizer_files", lambda prefix: {})
-    assert resume.companions(data, carried) == carried
-    monkeypatch.setattr(resume, "tokenizer_files", lambda prefix: {"tokenizer.json": b"ours"})
-    found = resume.companions(data, carried)
+    assert resume.companions({}, carried) == carried
+    assert resume.other_words({}, carried) == []
+    found = resume.companions(OURS, carried)
     assert found.keys() == {"tokenizer/tokenizer.json", generation.name}
     content = found[generation.name]
     assert json.loads(content if isinstance(content, bytes) else content.read_bytes()) == kept
+    assert bool(resume.other_words(OURS, carried)) is told
 
 
 @pytest.mark.parametrize(("content", "said"), [("{", "is no JSON: "), ("3", "is int in JSON, not an object")])
-def test_ids_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str, said: str) -> None:
+def test_ids_that_cannot_be_read(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
-    monkeypatch.setattr(resume, "tokenizer_files", lambda prefix: {"tokenizer.json": b"ours"})
     with pytest.raises(DataError, match=f"the origin's generation_config.json {said}"):
-        resume.companions(DataConfig(data_path=("c",)), {p.name: p for p in tmp_path.iterdir()})
+        resume.companions(OURS, {p.name: p for p in tmp_path.iterdir()})
