@@ -88,8 +88,9 @@ def family_of(config: Json, where: str) -> str:
         sentence = f"{where}: model_type {kind!r} is not here; these are: {', '.join(FAMILIES)}"
         raise UserError([Problem("E851", sentence)])
     architectures = config.get("architectures")
-    if architectures and FAMILIES[kind].architecture not in architectures:
-        sentence = f"{where}: architectures {', '.join(map(str, architectures))}; here is {FAMILIES[kind].architecture}"
+    named = architectures if isinstance(architectures, list) else [architectures]
+    if architectures and FAMILIES[kind].architecture not in named:
+        sentence = f"{where}: architectures {', '.join(map(str, named))}; here is {FAMILIES[kind].architecture}"
         raise UserError([Problem("E851", sentence)])
     return kind
 

@@ -48,7 +48,7 @@ _WIDTH = Key("hidden_size", "n_embd", 768)
 
 def _read_gpt2(config: Json) -> Values:
     activation = config.get("activation_function", "gelu_new")
-    if activation not in _GELUS:
+    if activation not in tuple(_GELUS):  # it may be of any type
         raise RefusedError(f"activation_function {activation!r} is not here; these are: {', '.join(_GELUS)}")
     after_blocks, after_embedding = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
     if after_blocks != after_embedding:
@@ -167,7 +167,7 @@ def _read_qwen_window(config: Json) -> Values:
     window = value_of(_WINDOW, config) if switch(config, "use_sliding_window", False) else None
     by_place = ["sliding_attention" if window and i >= full else "full_attention" for i in range(layers)]
     said = config.get("layer_types", by_place)
-    kinds = set(said) if isinstance(said, list) else {repr(said)}
+    kinds = set(map(str, said)) if isinstance(said, list) else {repr(said)}
     if len(kinds) > 1 or not kinds <= {"sliding_attention", "full_attention"}:
         raise RefusedError(f"layers of several kinds ({', '.join(sorted(kinds))}) are not here: all layers are alike")
     return {"window_size": window if kinds == {"sliding_attention"} else None}

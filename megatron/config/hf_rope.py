@@ -44,7 +44,7 @@ def read_rope(config: Json) -> Values:
     said = _said(config)
     theta = value_of(_THETA, config | said)
     kind = said.get("rope_type", said.get("type", "default"))
-    if kind not in _SCALINGS:
+    if kind not in tuple(_SCALINGS):  # it may be of any type
         raise RefusedError(f"rope_type {kind!r} is not here; these are: {', '.join(_SCALINGS)}")
     if kind == "yarn":
         _refuse_odd_yarn(said)

@@ -172,6 +172,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA3 | {"model_type": "gemma"}, "model_type 'gemma'"),
         (LLAMA3 | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (QWEN3 | {"attention_bias": True}, "attention_bias true"),
+        (QWEN3 | {"layer_types": [{}, 1]}, "layers of several kinds (1, {})"),
+        (LLAMA3 | {"architectures": 3}, "architectures 3; here is LlamaForCausalLM"),
+        (LLAMA3 | {"rope_scaling": {"rope_type": []}}, "rope_type [] is not here"),
+        (GPT2 | {"activation_function": {}}, "activation_function {} is not here"),
     ],
 )
 def test_what_is_not_here_is_refused_by_name(config: dict[str, Any], said: str) -> None:
