@@ -77,11 +77,13 @@ def open_pretrained(load: str, step: int | None = None) -> Pretrained:
         step: of the checkpoint; None takes the newest valid one.
 
     Raises:
-        InferenceError: when ``step`` does not fit ``load``, a Hugging Face folder is named without ``hf:``, or a
-            tokenizer cannot be read.
+        InferenceError: when ``step`` does not fit ``load``, ``load`` names no folder or a Hugging Face folder
+            without ``hf:``, or a tokenizer cannot be read.
         CheckpointError: when there is nothing to load, or not the weights of the model described.
         UserError: when the configuration asks for what is not here.
     """
+    if load in ("", HUGGING_FACE):
+        raise InferenceError(f"--load '{load}' names no folder", "--load CHECKPOINTS", f"--load {HUGGING_FACE}DIR")
     if not load.startswith(HUGGING_FACE):
         return _from_checkpoint(Path(load), step)
     if step is not None:

@@ -157,6 +157,12 @@ def test_a_hugging_face_folder_needs_its_prefix(tmp_path: Path, capsys: pytest.C
     assert capsys.readouterr().err == f"generate: {seen}\n  fix: --load hf:{tmp_path}\n"
 
 
+@pytest.mark.parametrize("load", ["", "hf:"])
+def test_no_folder(load: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--load", load, "--prompt", "x"]) == 2
+    assert capsys.readouterr().err.startswith(f"generate: --load '{load}' names no folder\n  fix: --load ")
+
+
 def test_a_flipped_byte_is_not_generated_from(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = save_model(model(), tmp_path)
     [file] = path.glob("*.safetensors")
