@@ -7,10 +7,9 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NoReturn
 
 from megatron.config.arguments import Parsed, parse
-from megatron.config.launch import Launch
+from megatron.config.launch import Launch, leave
 from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
@@ -49,15 +48,6 @@ def main(argv: Sequence[str]) -> int:
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """The configuration with the vocabulary's size filled in from the data's tokenizer, where no flag gives it."""
     return replace(config, model=replace(config.model, vocab_size=vocabulary(config.data, config.model.vocab_size)))
-
-
-def leave(status: int) -> NoReturn:
-    """End the process; after a failure at once, because torch.distributed could wait for ranks that are gone."""
-    if status == 0:
-        sys.exit()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

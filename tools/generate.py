@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from datetime import timedelta
 from io import StringIO
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from megatron.checkpoint.errors import CheckpointError
-from megatron.config.launch import Launch
+from megatron.config.launch import Launch, leave
 from megatron.config.problems import UserError
 from megatron.config.settings import SETTINGS
 from megatron.inference.errors import InferenceError
@@ -223,15 +223,6 @@ def main(argv: Sequence[str]) -> int:
     except KeyboardInterrupt:
         return 130
     return 0
-
-
-def leave(status: int) -> NoReturn:
-    """End the process; after a failure at once, because torch.distributed could wait for ranks that are gone."""
-    if status == 0:
-        sys.exit()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import NoReturn
 
 from megatron.config.problems import Problem
 
@@ -68,3 +71,12 @@ def _is_srun_step(environ: Mapping[str, str]) -> bool:
     step = environ.get("SLURM_STEP_ID", "")
     known = {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"} <= environ.keys()
     return known and step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+
+
+def leave(status: int) -> NoReturn:
+    """End the process; after a failure at once, because torch.distributed could wait for ranks that are gone."""
+    if status == 0:
+        sys.exit()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
