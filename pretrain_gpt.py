@@ -21,7 +21,8 @@ def main(argv: Sequence[str]) -> int:
     """Check the flags, then train.
 
     Returns:
-        The exit status: 0 at the end, 1 after an error, 2 for flags that cannot work, 128 + n after signal n.
+        The exit status: 0 at the end, 1 after an error, 2 for flags or files that are refused before the start,
+        124 when ``exit_duration_in_mins`` is over, 128 + n after signal n.
 
     """
     started = time.monotonic()

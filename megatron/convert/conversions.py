@@ -42,7 +42,7 @@ def from_hf(folder: Path, save: Path, report: Report, checked: bool = True) -> C
         UserError, CheckpointError: when the model is not one that can be converted, or the comparison fails.
     """
     checkpoints = Checkpoints(save)
-    if checkpoints.candidates():
+    if checkpoints.named():
         raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
     path = checkpoints.path(0)
     unchecked = path.with_name(f"{path.name}.unchecked")  # no checkpoint by name
