@@ -84,14 +84,9 @@ class IndexedDatasetWriter:
         """
         ids = np.asarray(tokens)
         if ids.size > MAX_LENGTH:
-            raise DataError(
-                f"{self._prefix}: a sequence of {ids.size} tokens; at most {MAX_LENGTH}", "cut the document"
-            )
-        if ids.size and not np.can_cast(ids.dtype, self._dtype, "safe"):
-            self._check_range(ids)
-        self._bin.write(ids.astype(self._dtype).tobytes())
+            self._too_long(ids.size)
+        self._write_ids(ids)
         self._lengths.append(ids.size)
-        self.num_tokens += ids.size
 
     def end_document(self) -> None:
         """End the document being written; without a sequence it is an empty one."""
@@ -103,6 +98,27 @@ class IndexedDatasetWriter:
         if ids.size:
             self.add_sequence(ids)
         self.end_document()
+
+    def add_documents(self, ids: NDArray[Any], lengths: NDArray[np.integer[Any]]) -> None:
+        """Append ``n`` documents at once: ``ids [total]`` back to back, ``lengths [n]`` tokens of each (0: empty).
+
+        The files are those of ``n`` calls of `add_document`.
+
+        Raises:
+            DataError: when an id does not fit the type of the file, or a document is too long for the format.
+            ValueError: when the lengths are negative or do not sum to ``total``.
+        """
+        lengths = np.asarray(lengths, dtype=np.int64)
+        if lengths.size and (lengths.min() < 0 or lengths.max() > MAX_LENGTH):
+            if lengths.min() < 0:
+                raise ValueError(f"{self._prefix}: a document of {lengths.min()} tokens")
+            self._too_long(int(lengths.max()))
+        if int(lengths.sum()) != len(ids):
+            raise ValueError(f"{self._prefix}: lengths sum to {lengths.sum()}, but there are {len(ids)} ids")
+        self._write_ids(ids)
+        has_tokens = lengths > 0
+        self._documents.frombytes((len(self._lengths) + np.cumsum(has_tokens, dtype=np.int64)).tobytes())
+        self._lengths.frombytes(lengths[has_tokens].astype(np.intc).tobytes())
 
     def add_file(self, suffix: str, content: bytes) -> None:
         """A small file ``<prefix>.<suffix>`` that appears together with the pair.
@@ -157,6 +173,15 @@ class IndexedDatasetWriter:
     def _part(self, suffix: str) -> str:
         """Where a file grows until it gets its name."""
         return f"{self._prefix}.{suffix}.{os.getpid()}.part"
+
+    def _write_ids(self, ids: NDArray[Any]) -> None:
+        if ids.size and not np.can_cast(ids.dtype, self._dtype, "safe"):
+            self._check_range(ids)
+        self._bin.write(np.ascontiguousarray(ids, dtype=self._dtype).data)
+        self.num_tokens += ids.size
+
+    def _too_long(self, tokens: int) -> NoReturn:
+        raise DataError(f"{self._prefix}: a sequence of {tokens} tokens; at most {MAX_LENGTH}", "cut the document")
 
     def _check_range(self, ids: NDArray[Any]) -> None:
         info = np.iinfo(self._dtype)

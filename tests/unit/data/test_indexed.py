@@ -95,6 +95,39 @@ def test_part_of_a_sequence(small: Path) -> None:
     assert data.get(4, 6).tolist() == []
 
 
+@settings(max_examples=40, deadline=None)
+@given(batches=st.lists(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=6), max_size=5))
+def test_many_documents_at_once_are_those_one_by_one(
+    tmp_path_factory: pytest.TempPathFactory, batches: list[list[list[int]]]
+) -> None:
+    folder = tmp_path_factory.mktemp("many")
+    write(folder / "one", [document for batch in batches for document in batch])
+    with IndexedDatasetWriter(folder / "many", np.uint16) as writer:
+        for batch in batches:
+            ids = np.array([i for document in batch for i in document], dtype=np.int64)
+            writer.add_documents(ids, np.array([len(document) for document in batch], dtype=np.int32))
+        assert writer.num_documents == sum(map(len, batches))
+    for suffix in ("bin", "idx"):
+        assert (folder / f"many.{suffix}").read_bytes() == (folder / f"one.{suffix}").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("ids", "lengths", "error", "message"),
+    [
+        ([1, 65536], [1, 1], DataError, "id 65536 does not fit uint16"),
+        ([1, 2, 3], [1, 1], ValueError, "lengths sum to 2, but there are 3 ids"),
+        ([1], [2, -1], ValueError, "a document of -1 tokens"),
+        ([], [2**31], DataError, "a sequence of 2147483648 tokens; at most 2147483647"),
+    ],
+)
+def test_documents_that_cannot_be_are_refused(
+    tmp_path: Path, ids: list[int], lengths: list[int], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message), IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        writer.add_documents(np.array(ids, dtype=np.int64), np.array(lengths))
+    assert content(tmp_path) == {}
+
+
 @pytest.mark.parametrize(("i", "offset", "length"), [(5, 0, None), (-1, 0, None), (0, 3, None), (0, 1, 2), (0, -1, 1)])
 def test_reading_outside_a_sequence_is_refused(small: Path, i: int, offset: int, length: int | None) -> None:
     with pytest.raises(IndexError, match="small"):
