@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from megatron.data.corpus import add_input_flags, find_files, read_documents
 from megatron.data.errors import DataError
 from megatron.data.preprocess import Progress, output_prefix, write_dataset
-from megatron.data.tokenizer import TOKENIZER_TYPES, Tokenizer, build_tokenizer
+from megatron.data.tokenizer import TokenizerChoice, add_tokenizer_flags, build_tokenizer
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -21,16 +21,9 @@ def build_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     add_input_flags(parser)
-    tokens = parser.add_argument_group("tokenizer")
-    tokens.add_argument(
-        "--tokenizer-type", required=True, metavar="TYPE", help=f"how text becomes ids: {' or '.join(TOKENIZER_TYPES)}"
-    )
-    tokens.add_argument(
-        "--tokenizer-model", metavar="PATH", help="folder or tokenizer.json that HuggingFaceTokenizer is read from"
-    )
-    tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer")
-    tokens.add_argument("--append-eod", action="store_true", help="end every document that is not empty with an end id")
+    add_tokenizer_flags(parser)
     write = parser.add_argument_group("output")
+    write.add_argument("--append-eod", action="store_true", help="end every document that is not empty with an end id")
     write.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="path and beginning of the files' names"
     )
@@ -38,14 +31,6 @@ def build_parser() -> argparse.ArgumentParser:
         "--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines (1000)"
     )
     return parser
-
-
-def make_tokenizer(tokenizer_type: str, vocab_size: int | None, tokenizer_model: str | None) -> Tokenizer:
-    """The tokenizer the flags name; a size it would ignore is refused."""
-    tokenizer = build_tokenizer(tokenizer_type, vocab_size, tokenizer_model)
-    if vocab_size not in (None, tokenizer.vocab_size):
-        raise DataError(f"{tokenizer_type} has {tokenizer.vocab_size} ids, not {vocab_size}", "leave out --vocab-size")
-    return tokenizer
 
 
 def reporter(interval: int) -> Callable[[Progress], None]:
@@ -69,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     """
     args = build_parser().parse_args(argv)
     try:
-        tokenizer = make_tokenizer(args.tokenizer_type, args.vocab_size, args.tokenizer_model)
+        tokenizer = build_tokenizer(TokenizerChoice.from_args(args))
     except DataError as error:
         return _fail(error, 2)
     try:

@@ -8,12 +8,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import tokenizers
 from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.data.digest import fingerprint
+from megatron.data.encoded import Encoded, from_lists, unicode_text
 from megatron.data.errors import DataError
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
@@ -24,49 +24,66 @@ ENDS = (END_OF_DOCUMENT, "</s>")  # what ends a document where the files do not 
 class HuggingFaceTokenizer:
     """The ids that the library ``tokenizers`` gives, of nothing but the text.
 
-    No special token is put around a text, and one that is spelled out in it stays text: the words ``<|endoftext|>``
-    in a document about tokenizers do not end it. (The library does so for the added tokens that are marked special;
-    others are ordinary words to it.) Lengths and padding that the file asks for are switched off.
+    No special token is put around a text, and one that is spelled out in it stays text unless it is told otherwise:
+    the words ``<|endoftext|>`` in a document about tokenizers do not end it. (The library does so for the added tokens
+    that are marked special; others are ordinary words to it.) Lengths and padding that the file asks for are switched
+    off.
 
     Attributes:
         files: contents by name of the files it was read from.
         vocab_size: the largest id, added tokens included, plus one.
         eod: the id that ends a document, as `end_of_text` says.
+        pad: the id of the files' ``pad_token``; None when they name none.
+        special_ids: ids of the added tokens that are marked special, by how each is spelled.
+        settings: ``parse_special_tokens`` where it is on.
     """
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, parse_special_tokens: bool = False) -> None:
         """Read a ``tokenizer.json``, or the one in a folder, and the files beside it.
+
+        Args:
+            path: of the file, or of the folder.
+            parse_special_tokens: a special token that is spelled out in a text becomes its id.
 
         Raises:
             DataError: when there is none, it is damaged or random, or nothing says which id ends a document.
         """
-        self.files = _read_files(Path(path))
-        self._tokenizer = _parse(self.files[TOKENIZER], Path(path))
+        self._load(_read_files(Path(path)), Path(path), parse_special_tokens)
+
+    def _load(self, files: Mapping[str, bytes], path: Path, parse_special_tokens: bool) -> None:
+        """Take the files, which came from ``path``."""
+        self.files = files
+        self._tokenizer = _parse(files[TOKENIZER], path)
+        self._tokenizer.encode_special_tokens = not parse_special_tokens
         ids = self._tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size = 1 + max(ids.values(), default=-1)
-        self.eod = _end_of_document(self.files, ids, Path(path))
+        self.eod = _end_of_document(files, ids, path)
+        self.pad = ids.get(special_token(files, "pad_token") or "")
+        added = self._tokenizer.get_added_tokens_decoder()
+        self.special_ids = {token.content: number for number, token in sorted(added.items()) if token.special}
+        self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
 
     @property
     def fingerprint(self) -> str:
-        """Of the content of ``tokenizer.json``."""
-        return fingerprint(self.files[TOKENIZER].decode())
+        """Of the content of ``tokenizer.json`` and the settings."""
+        return fingerprint(self.files[TOKENIZER].decode(), *self.settings)
 
-    def encode(self, text: str | bytes) -> NDArray[np.int64]:
+    def encode(self, text: str | bytes) -> NDArray[Any]:
         """Ids of the text.
 
         Raises:
             ValueError: when it is no Unicode text.
         """
-        return self.encode_batch([text])[0]
+        return self.encode_batch([text]).ids
 
-    def encode_batch(self, texts: Sequence[str | bytes]) -> list[NDArray[np.int64]]:
-        """Ids of each text, on as many threads as ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` allow.
+    def encode_batch(self, texts: Sequence[str | bytes]) -> Encoded:
+        """Ids of the texts, on as many threads as ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` allow.
 
         Raises:
             ValueError: when one is no Unicode text.
         """
-        encoded = self._tokenizer.encode_batch_fast([_unicode(text) for text in texts], add_special_tokens=False)
-        return [np.array(one.ids, dtype=np.int64) for one in encoded]
+        encoded = self._tokenizer.encode_batch_fast([unicode_text(text) for text in texts], add_special_tokens=False)
+        return from_lists([one.ids for one in encoded])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""
@@ -82,13 +99,6 @@ def _end_of_document(files: Mapping[str, bytes], ids: Mapping[str, int], path: P
         return end
     seen = f"{path} names no eos_token" if named is None else f"{path} has no id for its eos_token '{named}'"
     raise DataError(f"{seen}: nothing says what ends a document", f'"eos_token": "..." in {CONFIG} beside {TOKENIZER}')
-
-
-def _unicode(text: str | bytes) -> str:
-    if isinstance(text, bytes):
-        return text.decode()
-    text.encode()  # half of a surrogate pair is no character
-    return text
 
 
 def _read_files(path: Path) -> dict[str, bytes]:
@@ -113,7 +123,6 @@ def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:
         raise DataError(f"{path} drops merges at random, so that ids differ from time to time", 'set "dropout" to null')
     tokenizer.no_truncation()
     tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
     return tokenizer
 
 

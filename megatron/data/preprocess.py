@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from megatron.data.corpus import Document, not_utf8
 from megatron.data.errors import DataError
 from megatron.data.indexed import IndexedDatasetWriter, id_dtype
-from megatron.data.tokenizer import FOLDER, RECORD, HuggingFaceTokenizer, Tokenizer, TokenizerRecord
+from megatron.data.tokenizer import FOLDER, RECORD, Tokenizer, TokenizerRecord
 
 BATCH_BYTES = 1 << 20  # input that is encoded at once: enough to keep all threads of a tokenizer busy
 
@@ -43,7 +43,7 @@ def write_dataset(
 ) -> Progress:
     """Write ``<prefix>_<key>_document.{bin,idx,tokens.json}`` for every key; ``report`` is called after every document.
 
-    The files of a HuggingFaceTokenizer are copied to ``<prefix>_<key>_document.tokenizer/``.
+    The files of a tokenizer that has any are copied to ``<prefix>_<key>_document.tokenizer/``.
     An empty text stays a document, of no sequence, and gets no end-of-document id.
 
     Raises:
@@ -75,7 +75,7 @@ def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
     """A writer that will also leave what is needed to know the tokenizer."""
     writer = IndexedDatasetWriter(prefix, id_dtype(tokenizer.vocab_size))
     writer.add_file(RECORD, TokenizerRecord.of(tokenizer).to_bytes())
-    for name, content in tokenizer.files.items() if isinstance(tokenizer, HuggingFaceTokenizer) else ():
+    for name, content in tokenizer.files.items():
         writer.add_file(f"{FOLDER}/{name}", content)
     return writer
 
@@ -95,11 +95,12 @@ def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
 
 def _encode(tokenizer: Tokenizer, batch: Sequence[Document], column: int, append_eod: bool) -> list[NDArray[Any]]:
     try:
-        encoded = tokenizer.encode_batch([document.texts[column] for document in batch])
+        ids, lengths = tokenizer.encode_batch([document.texts[column] for document in batch])
     except ValueError:
         _blame(tokenizer, batch, column)
         raise
-    return [np.append(ids, tokenizer.eod) if append_eod and ids.size else ids for ids in encoded]
+    texts = np.split(ids, np.cumsum(lengths))[:-1]
+    return [np.append(text, tokenizer.eod) if append_eod and text.size else text for text in texts]
 
 
 def _blame(tokenizer: Tokenizer, batch: Sequence[Document], column: int) -> None:

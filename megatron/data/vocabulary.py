@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
-from megatron.data.tokenizer import build_tokenizer, read_record
+from megatron.data.tokenizer import TokenizerChoice, build_tokenizer, read_record
 
 
 class _Known(NamedTuple):
@@ -75,5 +75,6 @@ def _known(data: DataConfig, vocab_size: int | None) -> _Known | None:
         return _Known(record.tokenizer_type, record.vocab_size)
     if data.tokenizer_type in (None, "HuggingFaceTokenizer"):
         return None
-    tokenizer = build_tokenizer(data.tokenizer_type, vocab_size)
+    size = vocab_size if data.tokenizer_type == "NullTokenizer" else None
+    tokenizer = build_tokenizer(TokenizerChoice(data.tokenizer_type, vocab_size=size))
     return _Known(data.tokenizer_type, tokenizer.vocab_size)

@@ -71,8 +71,11 @@ def test_ids_are_those_of_the_library(folder: Path, text: str) -> None:
 def test_a_batch_is_its_texts(folder: Path) -> None:
     tokenizer = HuggingFaceTokenizer(folder)
     texts = [*TEXT, "", b"bytes"]
-    assert [ids.tolist() for ids in tokenizer.encode_batch(texts)] == [tokenizer.encode(t).tolist() for t in texts]
-    assert tokenizer.encode_batch([]) == []
+    ids, lengths = tokenizer.encode_batch(texts)
+    one_by_one = [tokenizer.encode(t).tolist() for t in texts]
+    assert lengths.tolist() == [len(one) for one in one_by_one]
+    assert ids.tolist() == [i for one in one_by_one for i in one]
+    assert [array.tolist() for array in tokenizer.encode_batch([])] == [[], []]
 
 
 def test_nothing_is_added_cut_or_padded(tmp_path: Path) -> None:

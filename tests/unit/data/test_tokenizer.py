@@ -7,6 +7,7 @@ import shutil
 from dataclasses import fields
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,6 +23,7 @@ from megatron.data.tokenizer import (
     HuggingFaceTokenizer,
     NullTokenizer,
     Tokenizer,
+    TokenizerChoice,
     TokenizerRecord,
     build_tokenizer,
     read_record,
@@ -61,7 +63,7 @@ def test_ids_written_out_and_back(ids: list[int]) -> None:
     assert tokenizer.eod == 999
 
 
-@pytest.mark.parametrize("text", ["1 2 x", "1000", "-1", "1.5", b"7 \xff"])
+@pytest.mark.parametrize("text", ["1 2 x", "1000", "-1", "1.5", b"7 \xff", "\u00b2", "9" * 5000])
 def test_text_that_is_no_ids_is_refused(text: str | bytes) -> None:
     with pytest.raises(DataError, match=r"NullTokenizer reads ids 0\.\.999 with spaces between, not '"):
         NullTokenizer(1000).encode(text)
@@ -76,18 +78,23 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def choice(name: str, model: Path) -> TokenizerChoice:
+    """The least that each type must be told."""
+    size = 300 if name == "NullTokenizer" else None
+    return TokenizerChoice(name, str(model) if name == "HuggingFaceTokenizer" else None, vocab_size=size)
+
+
 @pytest.mark.parametrize("name", TOKENIZER_TYPES)
 def test_every_name_builds_a_tokenizer_of_that_name(name: str, model: Path) -> None:
-    tokenizer = build_tokenizer(name, 300, model if name == "HuggingFaceTokenizer" else None)
+    tokenizer = build_tokenizer(choice(name, model))
     assert type(tokenizer).__name__ == name
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
     ids = tokenizer.encode("7 8")
     assert ids.dtype.kind in "iu"
-    assert [one.tolist() for one in tokenizer.encode_batch(["7 8", b"", "3"])] == [
-        ids.tolist(),
-        [],
-        tokenizer.encode("3").tolist(),
-    ]
+    batch = tokenizer.encode_batch(["7 8", b"", "3"])
+    assert batch.lengths.tolist() == [len(ids), 0, 1]
+    assert batch.ids.tolist() == [*ids.tolist(), *tokenizer.encode("3").tolist()]
+    assert np.iinfo(batch.ids.dtype).max >= tokenizer.vocab_size - 1
 
 
 def test_the_option_of_a_run_knows_the_same_names() -> None:
@@ -106,14 +113,14 @@ def test_the_option_of_a_run_knows_the_same_names() -> None:
 )
 def test_what_cannot_be_built_is_refused(name: str, size: int | None, message: str) -> None:
     with pytest.raises(DataError) as caught:
-        build_tokenizer(name, size)
+        build_tokenizer(TokenizerChoice(name, vocab_size=size))
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize("name", ["ByteTokenizer", "NullTokenizer"])
 def test_a_model_that_nobody_reads_is_refused(name: str, model: Path) -> None:
     with pytest.raises(DataError, match=f"{name} reads no file"):
-        build_tokenizer(name, 300, model)
+        build_tokenizer(TokenizerChoice(name, str(model), vocab_size=300))
 
 
 def test_fingerprints_tell_tokenizers_apart(model: Path) -> None:

@@ -1,0 +1,132 @@
+"""Which tokenizer a person asked for, and the tokenizer."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from megatron.config.run import DataConfig
+from megatron.data.encoded import Tokenizer
+from megatron.data.errors import DataError
+from megatron.data.huggingface import HuggingFaceTokenizer
+from megatron.data.plain import ByteTokenizer, NullTokenizer
+
+
+@dataclass(frozen=True)
+class TokenizerChoice:
+    """What the flags say of a tokenizer.
+
+    Attributes:
+        tokenizer_type: one of `TOKENIZER_TYPES`.
+        tokenizer_model: folder, file or hub name that it is read from.
+        vocab_file: of GPT2BPETokenizer.
+        merge_file: of GPT2BPETokenizer.
+        vocab_size: what NullTokenizer needs to be told; others know it themselves.
+        tiktoken_pattern: how TikTokenizer cuts text into words: ``v1`` or ``v2``.
+        tiktoken_num_special_tokens: ids that TikTokenizer puts before those of its file.
+        parse_special_tokens: a special token that is spelled out in a text becomes its id.
+    """
+
+    tokenizer_type: str
+    tokenizer_model: str | None = None
+    vocab_file: str | None = None
+    merge_file: str | None = None
+    vocab_size: int | None = None
+    tiktoken_pattern: str | None = None
+    tiktoken_num_special_tokens: int = 1000
+    parse_special_tokens: bool = False
+
+    @classmethod
+    def of(cls, data: DataConfig, vocab_size: int | None) -> TokenizerChoice:
+        """What a run's configuration says.
+
+        Raises:
+            DataError: when it names no tokenizer.
+        """
+        if data.tokenizer_type is None:
+            raise DataError("nothing names the tokenizer of the data", "--tokenizer-type TYPE")
+        return cls(
+            data.tokenizer_type,
+            data.tokenizer_model,
+            data.vocab_file,
+            data.merge_file,
+            vocab_size,
+            data.tiktoken_pattern,
+            data.tiktoken_num_special_tokens,
+        )
+
+    @classmethod
+    def from_args(cls, args: argparse.Namespace) -> TokenizerChoice:
+        """What the flags of `add_tokenizer_flags` say."""
+        return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+
+def _hugging_face(choice: TokenizerChoice) -> Tokenizer:
+    if choice.tokenizer_model is None:
+        raise DataError("HuggingFaceTokenizer must be told where it is", "--tokenizer-model DIR_OR_tokenizer.json")
+    return HuggingFaceTokenizer(choice.tokenizer_model, choice.parse_special_tokens)
+
+
+def _bytes(choice: TokenizerChoice) -> Tokenizer:
+    return ByteTokenizer()
+
+
+def _null(choice: TokenizerChoice) -> Tokenizer:
+    if choice.vocab_size is None or choice.vocab_size < 1:
+        raise DataError("NullTokenizer must be told how many ids there are", "--vocab-size 50257")
+    return NullTokenizer(choice.vocab_size)
+
+
+BUILDERS: dict[str, Callable[[TokenizerChoice], Tokenizer]] = {
+    "HuggingFaceTokenizer": _hugging_face,
+    "ByteTokenizer": _bytes,
+    "NullTokenizer": _null,
+}
+TOKENIZER_TYPES = tuple(BUILDERS)
+
+
+def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
+    """The tokenizer of a choice.
+
+    Raises:
+        DataError: when the name is not known, or what it needs is missing or damaged, or it reads no file, or has
+            another number of ids than the choice says.
+    """
+    if choice.tokenizer_type not in BUILDERS:
+        raise _unknown(choice.tokenizer_type)
+    if choice.tokenizer_model is not None and choice.tokenizer_type in ("ByteTokenizer", "NullTokenizer"):
+        raise DataError(f"{choice.tokenizer_type} reads no file", "leave out --tokenizer-model")
+    tokenizer = BUILDERS[choice.tokenizer_type](choice)
+    if choice.vocab_size not in (None, tokenizer.vocab_size):
+        seen = f"{choice.tokenizer_type} has {tokenizer.vocab_size} ids, not {choice.vocab_size}"
+        raise DataError(seen, "leave out --vocab-size")
+    return tokenizer
+
+
+def _unknown(tokenizer_type: str) -> DataError:
+    return DataError(
+        f"there is no {tokenizer_type}: text is read by HuggingFaceTokenizer or ByteTokenizer; ids that another "
+        "tool made, by NullTokenizer (as decimal numbers) or from the .bin and .idx of Megatron-LM's preprocessing",
+        "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
+        "--tokenizer-type ByteTokenizer",
+        "--tokenizer-type NullTokenizer --vocab-size N",
+        "pretrain_gpt.py --data-path PREFIX_OF_BIN_AND_IDX --vocab-size N",
+    )
+
+
+def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a tool that turns text into ids, for `TokenizerChoice.from_args`."""
+    tokens = parser.add_argument_group("tokenizer")
+    types = f"how text becomes ids: {' or '.join(TOKENIZER_TYPES)}"
+    tokens.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=types)
+    model = "what it is read from: a folder, a file, or the name of a model on the Hugging Face hub"
+    tokens.add_argument("--tokenizer-model", metavar="PATH", help=model)
+    tokens.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
+    tokens.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
+    tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer and TikTokenizer")
+    tokens.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="how TikTokenizer cuts text into words")
+    number = "ids that TikTokenizer puts before those of its file (1000)"
+    tokens.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help=number)
+    literal = "a special token spelled out in a text becomes its id; without this it stays text"
+    tokens.add_argument("--parse-special-tokens", action="store_true", help=literal)

@@ -1,0 +1,81 @@
+"""What a tokenizer is to the rest of the project, and what a batch of texts becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+
+class Encoded(NamedTuple):
+    """The ids of several texts, end to end.
+
+    Attributes:
+        ids: ``[total]``, of an integer dtype that holds every id of the tokenizer.
+        lengths: ``[n]``, how many of them belong to each text; 0 for an empty one.
+    """
+
+    ids: NDArray[Any]
+    lengths: NDArray[np.int64]
+
+
+class Tokenizer(Protocol):
+    """Text to ids ``0 .. vocab_size - 1`` and back; equal fingerprints mean equal ids for equal text."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+
+    @property
+    def eod(self) -> int:
+        """The id that ends a document."""
+
+    @property
+    def pad(self) -> int | None:
+        """The id that fills up a sample; it may be the one that ends a document; None without one."""
+
+    @property
+    def special_ids(self) -> Mapping[str, int]:
+        """The ids of special tokens, by how each is spelled."""
+
+    @property
+    def fingerprint(self) -> str:
+        """Short digest of the table from text to ids."""
+
+    @property
+    def files(self) -> Mapping[str, bytes]:
+        """Contents by name of the files it is made from."""
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """What it was told besides its files and its size, as plain JSON values."""
+
+    def encode(self, text: str | bytes) -> NDArray[Any]:
+        """Ids ``[n]`` of the text; bytes are taken as UTF-8."""
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> Encoded:
+        """Ids of the texts: as `encode`, and faster for a tokenizer that has threads."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of the ids."""
+
+
+def unicode_text(text: str | bytes) -> str:
+    """The text as characters.
+
+    Raises:
+        UnicodeError: when bytes are not UTF-8, or a character is half of a surrogate pair.
+    """
+    if isinstance(text, bytes):
+        return text.decode()
+    text.encode()  # half of a surrogate pair is no character
+    return text
+
+
+def from_lists(lists: Sequence[Sequence[int]]) -> Encoded:
+    """The batch of lists of ids."""
+    lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
+    return Encoded(np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(lengths.sum())), lengths)
