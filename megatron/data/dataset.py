@@ -25,15 +25,44 @@ class Sample(NamedTuple):
         return cls(text[:-1], text[1:])
 
 
+class Reading(NamedTuple):
+    """How much of one source is read.
+
+    Attributes:
+        source: its name.
+        tokens: read of it.
+        once: tokens of one pass.
+    """
+
+    source: str
+    tokens: int
+    once: int
+
+    @property
+    def epochs(self) -> float:
+        """Passes over the source."""
+        return self.tokens / self.once
+
+    def __str__(self) -> str:
+        """A line for people."""
+        return f"{self.tokens:,} tokens = {self.epochs:.2f} epochs of {self.once:,} in {self.source}"
+
+
 class Dataset(Protocol):
-    """Samples by number; sample ``i`` is the same whoever asks, whenever."""
+    """Samples by number; sample ``i`` is the same whoever asks, whenever.
+
+    Attributes:
+        seq_length: tokens of a sample.
+    """
+
+    seq_length: int
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> Sample: ...
 
-    def describe(self, tokens: int) -> str:
-        """Where ``tokens`` tokens of it come from, for people."""
+    def readings(self, samples: int) -> tuple[Reading, ...]:
+        """What the first ``samples`` samples read, source by source; nothing where they are generated."""
 
     @property
     def fingerprint(self) -> str:
@@ -41,3 +70,11 @@ class Dataset(Protocol):
 
     def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """A number for each of the samples ``places [n]`` that changes where their order does."""
+
+    def describe(self, tokens: int) -> str:
+        """Where the first ``tokens`` tokens come from, for people: a line per source."""
+        return "\n".join(map(str, self.readings(tokens // self.seq_length)))
+
+    def epochs(self, samples: int) -> float:
+        """How often the most-read source is read by the first ``samples`` samples; 0.0 where they are generated."""
+        return max((reading.epochs for reading in self.readings(samples)), default=0.0)

@@ -11,7 +11,7 @@ ask anew: it appends an order of its own seed (`extend_order`), and no earlier s
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, reduce
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.dataset import Sample
+from megatron.data.dataset import Dataset, Reading, Sample
 from megatron.data.digest import fingerprint, mix
 from megatron.data.errors import DataError
 from megatron.data.indexed import IndexedDataset
@@ -50,21 +50,37 @@ class SampleOrder(NamedTuple):
     part: range
     seq_length: int
 
+    @property
+    def tables(self) -> dict[str, NDArray[Any]]:
+        """The three tables, all that takes time to build."""
+        return {"documents": self.documents, "samples": self.samples, "shuffle": self.shuffle}
 
-class GPTDataset:
+    @classmethod
+    def of(
+        cls, tables: Mapping[str, NDArray[Any]], lengths: NDArray[np.int32], part: range, seq_length: int
+    ) -> SampleOrder:
+        """The order with the given ``tables`` of sequences ``part`` of files whose sequences have ``lengths``."""
+        tokens = int(lengths[part.start : part.stop].sum(dtype=np.int64))
+        return cls(
+            **tables, epochs=len(tables["documents"]) // len(part), tokens=tokens, part=part, seq_length=seq_length
+        )
+
+
+class GPTDataset(Dataset):
     """Samples of ``seq_length`` tokens (``seq_length + 1`` ids) in the order of `build_order`."""
 
     def __init__(self, indexed: IndexedDataset, order: SampleOrder) -> None:
         self.order = order
+        self.seq_length = order.seq_length
+        self.source = indexed.prefix
         self._indexed = indexed
 
     def __len__(self) -> int:
         return len(self.order.shuffle)
 
-    def describe(self, tokens: int) -> str:
-        """How often ``tokens`` tokens go through the files."""
-        once = self.order.tokens
-        return f"{tokens:,} tokens = {tokens / once:.2f} epochs of {once:,} in {self._indexed.prefix}"
+    def readings(self, samples: int) -> tuple[Reading, ...]:
+        """How much of the files ``samples`` samples read."""
+        return (Reading(self.source, samples * self.seq_length, self.order.tokens),)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -1,0 +1,118 @@
+"""From token files to the samples of one stretch of a run: a dataset alone, or a blend of several.
+
+The rules are Megatron-LM's. With weights every source gives its share of the samples asked for, rounded up, and is
+laid out for 0.5 % more. Without weights every source is laid out for one epoch and gives in proportion to its length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from math import ceil
+
+from megatron.data.blend import BlendedDataset, BlendIndex, blend_index, exhaustive_index, normalised
+from megatron.data.cache import Cache, Tables
+from megatron.data.dataset import Dataset
+from megatron.data.errors import DataError
+from megatron.data.gpt_dataset import GPTDataset, SampleOrder, build_order
+from megatron.data.indexed import IndexedDataset
+
+SURPLUS = 0.005
+SEEDS = 2**32
+
+Part = tuple[IndexedDataset, range]
+"""Token files, and which of their sequences are read."""
+
+
+def build_stretch(
+    parts: Sequence[Part],
+    weights: Sequence[float] | None,
+    num_samples: int | None,
+    seq_length: int,
+    seed: int,
+    cache: Cache | None,
+) -> Dataset:
+    """Samples of ``parts`` in Megatron-LM's order.
+
+    Args:
+        parts: the sources. One without a weight is read alone, else they are blended.
+        weights: of each source.
+        num_samples: how many are needed; None: one epoch of everything, which excludes weights.
+        seq_length: tokens of a sample.
+        seed: of every source's order; counted modulo 2**32.
+        cache: keeps the tables; None: they are built in memory.
+
+    Raises:
+        DataError: when a source holds no sample, a weight is not above 0, or the blend asks for more than it has.
+        ValueError: when there are weights, but no number of samples.
+    """
+    builder = _Builder(seq_length, seed % SEEDS, cache)
+    if len(parts) == 1 and weights is None:
+        return builder.alone(parts[0], num_samples)
+    if weights is None:
+        return builder.in_proportion(parts, num_samples)
+    if num_samples is None:
+        raise ValueError("a blend with weights needs a number of samples")
+    return builder.weighted(parts, weights, num_samples)
+
+
+@dataclass(frozen=True)
+class _Builder:
+    """What all datasets of a stretch share."""
+
+    seq_length: int
+    seed: int
+    cache: Cache | None
+
+    def alone(self, part: Part, num_samples: int | None) -> GPTDataset:
+        """The samples of one source."""
+        indexed, sequences = part
+        facts = {
+            "files": indexed.fingerprint,
+            "sequences": [sequences.start, sequences.stop],
+            "samples": num_samples,
+            "seq_length": self.seq_length,
+            "seed": self.seed,
+        }
+
+        def build() -> Tables:
+            return build_order(indexed.lengths, sequences, num_samples, self.seq_length, self.seed).tables
+
+        try:
+            tables = self._tables("order", facts, build, indexed.prefix)
+        except DataError as error:
+            raise DataError(f"{indexed.prefix}: {error}") from error
+        return GPTDataset(indexed, SampleOrder.of(tables, indexed.lengths, sequences, self.seq_length))
+
+    def in_proportion(self, parts: Sequence[Part], num_samples: int | None) -> BlendedDataset:
+        """One epoch of every source, in proportion to their lengths; the first ``num_samples`` samples of that."""
+        datasets = [self.alone(part, None) for part in parts]
+        sizes = [len(dataset) for dataset in datasets]
+        if num_samples is None:
+            return self._blend("exhaustive", datasets, {"sizes": sizes}, lambda: exhaustive_index(sizes), None)
+        size = min(num_samples, sum(sizes))
+        return self._blend("blend", datasets, {"weights": sizes, "size": size}, lambda: blend_index(sizes, size), None)
+
+    def weighted(self, parts: Sequence[Part], weights: Sequence[float], num_samples: int) -> BlendedDataset:
+        """Every source in proportion to its weight, at least ``num_samples`` samples together."""
+        shares = normalised(weights).tolist()
+        targets = [ceil(num_samples * share) for share in shares]
+        datasets = [self.alone(part, ceil(target * (1 + SURPLUS))) for part, target in zip(parts, targets)]
+        size = sum(targets)
+        facts = {"weights": shares, "size": size}
+        # the shares are divided by their sum a second time there, as Megatron-LM does: the last bit decides ties
+        return self._blend("blend", datasets, facts, lambda: blend_index(shares, size), shares)
+
+    def _blend(
+        self,
+        kind: str,
+        datasets: Sequence[GPTDataset],
+        facts: Mapping[str, object],
+        build: Callable[[], BlendIndex],
+        weights: Sequence[float] | None,
+    ) -> BlendedDataset:
+        tables = self._tables(kind, facts, lambda: dict(zip(("datasets", "samples"), build())))
+        return BlendedDataset(datasets, tables["datasets"], tables["samples"], weights)
+
+    def _tables(self, kind: str, facts: Mapping[str, object], build: Callable[[], Tables], source: str = "") -> Tables:
+        return build() if self.cache is None else self.cache.tables(kind, facts, build, source)
