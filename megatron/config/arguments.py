@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.checks import batch, checkpoint, idle
+from megatron.config.checks import batch, checkpoint, data, idle
 from megatron.config.compare import compare
 from megatron.config.foreign import assumptions, costs, habits, judge
 from megatron.config.launch import Launch
@@ -107,7 +107,8 @@ def parse(
         notes += _taken_over(sorted(told), resolve(own, world_size), resolve(config, world_size))
     notes += assumptions(reading.spellings, said)
     notes += costs(reading.spellings, config, world_size)
-    notes += [*batch.remarks(config, world_size), *checkpoint.remarks(config), *idle.remarks(config)]
+    notes += [*batch.remarks(config, world_size), *data.remarks(config), *checkpoint.remarks(config)]
+    notes += idle.remarks(config)
     return Parsed(resolve(config, world_size), world_size, known.check_config, tuple(notes))
 
 

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+from megatron.config.data_paths import DEFAULT_SPLIT
 from megatron.config.lengths import lengths
 from megatron.config.numbers import text
 from megatron.config.problems import Problem
 from megatron.config.resolve import resolve
 from megatron.config.run import RESUME_MODES, RunConfig
 from megatron.config.settings import SETTINGS, Setting
-from megatron.config.sources import ALTERNATIVES, Values, build, flat, from_tree
+from megatron.config.sources import ALTERNATIVES, LENGTHS, Values, build, flat, from_tree
 
 
 class Role(Enum):
@@ -39,7 +40,9 @@ FIELDS = {
         use_rope_scaling rope_scaling_factor rope_original_max_position rope_low_freq_factor rope_high_freq_factor
         rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
         window_size norm_epsilon""",
-    Role.DATA: "seq_length split mock_data seed",
+    Role.DATA: """
+        seq_length split mock_data seed
+        reset_position_ids reset_attention_mask eod_mask_loss eod_id""",
     Role.STATE: "optimizer",
     Role.SCHEDULE: """
         global_batch_size rampup_batch_size train_iters train_samples
@@ -48,8 +51,8 @@ FIELDS = {
         weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
         clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum
         hidden_dropout attention_dropout z_loss_coeff""",
-    # The content of data_path is compared by its fingerprint, wherever it lies. The weights have long been drawn
-    # with init_method_std.
+    # The content of the data is compared by its fingerprint, wherever it lies and however it was named. The weights
+    # have long been drawn with init_method_std.
     Role.FREE: """
         tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
         expert_model_parallel_size expert_tensor_parallel_size make_vocab_size_divisible_by
@@ -57,10 +60,13 @@ FIELDS = {
         params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis on_nonfinite
         micro_batch_size recompute_granularity recompute_method recompute_num_layers recompute_modules
         cross_entropy_chunk_size device eval_interval eval_iters log_interval
-        data_path tokenizer_type init_method_std""",
+        data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
+        multiple_validation_sets validation_set_names
+        tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens
+        init_method_std""",
     Role.START: """
         save save_interval keep_last keep_every load ckpt_step resume_mode
-        run_dir exit_interval exit_duration_in_mins""",
+        data_cache_path run_dir exit_interval exit_duration_in_mins""",
 }
 """Every option, under what it decides."""
 
@@ -91,7 +97,8 @@ SAME_SHAPES = {
 }
 """Words of an option of the shape between which the tensors' shapes do not change, only what is computed."""
 
-LENGTHS = {name for ways in ALTERNATIVES for name in ways if ROLES[name] is Role.SCHEDULE}
+AFTER_DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+"""What asks where documents end."""
 
 
 @dataclass(frozen=True)
@@ -136,7 +143,8 @@ def compare(
     changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
     roles = {field: _role(field, before, after) for field in changed}
     if _schedule(then, begin) == _schedule(now, begin):  # the same lengths, said in another way or of no effect
-        roles |= {field: Role.FREE for field in changed if field in LENGTHS and field not in unreadable}
+        same_lengths = {field for names in LENGTHS for field in names} - unreadable.keys()
+        roles |= dict.fromkeys(same_lengths & roles.keys(), Role.FREE)
     told = {field: _change(SETTINGS[field], before, after, name) for field in changed}
     problems = [*_beyond_us([option for option in unknown if option.startswith("model.")], name)]
     for role, (code, sentence) in REFUSALS.items():
@@ -175,11 +183,12 @@ def _paste(names: Iterable[str], before: Values, after: Values) -> str:
     """Flags that give options the values they had; a length is said in the way it was said then."""
     words = []
     for name in names:
-        ways = next((ways for ways in ALTERNATIVES if name in ways), (name,))
-        way = next((way for way in ways if before[way]), name)
-        setting, in_the_way = SETTINGS[way], any(after[other] for other in ways if other != way)
-        spell = _assigned if in_the_way or setting.option.aliases else Setting.spell
-        words.append(spell(setting, before[way]))
+        ways = next((ways for ways in ALTERNATIVES if (name,) in ways), ((name,),))
+        way = next((way for way in ways if any(before[field] for field in way)), (name,))
+        in_the_way = any(after[field] for other in ways if other != way for field in other)
+        for setting in (SETTINGS[field] for field in way if before[field] or way == (name,)):
+            spell = _assigned if in_the_way or setting.option.aliases else Setting.spell
+            words.append(spell(setting, before[setting.name]))
     return " ".join(dict.fromkeys(words))
 
 
@@ -207,19 +216,28 @@ def _role(name: str, before: Values, after: Values) -> Role:
         return Role.FREE  # no tensor has that length, and no sample of the data is longer
     if name == "add_qkv_bias" and after["add_bias_linear"]:
         return Role.FREE  # there is one either way
+    if name == "split" and not (_cuts(before) and _cuts(after)):
+        return Role.FREE  # where one of them reads whole files, what they read is compared by its content
+    if name == "eod_id" and not any(values[flag] for values in (before, after) for flag in AFTER_DOCUMENTS):
+        return Role.FREE  # nothing asks where documents end
     alike = SAME_SHAPES.get(name, ())
     if before[name] in alike and after[name] in alike:
         return Role.FUNCTION
     return ROLES[name]
 
 
+def _cuts(values: Values) -> bool:
+    """Whether a run's data are cut by ``split``."""
+    return bool(values["data_path"] or values["data_args_path"])
+
+
 def _same(name: str, before: Any, after: Any) -> bool:
     return _weights(before) == _weights(after) if name == "split" else before == after
 
 
-def _weights(split: str) -> list[str]:
+def _weights(split: str | None) -> list[str]:
     """The weights of a split without their blanks and without those that are 0 at its end."""
-    weights = [weight.strip() for weight in split.split(",")]
+    weights = [weight.strip() for weight in (DEFAULT_SPLIT if split is None else split).split(",")]
     while weights and weights[-1] in ("", "0"):
         weights.pop()
     return weights

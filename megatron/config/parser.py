@@ -13,6 +13,8 @@ from megatron.config.problems import Problem
 from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting
 from megatron.config.sources import Layer
 
+MOST_LETTERS = 70  # of the words to choose from that are shown beside a flag
+
 
 @dataclass(frozen=True)
 class Given:
@@ -190,17 +192,25 @@ def metavar(setting: Setting) -> str:
     """What the help shows in place of the value."""
     word = {int: "N", float: "X", str: "TEXT"}[setting.kind.scalar]
     if setting.option.choices:
-        word = "{" + ",".join(setting.option.choices) + "}"
+        word = "WORD" if _are_many(setting) else "{" + ",".join(setting.option.choices) + "}"
     return " ".join([word] * (setting.kind.length or 1)) + (
         " ..." if setting.kind.many and not setting.kind.length else ""
     )
 
 
 def describe(setting: Setting) -> str:
-    """Help text with the default, where the text does not say it."""
+    """Help text with the words to choose from, where they are many, and the default, where the text does not say it."""
+    text = setting.option.help
+    if _are_many(setting):
+        text += f" One of {', '.join(setting.option.choices or ())}."
     if setting.default is None or setting.default == ():
-        return setting.option.help
-    return f"{setting.option.help} [{shown_default(setting)}]"
+        return text
+    return f"{text} [{shown_default(setting)}]"
+
+
+def _are_many(setting: Setting) -> bool:
+    """Whether the words to choose from would not fit beside the flag."""
+    return sum(map(len, setting.option.choices or ())) > MOST_LETTERS
 
 
 def shown_default(setting: Setting) -> str:

@@ -151,17 +151,62 @@ class OptimizerConfig:
     sgd_momentum: float = option(0.9, "Momentum of sgd.", at_least=0, below=1)
 
 
+TOKENIZER_TYPES = (
+    "HuggingFaceTokenizer",
+    "GPT2BPETokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+    "ByteTokenizer",
+    "NullTokenizer",
+)
+"""What turns text into ids, as Megatron-LM names it."""
+
+
 @dataclass(frozen=True)
 class DataConfig:
-    """Where tokens come from."""
+    """Where tokens come from, how documents share a sample, and which tokenizer wrote them."""
 
-    data_path: tuple[str, ...] = option((), "PREFIX of .bin/.idx files.")
-    split: str = option("969, 30, 1", "Weights of the train, validation and test parts of data_path.")
-    mock_data: bool = option(False, "Train on generated tokens.")
-    tokenizer_type: str | None = option(
+    data_path: tuple[str, ...] = option(
+        (), "PREFIX of .bin/.idx files; or several to blend, each after its WEIGHT, or all without: by their sizes."
+    )
+    split: str | None = option(
         None,
-        "Tokenizer of the data. Default: the one recorded beside the data.",
-        choices=("HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"),
+        "Weights of the train, validation and test parts of every prefix in data_path. Default: 969, 30, 1.",
+    )
+    train_data_path: tuple[str, ...] = option((), "Whole files to train on, said as data_path is.")
+    valid_data_path: tuple[str, ...] = option((), "Whole files to evaluate on during training.")
+    test_data_path: tuple[str, ...] = option((), "Whole files to evaluate on after training.")
+    data_args_path: str | None = option(None, "A text file with the words of data_path.")
+    per_split_data_args_path: str | None = option(
+        None, "A JSON file with the words of train, valid and test: texts, or lists of words."
+    )
+    mock_data: bool = option(False, "Train on generated tokens.")
+    multiple_validation_sets: bool = option(
+        False, "Evaluate on each prefix of the validation data by itself, instead of on their blend."
+    )
+    validation_set_names: tuple[str, ...] = option(
+        (), "With multiple_validation_sets: what to call them. Default: the last part of each prefix."
+    )
+    data_cache_path: str | None = option(
+        None, "Folder that keeps the orders of samples for later starts. Default: they are made anew in memory."
+    )
+    reset_position_ids: bool = option(False, "Count positions anew in every document of a sample.")
+    reset_attention_mask: bool = option(False, "Let tokens see those of their own document only.")
+    eod_mask_loss: bool = option(False, "Leave what follows the end of a document out of the loss.")
+    tokenizer_type: str | None = option(
+        None, "Tokenizer of the data. Default: the one recorded beside the data.", choices=TOKENIZER_TYPES
+    )
+    tokenizer_model: str | None = option(
+        None, "What the tokenizer is read from: a file, a folder, or a name on the Hugging Face hub."
+    )
+    vocab_file: str | None = option(None, "vocab.json of GPT2BPETokenizer.")
+    merge_file: str | None = option(None, "merges.txt of GPT2BPETokenizer.")
+    tiktoken_pattern: str | None = option(None, "How TikTokenizer cuts text into words.", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = option(1000, "Ids that TikTokenizer keeps for special tokens.", at_least=0)
+    eod_id: int | None = option(
+        None, "Id that ends a document. Default: as recorded beside the data, or as the tokenizer says.", at_least=0
     )
 
 

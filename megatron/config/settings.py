@@ -32,6 +32,11 @@ class Kind:
     many: bool = False
     length: int | None = None
 
+    @property
+    def open(self) -> bool:
+        """Whether the value is a tuple of any length."""
+        return self.many and self.length is None
+
     @classmethod
     def of(cls, hint: Any) -> Kind:
         """Of an annotation: a scalar, ``tuple[int, int]``, ``tuple[str, ...]``, each perhaps ``| None``."""
@@ -94,13 +99,13 @@ class Setting:
         return " ".join([self.flag, *words])
 
     def from_words(self, words: Sequence[str]) -> Any:
-        """The value that the words after a flag mean; ``null`` is None where None is a value.
+        """The value that the words after a flag mean; ``null`` is None where None is a value, and an empty list.
 
         Raises:
             ValueError: saying what is wrong with them.
         """
-        if self.kind.optional and list(words) == ["null"]:
-            return None
+        if list(words) == ["null"] and (self.kind.optional or self.kind.open):
+            return None if self.kind.optional else ()
         if self.kind.many:
             return self._tuple([self._from_text(w) for w in words])
         if len(words) != 1:
@@ -114,8 +119,8 @@ class Setting:
             ValueError: saying what is wrong with it.
         """
         if value is None:
-            if self.kind.optional:
-                return None
+            if self.kind.optional or self.kind.open:
+                return None if self.kind.optional else ()
             raise ValueError("needs a value")
         if self.kind.many:
             return self._tuple([self._scalar(v) for v in (value if isinstance(value, (list, tuple)) else [value])])

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from megatron.config.data_paths import WAYS
 from megatron.config.hf import model_values, read_config
 from megatron.config.model import ModelConfig
 from megatron.config.problems import Problem, UserError, did_you_mean
@@ -19,14 +20,17 @@ from megatron.config.settings import GROUPS, SETTINGS, Setting
 
 Values = dict[str, Any]
 
-# Ways to say one thing: a layer that uses one of them takes the place of whatever an earlier layer said with another.
-ALTERNATIVES = (
+LENGTHS = (
     ("train_iters", "train_samples"),
     ("lr_decay_iters", "lr_decay_samples"),
     ("lr_wsd_decay_iters", "lr_wsd_decay_samples"),
     ("lr_warmup_fraction", "lr_warmup_iters", "lr_warmup_samples"),
-    ("data_path", "mock_data"),
 )
+"""Fields that say the same length."""
+
+ALTERNATIVES = (*(tuple((name,) for name in names) for names in LENGTHS), WAYS)
+"""Ways to say one thing, each of one or more fields: a layer that uses some of them takes the place of whatever an
+earlier layer said with the others."""
 
 
 @dataclass
@@ -180,9 +184,9 @@ def lay_over(layers: Iterable[Values]) -> Values:
     merged: Values = {}
     for values in layers:
         for ways in ALTERNATIVES:
-            if any(values.get(way) for way in ways):
-                for way in ways:
-                    merged.pop(way, None)
+            used = [way for way in ways if any(values.get(name) for name in way)]
+            for name in (name for way in ways if used and way not in used for name in way):
+                merged.pop(name, None)
         merged |= values
     return merged
 

@@ -190,7 +190,7 @@ def build_data(
     built = {
         name: _generated(name, begun[name], count, training, vocab_size)
         if indexed is None
-        else _of_files(name, begun[name], read, indexed, data.split, training)
+        else _of_files(name, begun[name], read, indexed, data.split or "969, 30, 1", training)
         for name, count in read.items()
     }
     datasets = {name: dataset for name, (dataset, _) in built.items()}

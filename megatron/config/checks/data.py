@@ -1,62 +1,176 @@
-"""Whether there are tokens to read."""
+"""Whether there are tokens to read, for every part of the run that needs some."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from megatron.config.problems import Problem
-from megatron.config.run import RunConfig
+from megatron.config.data_paths import (
+    SPLITS,
+    Words,
+    as_weight,
+    blend_problems,
+    name_problems,
+    read_blend,
+    split_problems,
+    split_text,
+    split_weights,
+    way_problems,
+    word_lists,
+)
+from megatron.config.problems import Problem, UserError
+from megatron.config.run import DataConfig, RunConfig
 
-NUMBER = r"\d+(\.\d*)?|\.\d+"
+MOST_MISSING = 5  # prefixes without files that are told one by one
+MOST_OFFERED = 3
+ENDINGS = (".bin", ".idx")
 
 
 def source(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Tokens come from one pair of files, or are generated."""
-    data = config.data
-    if not data.data_path and not data.mock_data:
-        yield Problem("E501", "there is no data", ("--data-path PREFIX", "--mock-data"))
-    elif data.data_path and data.mock_data:
-        yield Problem("E501", "data_path and mock_data both say where tokens come from", ("drop one",))
-    elif len(data.data_path) > 1:
-        sentence = f"data_path has {len(data.data_path)} entries; this version reads one prefix and blends nothing"
-        prefixes = [entry for entry in data.data_path if not re.fullmatch(NUMBER, entry)]
-        yield Problem("E502", sentence, tuple(f"--data-path {prefix}" for prefix in prefixes[:3]))
+    """Tokens come from files that one way names, or are generated; argument files can be read."""
+    yield from way_problems(config.data)
+    try:
+        word_lists(config.data)
+    except UserError as error:
+        yield from error.problems
+
+
+def blends(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Lists are of prefixes, or of weights and prefixes."""
+    for said in _lists(config.data).values():
+        found = list(blend_problems(said))
+        yield from found
+        stray = [] if found else _numbers_as_prefixes(said)
+        if stray:
+            yield _unpaired(said, stray)
+
+
+def _lists(data: DataConfig) -> Mapping[str, Words]:
+    """The lists of words; none for generated tokens, and where a file of them cannot be read, which `source` tells."""
+    if data.mock_data:
+        return {}
+    try:
+        return word_lists(data)
+    except UserError:
+        return {}
+
+
+def _numbers_as_prefixes(said: Words) -> list[str]:
+    """Words that are taken for prefixes, look like weights, and have no files."""
+    blend = read_blend(said.words)
+    alone = blend.prefixes if blend.weights is None else ()
+    return [word for word in alone if as_weight(word) is not None and not Path(word + ENDINGS[1]).is_file()]
+
+
+def _unpaired(said: Words, numbers: Sequence[str]) -> Problem:
+    """Numbers that stand where they are no weights."""
+    words = said.words
+    prefixes = [word for word in words if word not in numbers]
+    turned = [word for prefix, number in zip(words[::2], words[1::2]) for word in (number, prefix)]
+    in_turn = len(words) % 2 == 0 and set(words[1::2]) <= set(numbers)
+    rule = "a weight stands before its prefix" if in_turn else "every prefix has a weight, or none has"
+    sentence = f"{said.origin}: {', '.join(numbers[:MOST_OFFERED])} of {len(words)} words would be a prefix; {rule}"
+    return Problem("E502", sentence, (*(said.instead(turned) if in_turn else ()), *said.instead(prefixes)))
 
 
 def files(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The pair of files is there, and is named without its endings."""
-    if len(config.data.data_path) != 1 or config.data.mock_data:
-        return
-    prefix = config.data.data_path[0]
+    """The pairs of files are there, and are named without their endings."""
+    for said in _lists(config.data).values():
+        numbers = set(_numbers_as_prefixes(said))
+        prefixes = [prefix for prefix in dict.fromkeys(_prefixes(said)) if prefix and prefix not in numbers]
+        missing = {prefix: ends for prefix in prefixes if (ends := _missing(prefix))}
+        told = list(missing)[:MOST_MISSING] if len(missing) > MOST_MISSING + 1 else list(missing)
+        for prefix in told:
+            yield _not_there(said, prefix, missing[prefix])
+        if len(told) < len(missing):
+            more = f"{len(missing) - len(told):,} more of its {len(prefixes):,} prefixes"
+            yield Problem("E503", f"{said.origin}: the files of {more} are not there")
+
+
+def _prefixes(said: Words) -> tuple[str, ...]:
+    """The prefixes of a list; all that are no numbers in one that cannot be understood."""
+    if any(True for _ in blend_problems(said)):
+        return tuple(word for word in said.words if as_weight(word) is None)
+    return read_blend(said.words).prefixes
+
+
+def _missing(prefix: str) -> list[str]:
+    return [prefix + end for end in ENDINGS if not Path(prefix + end).is_file()]
+
+
+def _not_there(said: Words, prefix: str, missing: Sequence[str]) -> Problem:
+    def instead(other: str) -> tuple[str, ...]:
+        return said.instead([other if word.strip() == prefix else word for word in said.words])
+
     stem = re.sub(r"\.(bin|idx)$", "", prefix)
     if stem != prefix:
-        yield Problem("E503", f"data_path {prefix} is a file; its prefix is wanted", (f"--data-path {stem}",))
-        return
-    missing = [end for end in (".bin", ".idx") if not Path(prefix + end).is_file()]
-    if missing:
-        there = sorted(str(p.with_suffix("")) for p in Path(prefix).parent.glob("*.idx"))[:3]
-        fixes = (*(f"--data-path {p}" for p in there), f"python tools/preprocess_data.py --output-prefix {prefix}")
-        files = " and ".join(prefix + end for end in missing)
-        yield Problem("E503", f"{files} {'are' if len(missing) > 1 else 'is'} not there", fixes[: max(1, len(there))])
+        return Problem("E503", f"{said.origin} {prefix} is a file; its prefix is wanted", instead(stem))
+    others = [str(path.with_suffix("")) for path in Path(prefix).parent.glob("*.idx")]
+    there = sorted(set(others) - set(said.words), key=lambda other: (not other.startswith(prefix), other))
+    fixes = [fix for other in there for fix in instead(other)][:MOST_OFFERED]
+    written = re.sub(r"_[^_/]+_document$", "", prefix)
+    make = f"python tools/preprocess_data.py --output-prefix {shlex.quote(written)}"
+    files = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not there"
+    return Problem("E503", files if said.is_flag else f"{said.origin}: {files}", tuple(fixes) or (make,))
 
 
 def split(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The split is up to three weights, and every part that is needed has one."""
-    text, evaluates = config.data.split, config.training.eval_iters > 0
-    words = [word.strip() for word in text.split(",")]
-    if len(words) > 3 or not all(re.fullmatch(NUMBER, word) for word in words):
-        yield Problem("E504", f"split {text!r} is not up to three numbers", ("--split 969,30,1",))
-        return
-    train, valid, _ = ([float(word) for word in words] + [0.0, 0.0])[:3]
-    if config.data.mock_data:
-        return
-    if not train:
-        yield Problem("E505", f"split {text!r} leaves nothing to train on", ("--split 969,30,1",))
-    if evaluates and not valid:
-        fixes = ("--split 969,30,1", "--eval-iters 0")
-        yield Problem("E505", f"split {text!r} leaves nothing to evaluate on", fixes)
+    """The split is up to three weights."""
+    yield from split_problems(config.data)
 
 
-CHECKS = (source, files, split)
+def needed(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """There is something to train on, and to evaluate on where that is asked for."""
+    data, lists = config.data, _lists(config.data)
+    if not lists or any(True for _ in split_problems(data)):
+        return
+    weights = dict(zip(SPLITS, split_weights(split_text(data))))
+    there = {part for part in SPLITS if weights[part] > 0} if "all" in lists else set(lists)
+    missing = f"split {split_text(data)!r} leaves nothing" if "all" in lists else "there is nothing"
+    if "train" not in there:
+        yield Problem("E505", f"{missing} to train on", _give("train", lists))
+    if "valid" not in there and config.training.eval_iters > 0:
+        yield Problem("E505", f"{missing} to evaluate on", (*_give("valid", lists), "--eval-iters 0"))
+
+
+def _give(part: str, lists: Mapping[str, Words]) -> tuple[str]:
+    """How a part that lacks data gets some."""
+    said = next(iter(lists.values()))
+    if "all" in lists:
+        return ("--split 969,30,1",)
+    if said.is_flag:
+        return (f"--{part}-data-path PREFIX",)
+    return (f'write in {said.origin.rpartition(",")[0]}: "{part}": "PREFIX"',)
+
+
+def validation_sets(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Every validation set has a name of its own."""
+    lists = _lists(config.data)
+    if not any(True for said in lists.values() for _ in blend_problems(said)):
+        yield from name_problems(config.data, lists)
+
+
+def documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """The id that ends a document is one of the vocabulary's."""
+    eod, size = config.data.eod_id, config.model.vocab_size
+    if eod is not None and size is not None and eod >= size:
+        fixes = (f"--eod-id {size - 1}", f"--vocab-size {eod + 1}")
+        yield Problem("E508", f"eod_id {eod} is not in a vocabulary of {size} ids, 0 to {size - 1}", fixes)
+
+
+CHECKS = (source, blends, files, split, needed, validation_sets, documents)
+
+
+def remarks(config: RunConfig) -> Iterator[str]:
+    """A line on what is allowed, and may not be meant."""
+    data = config.data
+    for part, said in _lists(data).items():
+        blend = read_blend(said.words)
+        twice = [prefix for prefix, count in Counter(blend.prefixes).items() if count > 1]
+        if twice:
+            yield f"{said.origin} names {twice[0]} more than once: each time it is read by itself, in the same order"
+        if data.multiple_validation_sets and part == "valid" and blend.weights is not None:
+            yield f"the weights of {said.origin} have no effect: each of its prefixes is a validation set by itself"

@@ -10,9 +10,9 @@ from megatron.config.lengths import lengths
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 from megatron.config.settings import flag
-from megatron.config.sources import ALTERNATIVES
+from megatron.config.sources import LENGTHS
 
-SCHEDULE_LENGTHS = [ways for ways in ALTERNATIVES if ways[0].startswith("lr_")]
+SCHEDULE_LENGTHS = [ways for ways in LENGTHS if ways[0].startswith("lr_")]
 
 
 def rates(config: RunConfig, world_size: int) -> Iterator[Problem]:

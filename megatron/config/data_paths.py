@@ -1,0 +1,329 @@
+"""Which files a run reads: Megatron-LM's ways to say it, made into one blend of token files for each split.
+
+Nothing but the two small argument files is read here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import shlex
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePath
+from typing import Any
+
+from megatron.config.problems import Problem, UserError, did_you_mean
+from megatron.config.run import DataConfig
+from megatron.config.settings import SETTINGS
+
+SPLITS = ("train", "valid", "test")
+DEFAULT_SPLIT = "969, 30, 1"
+"""How ``--data-path`` is cut where nobody says it."""
+
+WAYS: tuple[tuple[str, ...], ...] = (
+    ("data_path",),
+    ("train_data_path", "valid_data_path", "test_data_path"),
+    ("data_args_path",),
+    ("per_split_data_args_path",),
+    ("mock_data",),
+)
+"""Fields that say where tokens come from. Those of one way go together, and a run uses one way."""
+
+MOST_SOURCES = 32766
+"""A blend's table holds the number of each sample's source in 16 bits, and Megatron-LM leaves the last one out."""
+
+NUMBER = r"\d+(\.\d*)?|\.\d+"
+MOST_WORDS = 16  # of a list that is written out in a fix
+
+
+@dataclass(frozen=True)
+class Blend:
+    """Datasets that are read together.
+
+    Attributes:
+        prefixes: paths of their files, without ``.bin``.
+        weights: as they were said, above 0 and not normalised, one for each prefix; None where none were said: each
+            dataset then counts by its size, and a single one is read by itself.
+    """
+
+    prefixes: tuple[str, ...]
+    weights: tuple[float, ...] | None = None
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the samples of a split come from.
+
+    Attributes:
+        blend: the datasets.
+        split: weights that cut each dataset into its train, validation and test parts; None for whole files.
+    """
+
+    blend: Blend
+    split: str | None = None
+
+
+@dataclass(frozen=True)
+class Words:
+    """A list of prefixes and weights as it was said.
+
+    Attributes:
+        words: of the list.
+        origin: where it was said: a flag, or a file.
+        is_flag: which of the two.
+    """
+
+    words: tuple[str, ...]
+    origin: str
+    is_flag: bool = True
+
+    def instead(self, words: Sequence[str]) -> tuple[str, ...]:
+        """A fix that says ``words`` instead; none where that would be too long to paste, or there are none."""
+        if not 0 < len(words) <= MOST_WORDS:
+            return ()
+        text = shlex.join(words)
+        return (f"{self.origin} {text}" if self.is_flag else f"write in {self.origin}: {text}",)
+
+
+def data_sources(data: DataConfig) -> dict[str, Source]:
+    """Where each split's samples come from.
+
+    Returns:
+        By ``train``, ``valid`` (or ``valid:NAME`` for each of several validation sets) and ``test``, in this order,
+        those that there are data for: with ``data_path`` those whose weight in the split is above 0. Nothing for
+        generated tokens.
+
+    Raises:
+        UserError: for what cannot be understood, all at once.
+
+    """
+    found = list(way_problems(data))
+    if found:
+        raise UserError(found)
+    lists = word_lists(data)
+    found = [problem for words in lists.values() for problem in blend_problems(words)]
+    found += split_problems(data) if "all" in lists else []
+    found += name_problems(data, lists)
+    if found:
+        raise UserError(found)
+    sources: dict[str, Source] = {}
+    for split in SPLITS:
+        said, cut = _of_split(split, lists, data)
+        if said is None:
+            continue
+        blend = read_blend(said.words)
+        if split == "valid" and data.multiple_validation_sets:
+            names = data.validation_set_names or unique_names(blend.prefixes)
+            sources |= {f"valid:{n}": Source(Blend((p,)), cut) for n, p in zip(names, blend.prefixes, strict=True)}
+        elif cut is None and len(blend.prefixes) == 1:
+            sources[split] = Source(Blend(blend.prefixes))  # whatever its weight, it is all there is
+        else:
+            sources[split] = Source(blend, cut)
+    return sources
+
+
+def _of_split(split: str, lists: Mapping[str, Words], data: DataConfig) -> tuple[Words | None, str | None]:
+    """The list that a split reads, None without one, and how its prefixes are cut."""
+    if "all" not in lists:
+        return lists.get(split), None
+    text = split_text(data)
+    weight = dict(zip(SPLITS, split_weights(text)))[split]
+    return (lists["all"] if weight > 0 else None), text
+
+
+def way_problems(data: DataConfig) -> Iterator[Problem]:
+    """Whether tokens come from one place: the files that one way names, or a generator."""
+    said = [[name for name in way if getattr(data, name)] for way in WAYS]
+    used = [names for names in said if names]
+    if not used:
+        yield Problem("E501", "there is no data", ("--data-path PREFIX", "--mock-data"))
+    elif len(used) > 1:
+        named = ", ".join(names[0] for names in used[:-1]) + f" and {used[-1][0]}"
+        each = "both" if len(used) == 2 else "all"
+        others = ([name for names in used if names is not kept for name in names] for kept in used)
+        fixes = tuple(" ".join(SETTINGS[name].spell(SETTINGS[name].default) for name in some) for some in others)
+        yield Problem("E501", f"{named} {each} say where tokens come from", fixes)
+
+
+def word_lists(data: DataConfig) -> dict[str, Words]:
+    """The lists of words by split, or by ``all`` where one list is cut by ``split``; empty ones are left out.
+
+    Raises:
+        UserError: when an argument file cannot be read.
+
+    """
+    if data.data_args_path is not None:
+        words = _read(data.data_args_path, "--data-args-path").split()
+        if not words:
+            raise _unusable(f"--data-args-path {data.data_args_path} is empty", "WEIGHT PREFIX WEIGHT PREFIX ...")
+        return {"all": Words(tuple(words), data.data_args_path, is_flag=False)}
+    if data.per_split_data_args_path is not None:
+        return _per_split(data.per_split_data_args_path)
+    said = {"all": data.data_path} | {split: getattr(data, f"{split}_data_path") for split in SPLITS}
+    flags = {split: f"--{split}-data-path" for split in SPLITS} | {"all": "--data-path"}
+    return {split: Words(words, flags[split]) for split, words in said.items() if words}
+
+
+def _per_split(path: str) -> dict[str, Words]:
+    """The lists in a JSON file of three of them."""
+    flag, form = f"--per-split-data-args-path {path}", '{"train": ["PREFIX"], "valid": ["PREFIX"], "test": null}'
+    text = _read(path, "--per-split-data-args-path")
+    try:
+        pairs = json.loads(text, parse_float=str, parse_int=str, parse_constant=str, object_pairs_hook=list)
+    except ValueError as error:
+        raise _unusable(f"{flag} is not JSON: {error}", form) from None
+    if not isinstance(pairs, list) or not all(isinstance(pair, tuple) for pair in pairs):
+        raise _unusable(f"{flag} holds no object of train, valid and test", form)
+    found = [problem for key, value in pairs for problem in _entry_problems(flag, key, value)]
+    twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
+    found += [Problem("E507", f"{flag}: {key} is there twice", (f"keep one {key}",)) for key in twice]
+    if found:
+        raise UserError(found)
+    lists = {key: tuple(value.split() if isinstance(value, str) else value or ()) for key, value in pairs}
+    return {key: Words(words, f"{path}, {key}", is_flag=False) for key, words in lists.items() if words}
+
+
+def _entry_problems(flag: str, key: str, value: Any) -> Iterator[Problem]:
+    """What is wrong with one entry of that file."""
+    if key not in SPLITS:
+        meant = did_you_mean(key, SPLITS)
+        fixes = (f"call it {meant}",) if meant else (f"take {key} out",)
+        yield Problem("E507", f"{flag}: there is no split {key!r}, only train, valid and test", fixes)
+    elif value is not None and not isinstance(value, str) and not _is_list_of_words(value):
+        sentence = f"{flag}: {key} is neither text nor a list of weights and prefixes"
+        yield Problem("E507", sentence, (f'"{key}": ["PREFIX"]',))
+
+
+def _is_list_of_words(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+def _read(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+        raise UserError([Problem("E507", f"{flag} {path} cannot be read: {reason}")]) from None
+
+
+def _unusable(sentence: str, form: str) -> UserError:
+    return UserError([Problem("E507", sentence, (f"write in it: {form}",))])
+
+
+def as_weight(word: str) -> float | None:
+    """The number that a word is, as Megatron-LM reads it; None for a prefix."""
+    try:
+        return float(word)
+    except ValueError:
+        return None
+
+
+def read_blend(words: Sequence[str]) -> Blend:
+    """The blend that a list means: (weight, prefix) pairs if there are as many words and the weights are numbers.
+
+    An odd number of words are prefixes, and so are words none of which stands as a number where a weight would. The
+    list must have no `blend_problems`.
+    """
+    numbers = [as_weight(word) for word in words[::2]]
+    weights = tuple(number for number in numbers if number is not None)
+    if len(words) % 2 or not weights:
+        return Blend(tuple(word.strip() for word in words))
+    return Blend(tuple(word.strip() for word in words[1::2]), weights)
+
+
+def blend_problems(said: Words) -> Iterator[Problem]:
+    """What is wrong with a list of weights and prefixes, short of the files."""
+    words, where = said.words, said.origin
+    numbers = [as_weight(word) for word in words[::2]]
+    if len(words) % 2 == 0 and len({number is None for number in numbers}) > 1:
+        odd = next(word for word, number in zip(words[::2], numbers) if number is None)
+        sentence = f"{where}: {odd} stands where a weight should, since other prefixes have one"
+        yield Problem("E502", sentence, said.instead([word for word in words if as_weight(word) is None]))
+        return
+    blend = read_blend(words)
+    if not all(blend.prefixes):
+        fixes = said.instead([word for word in words if word.strip()]) if blend.weights is None else ()
+        yield Problem("E502", f"{where} has an empty prefix; a shell variable may not be set", fixes)
+    if len(blend.prefixes) > MOST_SOURCES:
+        sentence = f"{where} has {len(blend.prefixes):,} prefixes; a blend holds at most {MOST_SOURCES:,}"
+        yield Problem("E502", sentence, ("python tools/merge_datasets.py",))
+    if blend.weights is not None:
+        yield from _weight_problems(said, blend.prefixes, blend.weights)
+
+
+def _weight_problems(said: Words, prefixes: Sequence[str], weights: Sequence[float]) -> Iterator[Problem]:
+    bad = {i for i, weight in enumerate(weights) if not 0 < weight < math.inf}
+    shown = ", ".join(f"{said.words[2 * i]} of {prefixes[i]}" for i in sorted(bad)[:3])
+    more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
+    kept = [word for i, prefix in enumerate(prefixes) if i not in bad for word in (said.words[2 * i], prefix)]
+    if bad:
+        rest = said.instead(kept) or said.instead(prefixes)
+        yield Problem("E502", f"{said.origin}: a weight is a number above 0, not {shown}{more}", rest)
+    elif math.isinf(sum(weights)):
+        yield Problem("E502", f"{said.origin}: the weights add up to more than any number", said.instead(prefixes))
+
+
+def split_text(data: DataConfig) -> str:
+    """The weights that cut ``data_path``, as text."""
+    return DEFAULT_SPLIT if data.split is None else data.split
+
+
+def split_problems(data: DataConfig) -> Iterator[Problem]:
+    """What is wrong with the weights that cut ``data_path``."""
+    words = [word.strip() for word in split_text(data).split(",")]
+    if len(words) > 3 or not all(re.fullmatch(NUMBER, word) for word in words):
+        yield Problem("E504", f"split {data.split!r} is not up to three numbers", ("--split 969,30,1",))
+
+
+def split_weights(text: str) -> tuple[float, float, float]:
+    """The weights of train, validation and test in a text without `split_problems`; those not said are 0."""
+    train, valid, test = ([float(word) for word in text.split(",")] + [0.0, 0.0])[:3]
+    return train, valid, test
+
+
+def name_problems(data: DataConfig, lists: Mapping[str, Words]) -> Iterator[Problem]:
+    """What is wrong with the names of several validation sets."""
+    names, said = data.validation_set_names, lists.get("valid", lists.get("all"))
+    if not names or not data.multiple_validation_sets or said is None:
+        return
+    prefixes = read_blend(said.words).prefixes
+    default = ("--validation-set-names " + shlex.join(unique_names(prefixes)),) if len(prefixes) <= MOST_WORDS else ()
+    fixes = (*default, "--set data.validation_set_names=null")
+    twice = [name for name, count in Counter(names).items() if count > 1]
+    if twice:
+        yield Problem("E506", f"two validation sets are called {twice[0]}", fixes)
+    if len(names) != len(prefixes):
+        sentence = f"{_count(len(names), 'name')} for {_count(len(prefixes), 'validation set')} ({said.origin})"
+        yield Problem("E506", sentence, fixes)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def unique_names(prefixes: Sequence[str]) -> tuple[str, ...]:
+    """A name for each prefix: its last part, or as many of its last parts as tell all of them apart.
+
+    What is there twice gets a number.
+    """
+    parts = [PurePath(prefix).parts for prefix in prefixes]
+    different = len(set(parts))
+    for length in range(1, max(map(len, parts), default=0) + 1):
+        names = ["-".join(part.strip("/") for part in some[-length:]) for some in parts]
+        if len(set(names)) == different:
+            break
+    return tuple(_numbered(names))
+
+
+def _numbered(names: Iterable[str]) -> Iterator[str]:
+    """The names, with a number behind those that were there before."""
+    seen: set[str] = set()
+    for name in names:
+        unique, number = name, 2
+        while unique in seen:
+            unique, number = f"{name}-{number}", number + 1
+        seen.add(unique)
+        yield unique
