@@ -1,221 +1,34 @@
-"""Token files ``<prefix>.bin`` and ``<prefix>.idx``, byte for byte as Megatron-LM writes them.
+"""Token files ``<prefix>.bin`` and ``<prefix>.idx``, read through a memory map.
 
-``.bin`` holds the ids of all sequences back to back. ``.idx`` says where each sequence and document starts
-(little-endian, no padding; S sequences, D + 1 document boundaries)::
-
-    9 bytes   b"MMIDIDX\\0\\0"
-    uint64    version, 1
-    uint8     code of the ids' type (CODES)
-    uint64    S
-    uint64    D + 1
-    int32     [S]      tokens of each sequence
-    int64     [S]      byte in .bin where each sequence starts
-    int64     [D + 1]  sequences before each document, from 0 to S
-
-A document is a run of sequences: one as a rule, none when it is empty.
+`indexed_format` says what is in them, `indexed_writer` writes them; the names that callers need are all here.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
-import struct
-from array import array
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from types import TracebackType
-from typing import IO, Any, NamedTuple, NoReturn, Self
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-from numpy.typing import ArrayLike, DTypeLike, NDArray
+from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
+from megatron.data.indexed_format import CODES, HEADER, MAGIC, VERSION, id_dtype
+from megatron.data.indexed_writer import IndexedDatasetWriter
 
-MAGIC = b"MMIDIDX\x00\x00"
-VERSION = 1
-CODES: dict[int, np.dtype[Any]] = {
-    1: np.dtype("u1"),
-    2: np.dtype("i1"),
-    3: np.dtype("<i2"),
-    4: np.dtype("<i4"),
-    5: np.dtype("<i8"),
-    8: np.dtype("<u2"),
-}
-HEADER = struct.Struct("<9sQBQQ")
-MAX_LENGTH = 2**31 - 1
-SEQUENCES_PER_CHECK = 1 << 20
+__all__ = ["BLOCKS", "BLOCK_BYTES", "CODES", "HEADER", "IndexedDataset", "IndexedDatasetWriter", "id_dtype"]
+
+ENTRIES_PER_CHECK = 1 << 20
 BLOCK_BYTES, BLOCKS = 4096, 64  # the sample of .bin that a fingerprint reads; a smaller file is read whole
-
-
-def id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type Megatron-LM's preprocessing stores ids of such a vocabulary in."""
-    return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")
-
-
-class IndexedDatasetWriter:
-    """Writes a pair of files, document by document, in constant memory per token.
-
-    The files appear under their names only when a ``with`` block ends without an exception, ``.idx`` last: a pair that
-    was not finished is never taken for one. A pair already there stays whole until then.
-    """
-
-    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
-        self._prefix = str(prefix)
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-        if self._dtype not in CODES.values():
-            raise DataError(f"{self._prefix}: {self._dtype} holds no token ids", "uint16 | int32")
-        self._lengths = array("i")
-        self._documents = array("q", [0])
-        self._beside: dict[str, bytes] = {}
-        self._bin: IO[bytes] = open(self._part("bin"), "wb")  # noqa: SIM115 (closed by __exit__)
-        self.num_tokens = 0
-
-    @property
-    def num_documents(self) -> int:
-        """Documents written so far."""
-        return len(self._documents) - 1
-
-    def add_sequence(self, tokens: ArrayLike) -> None:
-        """Append one sequence of ids ``[n]`` to the document being written.
-
-        Raises:
-            DataError: when an id does not fit the type of the file, or the sequence is too long for the format.
-        """
-        ids = np.asarray(tokens)
-        if ids.size > MAX_LENGTH:
-            self._too_long(ids.size)
-        self._write_ids(ids)
-        self._lengths.append(ids.size)
-
-    def end_document(self) -> None:
-        """End the document being written; without a sequence it is an empty one."""
-        self._documents.append(len(self._lengths))
-
-    def add_document(self, tokens: ArrayLike) -> None:
-        """Append a document of one sequence of ids ``[n]``, or of none when ``n`` is 0."""
-        ids = np.asarray(tokens)
-        if ids.size:
-            self.add_sequence(ids)
-        self.end_document()
-
-    def add_documents(self, ids: NDArray[Any], lengths: NDArray[np.integer[Any]]) -> None:
-        """Append ``n`` documents at once: ``ids [total]`` back to back, ``lengths [n]`` tokens of each (0: empty).
-
-        The files are those of ``n`` calls of `add_document`.
-
-        Raises:
-            DataError: when an id does not fit the type of the file, or a document is too long for the format.
-            ValueError: when the lengths are negative or do not sum to ``total``.
-        """
-        lengths = np.asarray(lengths, dtype=np.int64)
-        if lengths.size and (lengths.min() < 0 or lengths.max() > MAX_LENGTH):
-            if lengths.min() < 0:
-                raise ValueError(f"{self._prefix}: a document of {lengths.min()} tokens")
-            self._too_long(int(lengths.max()))
-        if int(lengths.sum()) != len(ids):
-            raise ValueError(f"{self._prefix}: lengths sum to {lengths.sum()}, but there are {len(ids)} ids")
-        self._write_ids(ids)
-        has_tokens = lengths > 0
-        self._documents.frombytes((len(self._lengths) + np.cumsum(has_tokens, dtype=np.int64)).tobytes())
-        self._lengths.frombytes(lengths[has_tokens].astype(np.intc).tobytes())
-
-    def add_file(self, suffix: str, content: bytes) -> None:
-        """A small file ``<prefix>.<suffix>`` that appears together with the pair.
-
-        ``suffix`` may be ``folder/name``; what an older dataset left in such a folder goes.
-        """
-        self._beside[suffix] = content
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            if kind is None:
-                _sync(self._bin)
-                self._publish()
-        finally:
-            for suffix in ("bin", "idx", *self._beside):
-                Path(self._part(suffix)).unlink(missing_ok=True)
-            for folder in self._folders():
-                if folder.is_dir() and not any(folder.iterdir()):
-                    folder.rmdir()
-            self._bin.close()  # last: on a full disk it fails once more
-
-    def _publish(self) -> None:
-        """Give the files their names, the index last; an older index must not outlive its ids."""
-        for folder in self._folders():
-            folder.mkdir(exist_ok=True)
-        for suffix, content in self._beside.items():
-            with open(self._part(suffix), "wb") as file:
-                file.write(content)
-                _sync(file)
-        with open(self._part("idx"), "wb") as file:
-            self._write_index(file)
-            _sync(file)
-        Path(f"{self._prefix}.idx").unlink(missing_ok=True)
-        for suffix in ("bin", *self._beside):
-            os.replace(self._part(suffix), f"{self._prefix}.{suffix}")
-        for folder in self._folders():
-            for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._beside}:
-                old.unlink()
-            _sync_folder(folder)
-        os.replace(self._part("idx"), f"{self._prefix}.idx")
-        _sync_folder(Path(self._prefix).parent)
-
-    def _folders(self) -> set[Path]:
-        """Folders of the files beside the pair."""
-        return {Path(f"{self._prefix}.{suffix}").parent for suffix in self._beside if "/" in suffix}
-
-    def _part(self, suffix: str) -> str:
-        """Where a file grows until it gets its name."""
-        return f"{self._prefix}.{suffix}.{os.getpid()}.part"
-
-    def _write_ids(self, ids: NDArray[Any]) -> None:
-        if ids.size and not np.can_cast(ids.dtype, self._dtype, "safe"):
-            self._check_range(ids)
-        self._bin.write(np.ascontiguousarray(ids, dtype=self._dtype).data)
-        self.num_tokens += ids.size
-
-    def _too_long(self, tokens: int) -> NoReturn:
-        raise DataError(f"{self._prefix}: a sequence of {tokens} tokens; at most {MAX_LENGTH}", "cut the document")
-
-    def _check_range(self, ids: NDArray[Any]) -> None:
-        info = np.iinfo(self._dtype)
-        for seen in (ids.min(), ids.max()):
-            if not info.min <= seen <= info.max or ids.dtype.kind not in "iu":
-                raise DataError(f"{self._prefix}: id {seen} does not fit {self._dtype} ({info.min}..{info.max})")
-
-    def _write_index(self, file: IO[bytes]) -> None:
-        lengths = np.frombuffer(self._lengths, dtype=np.intc)
-        documents = np.frombuffer(self._documents, dtype=np.int64)
-        code = next(code for code, dtype in CODES.items() if dtype == self._dtype)
-        file.write(HEADER.pack(MAGIC, VERSION, code, len(lengths), len(documents)))
-        file.write(lengths.astype("<i4").tobytes())
-        file.write((_starts(lengths)[:-1] * self._dtype.itemsize).astype("<i8").tobytes())
-        file.write(documents.astype("<i8").tobytes())
 
 
 def _starts(lengths: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
     """Tokens before each of ``n`` sequences, and after the last: int64 ``[n + 1]``."""
     return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-
-
-def _sync(file: IO[bytes]) -> None:
-    file.flush()
-    os.fsync(file.fileno())
-
-
-def _sync_folder(path: Path) -> None:
-    """Make renames in a folder outlast a power cut."""
-    folder = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(folder)
-    finally:
-        os.close(folder)
 
 
 class _Header(NamedTuple):
@@ -228,13 +41,19 @@ class IndexedDataset:
     """The sequences of a pair of files, read through a memory map.
 
     Attributes:
+        dtype: type of the ids.
         lengths: int32 ``[S]`` tokens of each sequence.
         documents: int64 ``[D + 1]`` sequences before each document, and in all.
         num_tokens: tokens of all sequences.
+        tokens: ids ``[num_tokens]`` of all sequences, a read-only view of the file.
     """
 
-    def __init__(self, prefix: str | Path) -> None:
+    def __init__(self, prefix: str | Path, floats: bool = False) -> None:
         """Open ``<prefix>.bin`` and ``<prefix>.idx`` and check them against each other.
+
+        Args:
+            prefix: path of the two files without ``.bin`` and ``.idx``.
+            floats: whether floating-point numbers will do, which are nobody's ids.
 
         Raises:
             DataError: when either is missing, cut short, damaged or not such a file.
@@ -251,7 +70,12 @@ class IndexedDataset:
         self.documents = index[parts[2] : parts[3]].view("<i8")
         self._check_documents()
         self.num_tokens = self._check_sequences()
-        self._tokens = self._map_tokens()
+        self.tokens = self._map_tokens()
+        if self.dtype.kind == "f" and not floats:
+            raise DataError(
+                f"{self.prefix}.idx: the type is {self.dtype}, and a model is trained on ids, which are whole numbers",
+                "write the dataset anew with tools/preprocess_data.py",
+            )
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -270,7 +94,7 @@ class IndexedDataset:
         for table in (self.lengths, self.documents):  # the pointers follow from the lengths
             seen.update(f"{self.dtype.str} {len(table)};".encode())
             seen.update(table.data)
-        ids = self._tokens.view(np.uint8)
+        ids = self.tokens.view(np.uint8)
         last = max(0, len(ids) - BLOCK_BYTES)
         for start in np.linspace(0, last, BLOCKS, dtype=np.int64).tolist():
             seen.update(ids[start : start + BLOCK_BYTES].data)
@@ -289,7 +113,7 @@ class IndexedDataset:
         if not 0 <= offset <= end <= held:
             raise IndexError(f"tokens {offset}..{end} of sequence {i} of {self.prefix}, which has {held}")
         start = int(self._pointers[i]) // self.dtype.itemsize
-        return self._tokens[start + offset : start + end]
+        return self.tokens[start + offset : start + end]
 
     def _read_header(self, index: NDArray[np.uint8]) -> _Header:
         if len(index) < HEADER.size:
@@ -316,14 +140,18 @@ class IndexedDataset:
         ends = int(self.documents[0]), int(self.documents[-1])
         if ends != (0, len(self)):
             self._refuse("idx", "first and last document boundary", ends, (0, len(self)))
-        if (self.documents[1:] < self.documents[:-1]).any():
-            self._refuse("idx", "document boundaries", "one below the one before it", "a rising list")
+        for first in range(0, len(self.documents), ENTRIES_PER_CHECK):
+            part = self.documents[first : first + ENTRIES_PER_CHECK + 1]
+            falls = np.flatnonzero(part[1:] < part[:-1])
+            if falls.size:
+                i = int(falls[0])
+                self._refuse("idx", f"boundary {first + i + 1} of the documents", part[i + 1], f"{part[i]} or more")
 
     def _check_sequences(self) -> int:
         """Every pointer against the lengths before it, a stretch at a time; returns the tokens in all."""
         tokens = 0
-        for first in range(0, len(self), SEQUENCES_PER_CHECK):
-            part = slice(first, first + SEQUENCES_PER_CHECK)
+        for first in range(0, len(self), ENTRIES_PER_CHECK):
+            part = slice(first, first + ENTRIES_PER_CHECK)
             lengths, pointers = self.lengths[part], self._pointers[part]
             if lengths.min() < 0:
                 i = first + int(lengths.argmin())
@@ -356,7 +184,19 @@ def _map(path: str) -> NDArray[np.uint8]:
         if not os.path.getsize(path):
             return np.empty(0, dtype=np.uint8)
         return np.memmap(path, dtype=np.uint8, mode="r").view(np.ndarray)
-    except OSError as error:
-        raise DataError(
-            f"{path}: {error.strerror}", "give the path without .bin/.idx, as tools/preprocess_data.py printed it"
-        ) from error
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the path
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise DataError(f"{path}: {reason}", *_remedies(path, error)) from error
+
+
+def _remedies(path: str, error: Exception) -> list[str]:
+    """What helps against a file that cannot be opened."""
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
+        return ["ulimit -n 65536"]
+    prefix, suffix = os.path.splitext(path)
+    for ending in (".bin", ".idx"):
+        if prefix.endswith(ending):
+            return [f"give the path without {ending}: {prefix.removesuffix(ending)}"]
+    if suffix == ".bin" and os.path.exists(f"{prefix}.idx"):
+        return ["copy both files again"]
+    return ["give the path without .bin/.idx, as tools/preprocess_data.py printed it"]
