@@ -115,11 +115,11 @@ def _unknown(tokenizer_type: str) -> DataError:
     )
 
 
-def add_tokenizer_flags(parser: argparse.ArgumentParser) -> None:
+def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool = True) -> None:
     """The flags of a tool that turns text into ids, for `TokenizerChoice.from_args`."""
     tokens = parser.add_argument_group("tokenizer")
     types = f"how text becomes ids: {' or '.join(TOKENIZER_TYPES)}"
-    tokens.add_argument("--tokenizer-type", required=True, metavar="TYPE", help=types)
+    tokens.add_argument("--tokenizer-type", required=required, metavar="TYPE", help=types)
     model = "what it is read from: a folder, a file, or the name of a model on the Hugging Face hub"
     tokens.add_argument("--tokenizer-model", metavar="PATH", help=model)
     tokens.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
