@@ -50,6 +50,10 @@ class Tokenizer(Protocol):
         """Contents by name of the files it is made from."""
 
     @property
+    def library(self) -> str:
+        """The package whose code turns text into ids."""
+
+    @property
     def settings(self) -> Mapping[str, Any]:
         """What it was told besides its files and its size, as plain JSON values."""
 
@@ -61,6 +65,9 @@ class Tokenizer(Protocol):
 
     def decode(self, ids: Iterable[int]) -> str:
         """The text of the ids."""
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """Contents by name of files that ``transformers`` turns into a tokenizer of the same ids; none if it cannot."""
 
 
 def unicode_text(text: str | bytes) -> str:

@@ -38,6 +38,8 @@ class HuggingFaceTokenizer:
         settings: ``parse_special_tokens`` where it is on.
     """
 
+    library = "tokenizers"
+
     def __init__(self, path: str | Path, parse_special_tokens: bool = False) -> None:
         """Read a ``tokenizer.json``, or the one in a folder, and the files beside it.
 
@@ -88,6 +90,10 @@ class HuggingFaceTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """The files it was read from."""
+        return dict(self.files)
 
 
 def _end_of_document(files: Mapping[str, bytes], ids: Mapping[str, int], path: Path) -> int:

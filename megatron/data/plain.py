@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from megatron.data.digest import fingerprint
 from megatron.data.encoded import Encoded
 from megatron.data.errors import DataError
-from megatron.data.huggingface import END_OF_DOCUMENT
+from megatron.data.huggingface import END_OF_DOCUMENT, bytes_as_ids, tokenizer_files
 
 LONGEST = 100  # digits of a number; Python refuses to read thousands
 
@@ -25,6 +25,7 @@ class ByteTokenizer:
     special_ids: Mapping[str, int] = {END_OF_DOCUMENT: 256}
     files: Mapping[str, bytes] = {}
     settings: Mapping[str, Any] = {}
+    library = "numpy"
 
     @property
     def fingerprint(self) -> str:
@@ -46,6 +47,10 @@ class ByteTokenizer:
         pieces = (END_OF_DOCUMENT.encode() if i == self.eod else bytes((i,)) for i in ids)
         return b"".join(pieces).decode(errors="replace")
 
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """A tokenizer of the same ids; only, to ``transformers`` ``<|endoftext|>`` spelled out in a text is one id."""
+        return tokenizer_files(bytes_as_ids())
+
 
 class NullTokenizer:
     """Text that is ids already, written in decimal with spaces between; the last id ends a document."""
@@ -54,6 +59,7 @@ class NullTokenizer:
     special_ids: Mapping[str, int] = {}
     files: Mapping[str, bytes] = {}
     settings: Mapping[str, Any] = {}
+    library = "numpy"
 
     def __init__(self, vocab_size: int) -> None:
         self.vocab_size = vocab_size
@@ -96,3 +102,7 @@ class NullTokenizer:
     def decode(self, ids: Iterable[int]) -> str:
         """The ids in decimal."""
         return " ".join(str(i) for i in ids)
+
+    def hugging_face_files(self) -> dict[str, bytes]:
+        """None: nobody knows which text the ids were."""
+        return {}

@@ -8,12 +8,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.data import huggingface
 from megatron.data.choice import TokenizerChoice, build_tokenizer
 from megatron.data.encoded import Tokenizer
 from megatron.data.errors import DataError
-from megatron.data.huggingface import HuggingFaceTokenizer
-from megatron.data.plain import ByteTokenizer
 
 RECORD = "tokens.json"  # <prefix>.tokens.json says what the ids of <prefix>.bin mean
 FOLDER = "tokenizer"  # <prefix>.tokenizer/ holds the files of the tokenizer that made them, if it has any
@@ -109,8 +106,4 @@ def tokenizer_files(prefix: str | Path) -> dict[str, bytes]:
         DataError: as `recorded_tokenizer`.
     """
     tokenizer = recorded_tokenizer(prefix)
-    if isinstance(tokenizer, HuggingFaceTokenizer):
-        return dict(tokenizer.files)
-    if isinstance(tokenizer, ByteTokenizer):
-        return huggingface.tokenizer_files(huggingface.bytes_as_ids())
-    return {}
+    return {} if tokenizer is None else tokenizer.hugging_face_files()
