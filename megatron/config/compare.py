@@ -13,7 +13,7 @@ from megatron.config.lengths import lengths
 from megatron.config.numbers import text
 from megatron.config.problems import Problem
 from megatron.config.resolve import resolve
-from megatron.config.run import RESUME_MODES, RunConfig
+from megatron.config.run import AFTER_DOCUMENTS, RESUME_MODES, RunConfig
 from megatron.config.settings import SETTINGS, Setting
 from megatron.config.sources import ALTERNATIVES, LENGTHS, Values, build, flat, from_tree
 
@@ -96,9 +96,6 @@ SAME_SHAPES = {
     "activation": ("gelu", "gelu_tanh", "relu2"),
 }
 """Words of an option of the shape between which the tensors' shapes do not change, only what is computed."""
-
-AFTER_DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-"""What asks where documents end."""
 
 
 @dataclass(frozen=True)

@@ -110,6 +110,8 @@ def assumptions(spellings: Collection[str], said: Collection[str]) -> Iterator[s
     """
     if "--disable-bias-linear" in spellings and "activation" not in said:
         yield "activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu"
+    if {"--no-create-attention-mask-in-dataloader", "--reset-attention-mask"} <= set(spellings):
+        yield "documents do not see each other; Megatron-LM, told to make no masks, would let them"
 
 
 def costs(spellings: Collection[str], config: RunConfig, world_size: int) -> Iterator[str]:

@@ -126,6 +126,9 @@ IGNORED = {
     "--dataloader-fast-cache-load": _MAPPED,
     "--dataloader-defer-npy-index-mmap": _MAPPED,
     "--num-dataset-builder-threads": _MAPPED,
+    "--per-dataset-sequences-path": _MAPPED,
+    "--mid-level-dataset-surplus": "every dataset of a blend is laid out for 0.005 more samples than its share",
+    "--null-tokenizer-pad-id": "no id of the NullTokenizer is padding",
     "--group-query-attention": "--num-query-groups alone says it",
     "--no-position-embedding": "--position-embedding-type alone says it",
     "--dataloader-type": "samples come in the one order of --dataloader-type single",
@@ -138,14 +141,15 @@ IGNORED = {
 HARMLESS_VALUES = {
     "--dataloader-type": ("single",),
     "--transformer-impl": ("local", "transformer_engine"),
+    "--mid-level-dataset-surplus": ("0.005",),
+    "--null-tokenizer-pad-id": ("-1",),
 }
 
 _CONVERTER = "a tool converts checkpoints, without a run"
 _FROM_FLAGS = "options come from flags, and those that differ from the checkpoint's are told or refused"
 _ONE_KIND = "there is one kind of checkpoint, in one folder"
 _NO_DASHBOARDS = "metrics go to metrics.jsonl in the run's folder, to no dashboard"
-_ONE_PREFIX = "data is one prefix, cut by --split"
-_DOCUMENTS = "attention and positions run across document boundaries"
+_AS_RECORDED = "a tokenizer is what its files and the record beside the data say"
 
 # Flag -> (why not, what to paste instead; nothing but leaving it out where that is empty).
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -210,21 +214,18 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--exit-signal-handler-for-dataloader": ("there are no data loader processes", ()),
     "--distributed-timeout-seconds-after-init": ("one timeout holds", ("--distributed-timeout-minutes N",)),
     "--ddp-num-buckets": ("buckets are cut by size", ("--ddp-bucket-size N",)),
-    "--train-data-path": (_ONE_PREFIX, ("--data-path PREFIX --split 1,0,0",)),
-    "--valid-data-path": (_ONE_PREFIX, ("--data-path PREFIX --split 99,1,0",)),
-    "--test-data-path": (_ONE_PREFIX, ("--data-path PREFIX --split 98,1,1",)),
-    "--data-args-path": (_ONE_PREFIX, ("--data-path PREFIX",)),
-    "--per-split-data-args-path": (_ONE_PREFIX, ("--data-path PREFIX",)),
-    "--reset-position-ids": (_DOCUMENTS, ()),
-    "--reset-attention-mask": (_DOCUMENTS, ()),
-    "--dataloader-inter-document-masking": (_DOCUMENTS, ()),
-    "--eod-mask-loss": ("every token counts in the loss", ()),
-    "--data-cache-path": ("indices are built in memory at the start", ()),
-    "--tokenizer-model": ("training reads tokens, not text", ("--vocab-size N",)),
-    "--vocab-file": ("training reads tokens, not text", ("--vocab-size N",)),
-    "--merge-file": ("training reads tokens, not text", ("--vocab-size N",)),
-    "--vocab-extra-ids": ("training reads tokens, not text", ("--vocab-size N",)),
-    "--null-tokenizer-eod-id": ("the last id of the NullTokenizer ends documents", ()),
+    "--dataloader-inter-document-masking": (
+        "attention and positions have a flag each",
+        ("--reset-attention-mask --reset-position-ids",),
+    ),
+    "--allow-ambiguous-pad-tokens": ("a padding id that is another special id as well never masks anything", ()),
+    "--full-validation": ("an evaluation has a number of batches", ("--eval-iters N",)),
+    "--phase-transition-iterations": ("one blend serves the whole run", ()),
+    "--object-storage-cache-path": ("data are read from files", ()),
+    "--trust-remote-code": ("code that comes with a model or tokenizer is never run", ()),
+    "--use-gigatoken": ("tools/preprocess_data.py takes gigatoken wherever it gives the same ids", ()),
+    "--vocab-extra-ids": ("they are counted in the size of the vocabulary", ("--vocab-size N",)),
+    "--null-tokenizer-eod-id": ("one flag says which id ends documents, whatever the tokenizer", ("--eod-id N",)),
     "--eval-global-batch-size": ("evaluation uses the training batch", ("--eval-iters N",)),
     "--eval-micro-batch-size": ("evaluation uses the training batch", ("--eval-iters N",)),
     "--tensorboard-dir": (_NO_DASHBOARDS, ("--run-dir DIR",)),
@@ -298,13 +299,12 @@ FAMILIES = {
     "--gdp-": "hybrid models are not built",
     "--heterogeneous-": "all layers have one shape",
     "--fim-": "fill-in-the-middle is not built",
-    "--tokenizer-": "training reads tokens, not text",
-    "--no-tokenizer-": "training reads tokens, not text",
-    "--disable-tokenizer-": "training reads tokens, not text",
-    "--no-use-tokenizer-": "training reads tokens, not text",
-    "--disable-use-tokenizer-": "training reads tokens, not text",
-    "--disable-save-tokenizer-": "training reads tokens, not text",
-    "--tiktoken-": "training reads tokens, not text",
+    "--sft": "training on conversations is not built",
+    "--tokenizer-": _AS_RECORDED,
+    "--no-tokenizer-": _AS_RECORDED,
+    "--disable-tokenizer-": _AS_RECORDED,
+    "--no-use-tokenizer-": _AS_RECORDED,
+    "--disable-use-tokenizer-": _AS_RECORDED,
     "--inference-": "it belongs to inference",
     "--no-inference-": "it belongs to inference",
     "--rl-": "it belongs to reinforcement learning",
@@ -337,50 +337,40 @@ FAMILIES = {
 # The rest, a list of words: known to Megatron-LM, not here.
 OTHERS = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --activation-func-clamp-value
---activation-offload-fraction --adlr-autoresume --adlr-autoresume-interval --allow-ambiguous-pad-tokens
---attention-output-gate --batch-invariant-backend --batch-invariant-mode
---bert-embedder-type --bert-load --block-data-path --cache-mla-latents --calc-ft-timeouts --chat-template
---check-for-large-grads --check-for-spiky-loss --check-weight-hash-across-dp-replicas-interval
---classes-fraction --config-logger-dir --cp-comm-type --create-all-gather-group
---data-parallel-sharding-strategy --data-per-class-fraction
+--activation-offload-fraction --adlr-autoresume --adlr-autoresume-interval --attention-output-gate
+--batch-invariant-backend --batch-invariant-mode --bert-embedder-type --bert-load --block-data-path
+--cache-mla-latents --calc-ft-timeouts --chat-template --check-for-large-grads --check-for-spiky-loss
+--check-weight-hash-across-dp-replicas-interval --classes-fraction --config-logger-dir --cp-comm-type
+--create-all-gather-group --data-parallel-sharding-strategy --data-per-class-fraction
 --ddp-param-name-patterns-for-fp32-local-accumulation --ddp-reduce-scatter-with-fp32-accumulation
 --decode-only-cuda-graphs --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
 --defer-embedding-wgrad-compute --delay-offload-until-cuda-graph --delay-wgrad-compute
 --delta-offload-bytes-across-pp-ranks --disable-bf16-reduced-precision-matmul
 --disable-clone-scatter-output-in-embedding --disable-mamba-mem-eff-path --disable-straggler-on-startup
---disable-strict-fsdp-dtensor-load
---dump-param-to-param-group-map --embedding-path --enable-chunked-prefill --enable-experimental
---enable-ft-package --enable-full-sharding-in-hsdp --enable-mhc-connections --enable-msc
---ep-overlap-early-attn-memory-release --evidence-data-path --exp-avg-dtype
---exp-avg-sq-dtype --experimental-attention-variant --fake-process-group
---fine-grained-activation-offloading --fine-grained-offloading-max-inflight-offloads
---first-last-layers-bf16 --flash-decode --fp16-lm-cross-entropy --freeze-all-layers --full-validation
---glu-linear-offset --gpu-sniff-test-interval --head-lr-mult --hierarchical-context-parallel-sizes
---high-priority-a2a-comm-stream --ict-head-size --ict-load --img-h --img-w --indexer-batch-size
---indexer-log-interval --is-hybrid-model --iter-per-epoch --iterations-to-skip --keep-fp8-transpose-cache
---kitchen-attention-backend --kv-lora-rank --langrl-env-config --logging-level --main-grads-dtype
---main-params-dtype --mask-factor --mask-prob --mask-type --max-seqlen-per-dp-cp-rank --max-tokens-to-oom
---memory-snapshot-path --microbatch-group-size-per-virtual-pipeline-stage --mid-level-dataset-surplus
---min-offloaded-tensor-size --mla-down-proj-fusion --mlp-chunks-for-prefill --mlp-chunks-for-training
---mrope-section --mscale --mscale-all-dim --multi-latent-attention --multiple-validation-sets
+--disable-strict-fsdp-dtensor-load --dump-param-to-param-group-map --embedding-path --enable-chunked-prefill
+--enable-experimental --enable-ft-package --enable-full-sharding-in-hsdp --enable-mhc-connections --enable-msc
+--ep-overlap-early-attn-memory-release --evidence-data-path --exp-avg-dtype --exp-avg-sq-dtype
+--experimental-attention-variant --fake-process-group --fine-grained-activation-offloading
+--fine-grained-offloading-max-inflight-offloads --first-last-layers-bf16 --flash-decode --fp16-lm-cross-entropy
+--freeze-all-layers --glu-linear-offset --gpu-sniff-test-interval --head-lr-mult --hierarchical-context-parallel-sizes
+--high-priority-a2a-comm-stream --ict-head-size --ict-load --img-h --img-w --indexer-batch-size --indexer-log-interval
+--is-hybrid-model --iter-per-epoch --iterations-to-skip --keep-fp8-transpose-cache --kitchen-attention-backend
+--kv-lora-rank --langrl-env-config --logging-level --main-grads-dtype --main-params-dtype --mask-factor --mask-prob
+--mask-type --max-seqlen-per-dp-cp-rank --max-tokens-to-oom --memory-snapshot-path
+--microbatch-group-size-per-virtual-pipeline-stage --min-offloaded-tensor-size --mla-down-proj-fusion
+--mlp-chunks-for-prefill --mlp-chunks-for-training --mrope-section --mscale --mscale-all-dim --multi-latent-attention
 --nccl-all-reduce-for-prefill --no-clone-scatter-output-in-embedding --no-pin-cpu-grads --no-pin-cpu-params
---no-rope-freq --no-strict-fsdp-dtensor-load --no-use-layer-wise-param-layout
---no-yarn-correction-range-round-to-int --null-tokenizer-pad-id --num-channels --num-classes
---num-distributed-optimizer-instances --num-speculative-tokens --nvtx-ranges --object-storage-cache-path
+--no-rope-freq --no-strict-fsdp-dtensor-load --no-use-layer-wise-param-layout --no-yarn-correction-range-round-to-int
+--num-channels --num-classes --num-distributed-optimizer-instances --num-speculative-tokens --nvtx-ranges
 --offload-modules --onnx-safe --outer-dp-sharding-strategy --output-bert-embeddings --output-logit-dtype
---overlap-cpu-optimizer-d2h-h2d --overlap-dispatch-backward-with-experts-wgrad
---overlap-moe-expert-parallel-comm --overlap-p2p-communication-warmup-flush --patch-dim
---per-dataset-sequences-path --perform-rl-step --phase-transition-iterations
---pipeline-model-parallel-comm-backend --q-lora-rank --qk-head-dim --qk-l2-norm
---qk-pos-emb-head-dim --query-in-block-prob --record-memory-history --record-shapes --refit-method
---rerun-mode --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
---run-workload-inspector-server --sample-rate --sft --sft-tokenizer-prompt-format --short-seq-prob
---skip-train --softmax-type --spec --start-eval-at-iter --suggested-communication-unit-size
---swin-backbone-type --symmetric-ar-type --te-precision-config-file --tensor-parallel-num-weight-shards
---test-mode --titles-data-path --train-sync-interval --trust-remote-code --use-gigatoken
---use-kitchen-attention --use-legacy-static-engine --use-mup
---use-one-sent-docs --use-precision-aware-optimizer --use-pytorch-profiler
---use-same-sampling-seed-across-dp-ranks --use-torch-optimizer-for-cpu-offload --v-head-dim
---validation-set-names --wgrad-deferral-limit --window-attn-skip-freq
---yarn-correction-range-round-to-int
+--overlap-cpu-optimizer-d2h-h2d --overlap-dispatch-backward-with-experts-wgrad --overlap-moe-expert-parallel-comm
+--overlap-p2p-communication-warmup-flush --patch-dim --perform-rl-step --pipeline-model-parallel-comm-backend
+--q-lora-rank --qk-head-dim --qk-l2-norm --qk-pos-emb-head-dim --query-in-block-prob --record-memory-history
+--record-shapes --refit-method --rerun-mode --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
+--run-workload-inspector-server --sample-rate --short-seq-prob --skip-train --softmax-type --spec --start-eval-at-iter
+--suggested-communication-unit-size --swin-backbone-type --symmetric-ar-type --te-precision-config-file
+--tensor-parallel-num-weight-shards --test-mode --titles-data-path --train-sync-interval --use-kitchen-attention
+--use-legacy-static-engine --use-mup --use-one-sent-docs --use-precision-aware-optimizer --use-pytorch-profiler
+--use-same-sampling-seed-across-dp-ranks --use-torch-optimizer-for-cpu-offload --v-head-dim --wgrad-deferral-limit
+--window-attn-skip-freq --yarn-correction-range-round-to-int
 """

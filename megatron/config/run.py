@@ -163,6 +163,26 @@ TOKENIZER_TYPES = (
 )
 """What turns text into ids, as Megatron-LM names it."""
 
+OTHER_TOKENIZERS = {
+    "BertWordPieceLowerCase": "serves BERT",
+    "BertWordPieceCase": "serves BERT",
+    "MultimodalTokenizer": "serves models of text and images",
+    "NullMultimodalTokenizer": "serves models of text and images",
+    "SFTTokenizer": "serves training on conversations",
+}
+"""Megatron-LM's others, and why they are not here."""
+
+
+def _tokenizer_type(text: str) -> str:
+    """A tokenizer's name.
+
+    Raises:
+        ValueError: for those of Megatron-LM that are not here.
+    """
+    if text in OTHER_TOKENIZERS:
+        raise ValueError(f"{text} of Megatron-LM is not here: it {OTHER_TOKENIZERS[text]}")
+    return text
+
 
 @dataclass(frozen=True)
 class DataConfig:
@@ -196,7 +216,10 @@ class DataConfig:
     reset_attention_mask: bool = option(False, "Let tokens see those of their own document only.")
     eod_mask_loss: bool = option(False, "Leave what follows the end of a document out of the loss.")
     tokenizer_type: str | None = option(
-        None, "Tokenizer of the data. Default: the one recorded beside the data.", choices=TOKENIZER_TYPES
+        None,
+        "Tokenizer of the data. Default: the one recorded beside the data.",
+        choices=TOKENIZER_TYPES,
+        parse=_tokenizer_type,
     )
     tokenizer_model: str | None = option(
         None, "What the tokenizer is read from: a file, a folder, or a name on the Hugging Face hub."
@@ -209,6 +232,9 @@ class DataConfig:
         None, "Id that ends a document. Default: as recorded beside the data, or as the tokenizer says.", at_least=0
     )
 
+
+AFTER_DOCUMENTS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+"""Options of the data that do something where a document ends."""
 
 HUGGING_FACE = "hf:"
 """What the name of a Hugging Face model's folder starts with in ``load``."""

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from megatron.config.problems import Problem
-from megatron.config.run import RunConfig
+from megatron.config.run import AFTER_DOCUMENTS, RunConfig
 from megatron.config.settings import SETTINGS
 
 
@@ -41,6 +41,19 @@ class Rule:
 def _recomputes(granularity: str) -> Callable[[RunConfig], bool]:
     return lambda c: c.training.recompute_granularity == granularity
 
+
+def _reads(*tokenizers: str) -> Callable[[RunConfig], bool]:
+    return lambda c: c.data.tokenizer_type in tokenizers
+
+
+FROM_A_MODEL = (
+    "HuggingFaceTokenizer",
+    "SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer",
+    "Llama2Tokenizer",
+    "TikTokenizer",
+)
+"""Tokenizers that are read from ``tokenizer_model``."""
 
 DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
@@ -112,6 +125,36 @@ MISTAKES = (
         "a checkpoint to start from",
         "--load checkpoints",
     ),
+    Rule(
+        AFTER_DOCUMENTS,
+        lambda c: not c.data.mock_data,
+        "documents, which generated tokens do not have,",
+        "--no-mock-data --data-path PREFIX",
+    ),
+    Rule(
+        ("validation_set_names",),
+        lambda c: c.data.multiple_validation_sets,
+        "multiple_validation_sets",
+        "--multiple-validation-sets",
+    ),
+    Rule(
+        ("vocab_file", "merge_file"),
+        _reads("GPT2BPETokenizer"),
+        "tokenizer_type GPT2BPETokenizer",
+        "--tokenizer-type GPT2BPETokenizer",
+    ),
+    Rule(
+        ("tiktoken_pattern", "tiktoken_num_special_tokens"),
+        _reads("TikTokenizer"),
+        "tokenizer_type TikTokenizer",
+        "--tokenizer-type TikTokenizer",
+    ),
+    Rule(
+        ("tokenizer_model",),
+        _reads(*FROM_A_MODEL),
+        "a tokenizer_type that is read from it",
+        "--tokenizer-type HuggingFaceTokenizer",
+    ),
 )
 
 HARMLESS = (
@@ -127,7 +170,14 @@ HARMLESS = (
     Rule(("weight_decay",), lambda c: c.optimizer.weight_decay_incr_style == "constant", "a constant weight decay", ""),
     Rule(("adam_beta1", "adam_beta2", "adam_eps"), lambda c: c.optimizer.optimizer == "adam", "optimizer adam", ""),
     Rule(("sgd_momentum",), lambda c: c.optimizer.optimizer == "sgd", "optimizer sgd", ""),
-    Rule(("split",), lambda c: not c.data.mock_data, "data_path", ""),
+    Rule(("split",), lambda c: bool(c.data.data_path or c.data.data_args_path), "data_path", ""),
+    Rule(("data_cache_path", "multiple_validation_sets"), lambda c: not c.data.mock_data, "files of tokens", ""),
+    Rule(
+        ("eod_id",),
+        lambda c: any(getattr(c.data, name) for name in AFTER_DOCUMENTS),
+        "reset_position_ids, reset_attention_mask or eod_mask_loss",
+        "",
+    ),
 )
 
 
