@@ -1,0 +1,120 @@
+"""The merging tool, as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.data.errors import DataError
+from megatron.data.indexed import IndexedDataset
+from tests.unit.data.pairs import content, pair, write
+from tools import merge_datasets
+from tools.merge_datasets import main
+from tools.preprocess_data import main as preprocess
+
+ROOT = Path(__file__).parents[3]
+
+
+def preprocessed(folder: Path, name: str, texts: list[str]) -> Path:
+    """What preprocessing makes of texts, in a folder of its own."""
+    corpus = folder / f"{name}.jsonl"
+    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    flags = ["--tokenizer-type", "ByteTokenizer", "--append-eod", "--output-prefix", str(folder / name / name)]
+    (folder / name).mkdir()
+    assert preprocess(["--input", str(corpus), *flags]) == 0
+    return folder / name
+
+
+def test_merged_is_what_one_preprocessing_of_all_text_writes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    texts = ["first", "", "zwölf", "x" * 300, "last"]
+    inputs = [preprocessed(tmp_path, "a", texts[:2]), preprocessed(tmp_path, "b", texts[2:])]
+    whole = preprocessed(tmp_path, "whole", texts)
+    capsys.readouterr()
+    assert main(["--input", *map(str, inputs), "--output-prefix", str(tmp_path / "out" / "whole_text_document")]) == 0
+    assert content(tmp_path / "out") == content(whole)
+    assert capsys.readouterr().out.splitlines() == [
+        f"{inputs[0]}/a_text_document: 2 documents, 6 tokens",
+        f"{inputs[1]}/b_text_document: 3 documents, 313 tokens",
+        "pairs: 2, documents: 5, tokens: 319",
+        f"for the next step, pretrain_gpt.py: --data-path {tmp_path}/out/whole_text_document",
+    ]
+
+
+def test_what_does_not_go_together_is_a_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    inputs = [str(write(tmp_path / dtype, [[1]], dtype)) for dtype in ("u2", "i4")]
+    assert main(["--input", *inputs, "--output-prefix", str(tmp_path / "all")]) == 1
+    assert capsys.readouterr().err.startswith(f"merge_datasets: {inputs[0]} holds uint16, {inputs[1]} int32")
+    assert not (tmp_path / "all.bin").exists()
+
+
+def test_multimodal_data_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--input", "x", "--output-prefix", "y", "--multimodal"]) == 2
+    assert "the modes of multimodal data are not read" in capsys.readouterr().err
+
+
+def test_progress_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(merge_datasets, "SECONDS", 0.0)
+    a = str(write(tmp_path / "a", [[1] * 500_000]))
+    assert main(["--input", a, "--output-prefix", str(tmp_path / "all")]) == 0
+    assert capsys.readouterr().err.startswith("0.00 of 0.00 GB, ")
+
+
+def test_an_interrupt_is_no_traceback(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(meter: merge_datasets.Meter, num_bytes: int) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(merge_datasets.Meter, "add", interrupt)
+    a = str(write(tmp_path / "a", [[1]]))
+    assert main(["--input", a, "--output-prefix", str(tmp_path / "all")]) == 130
+    assert capsys.readouterr().err == "merge_datasets: interrupted, and nothing was written\n"
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
+    a = str(write(tmp_path / "a", [[1] * 500_000]))
+    done = subprocess.run(
+        [sys.executable, "-m", "tools.merge_datasets", "--input", a, "--output-prefix", str(tmp_path / "all")],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
+    )
+    assert (done.returncode, done.stderr) == (1, "merge_datasets: [Errno 27] File too large\n")
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
+
+
+def test_killed_it_leaves_no_pair_and_can_be_run_again(tmp_path: Path) -> None:
+    a, b = (str(write(tmp_path / name, [[1] * 1000])) for name in "ab")
+    script = (
+        "import os, signal, sys\n"
+        "from tools import merge_datasets\n"
+        "merge_datasets.Meter.add = lambda meter, n: os.kill(os.getpid(), signal.SIGKILL)\n"
+        "merge_datasets.main(sys.argv[1:])\n"
+    )
+    flags = ["--input", a, b, "--output-prefix", str(tmp_path / "all")]
+    done = subprocess.run([sys.executable, "-c", script, *flags], cwd=ROOT, capture_output=True)
+    assert done.returncode == -signal.SIGKILL
+    with pytest.raises(DataError, match="No such file"):
+        IndexedDataset(tmp_path / "all")
+    assert main(flags) == 0
+    assert pair(tmp_path / "all") == pair(write(tmp_path / "expected", [[1] * 1000] * 2))
+
+
+def test_help_needs_no_torch() -> None:
+    program = (
+        "import sys\nfrom tools.merge_datasets import build_parser\nbuild_parser().format_help()\n"
+        "print({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
