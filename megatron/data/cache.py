@@ -12,19 +12,43 @@ memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
+import xxhash
 from numpy.typing import NDArray
 
+from megatron.data.digest import fingerprint
+
+FORMAT = 1  # raised when a table of the same facts changes
+ABOUT, FILES = "about.json", "files"
+BUILDING = ".building"
+PATIENCE_SECONDS = 30.0
+SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
+
 Tables = dict[str, NDArray[Any]]
+
+Identity = tuple[int, int] | None
+"""What tells an entry from one that replaces it; None where there is none."""
 
 
 class Cache:
     """A folder of tables.
 
     Attributes:
+        folder: which need not exist.
         notes: what a person should know, a sentence each.
     """
 
@@ -37,11 +61,177 @@ class Cache:
 
         Args:
             kind: of the tables; begins the entry's name.
-            facts: all that decides them, as JSON can say it.
-            build: makes them, none empty.
-            source: name of what they are made from. It is written down and decides nothing.
+            facts: all that decides them, in JSON's types; ``files`` is the fingerprint of the files that are read.
+            build: makes them; none may be empty.
+            source: name of these files. It is written down and decides nothing.
 
         Returns:
             Read-only memory maps, or what ``build()`` gave where the folder cannot be written.
         """
-        return build()
+        about = {"format": FORMAT, "kind": kind, "facts": json.loads(json.dumps(facts)), "source": source}
+        path = self.folder / f"{kind}-{fingerprint(FORMAT, json.dumps(facts, sort_keys=True))}"
+        seen = _identity(path)
+        found = self._read(path, about) if seen else None
+        if found is not None:
+            return found
+        self._note_changed(about)
+        built = None
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            with open(f"{path}.lock", "a") as lock:
+                found = self._wait(lock, path, about, seen) if self._has_locks(lock) else None
+                if found is not None:
+                    return found
+                built = build()
+                _publish(path, about, built, seen)
+        except OSError as error:
+            self._note(f"{self.folder} takes no tables ({error.strerror}): they are built in memory")
+            return built or build()
+        return self._read(path, about) or built
+
+    def _wait(self, lock: IO[str], path: Path, about: Mapping[str, Any], seen: Identity) -> Tables | None:
+        """The entry as soon as another process has built it, or None as soon as it is this one's turn to build.
+
+        ``seen`` is the entry that is there already, but damaged.
+        """
+        began = told = time.monotonic()
+        pause = SHORTEST_PAUSE_SECONDS
+        while True:
+            mine = _locked(lock)
+            now = _identity(path)
+            if now not in (None, seen):
+                found, seen = self._read(path, about), now
+                if found is not None:
+                    return found
+            if mine:
+                _remove_unfinished(path)
+                return None
+            if time.monotonic() - told > PATIENCE_SECONDS:
+                told = time.monotonic()
+                print(f"waiting {told - began:.0f} s for another process to build {path}", file=sys.stderr, flush=True)
+            time.sleep(pause)
+            pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
+
+    def _has_locks(self, lock: IO[str]) -> bool:
+        """Whether the file system knows locks. Where it does not, everyone builds and the first to finish is kept."""
+        try:
+            fcntl.flock(lock, fcntl.LOCK_UN)
+        except OSError as error:
+            self._note(f"{self.folder} has no locks ({error.strerror}): every process builds its tables itself")
+            return False
+        return True
+
+    def _read(self, path: Path, about: Mapping[str, Any]) -> Tables | None:
+        """The tables of an entry, proved; None, and a note, when it cannot be trusted."""
+        try:
+            written = json.loads((path / ABOUT).read_bytes())
+            if any(written[name] != about[name] for name in ("format", "kind", "facts")):
+                raise ValueError(f"{ABOUT} tells of other tables")
+            for name, (size, checksum) in written["tables"].items():
+                _prove(path / f"{name}.npy", size, checksum)
+            return {name: np.asarray(np.load(path / f"{name}.npy", mmap_mode="r")) for name in written["tables"]}
+        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+            self._note(f"the tables in {path} are damaged and not used: {error}")
+            return None
+
+    def _note_changed(self, about: Mapping[str, Any]) -> None:
+        """Say so where the folder has tables of the same source, but all of other content."""
+        contents = set()
+        for path in self.folder.glob(f"{about['kind']}-*/{ABOUT}"):
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                other = json.loads(path.read_bytes())
+                if other["source"] == about["source"]:
+                    contents.add(other["facts"].get(FILES))
+        content = about["facts"].get(FILES)
+        if content is not None and contents and content not in contents:
+            self._note(f"{about['source']} is not what it was when {self.folder} got tables of it: they are built anew")
+
+    def _note(self, sentence: str) -> None:
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+
+def _identity(path: Path) -> Identity:
+    try:
+        status = path.stat()
+    except OSError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
+def _locked(lock: IO[str]) -> bool:
+    """Whether this process holds the lock, now or already."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _prove(path: Path, size: int, checksum: str) -> None:
+    """Raise ValueError when a file is not as it was written."""
+    held = path.stat().st_size
+    if held != size:
+        raise ValueError(f"{path.name} has {held:,} bytes instead of {size:,}")
+    if _checksum(path) != checksum:
+        raise ValueError(f"{path.name} has another checksum")
+
+
+def _checksum(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+
+
+def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Identity) -> None:
+    """Write an entry, and give it its name when all of it is on the disk; the ``damaged`` one in its place goes."""
+    folder = Path(f"{path}.{socket.gethostname()}.{os.getpid()}{BUILDING}")
+    try:
+        folder.mkdir()
+        written = {}
+        for name, table in tables.items():
+            file = folder / f"{name}.npy"
+            with _synced(file) as stream:
+                np.save(stream, table, allow_pickle=False)
+            written[name] = (file.stat().st_size, _checksum(file))
+        with _synced(folder / ABOUT) as stream:
+            stream.write(json.dumps({**about, "tables": written}, indent=2).encode())
+        if damaged is not None and _identity(path) == damaged:
+            shutil.rmtree(path)
+        _sync(folder)
+        _give_name(folder, path)
+        _sync(path.parent)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _give_name(folder: Path, path: Path) -> None:
+    """Rename, unless another process was first."""
+    try:
+        os.rename(folder, path)
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+
+
+@contextmanager
+def _synced(path: Path) -> Iterator[IO[bytes]]:
+    """A new file whose content is on the disk when the block ends."""
+    with open(path, "xb") as file:
+        yield file
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _sync(folder: Path) -> None:
+    """Make the names in a folder outlast a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove_unfinished(path: Path) -> None:
+    """Remove what a process that was killed left; only the holder of the lock may."""
+    for left in path.parent.glob(f"{path.name}.*{BUILDING}"):
+        shutil.rmtree(left, ignore_errors=True)
