@@ -3,21 +3,58 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 
-from megatron.data.corpus import add_input_flags, find_files, read_documents
+from megatron.data.blocks import BLOCK_BYTES
+from megatron.data.corpus import add_input_flags, find_files
+from megatron.data.engine import WISHES
 from megatron.data.errors import DataError
-from megatron.data.preprocess import Progress, output_prefix, write_dataset
-from megatron.data.tokenizer import TokenizerChoice, add_tokenizer_flags, build_tokenizer
+from megatron.data.indexed import id_dtype
+from megatron.data.preprocess import Plan, output_prefix, write_dataset
+from megatron.data.progress import Progress, Totals, short
+from megatron.data.tokenizer import Tokenizer, TokenizerChoice, add_tokenizer_flags, build_tokenizer
+
+HARMLESS = {
+    "--partitions": (True, "the input is never copied into partitions"),
+    "--keep-sequential-samples": (False, "documents always keep their order"),
+    "--keep-newlines": (False, "documents are not split, so newlines are kept"),
+    "--lang": (True, "documents are not split into sentences, so their language does not matter"),
+    "--use-gigatoken": (False, "--engine auto uses gigatoken where its ids are proven to be the same"),
+}
+"""Megatron-LM's flags that change nothing here: whether each has a value, and why."""
+
+REFUSED = {
+    "--split-sentences": "sentences are for BERT and T5; the models of this project read documents",
+    "--find-optimal-num-workers": "--workers is the number of cores unless it is given, and more is never faster",
+    "--workers-to-check": "--workers is the number of cores unless it is given, and more is never faster",
+    "--max-documents": "all documents are read; `head -n N` makes a smaller input",
+    "--performance-dir": "the speed is printed, and not kept in a file",
+}
+"""Megatron-LM's flags that ask for what is not done here, and what to do instead."""
+
+
+class StoppedError(BaseException):
+    """A signal came that asks this process to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The flags, spelled as Megatron-LM's preprocessing spells them."""
     parser = argparse.ArgumentParser(
         description="Turn text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
-        epilog="Files ending in .jsonl or .json hold one JSON object per line; any other file is one document.",
+        epilog="Files ending in .jsonl or .json, and .gz, .zst, .bz2 or .xz after it, hold one JSON object per line; "
+        "any other file is one document. The files are the same for any number of workers and any engine. "
+        "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
         allow_abbrev=False,
     )
     add_input_flags(parser)
@@ -27,59 +64,145 @@ def build_parser() -> argparse.ArgumentParser:
     write.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="path and beginning of the files' names"
     )
-    write.add_argument(
-        "--log-interval", type=int, default=1000, metavar="N", help="documents between progress lines (1000)"
+    run = parser.add_argument_group("work")
+    run.add_argument(
+        "--on-bad-line",
+        choices=("fail", "skip"),
+        default="fail",
+        help="at a document that is no text: end (fail), or name it, count it and go on",
     )
+    run.add_argument("--workers", type=int, metavar="N", help="processes that encode (the cores of this process)")
+    run.add_argument(
+        "--engine",
+        choices=WISHES,
+        default="auto",
+        help="the library that encodes: gigatoken where it is proven to give the same ids (auto), or one of the two",
+    )
+    run.add_argument(
+        "--log-interval",
+        type=int,
+        metavar="N",
+        help="documents between progress lines in a file (a line every 10 seconds); 0 for none",
+    )
+    theirs = parser.add_argument_group("of Megatron-LM, without effect")
+    for flag, (has_value, why) in HARMLESS.items():
+        if has_value:
+            theirs.add_argument(flag, metavar="X", help=why)
+        else:
+            theirs.add_argument(flag, action="store_const", const=True, help=why)
     return parser
 
 
-def reporter(interval: int) -> Callable[[Progress], None]:
-    """A function that prints a line to stderr after every ``interval`` documents."""
-    start = time.monotonic()
+def cores() -> int:
+    """How many cores this process may keep busy: of those that it is bound to, as many as its control group allows."""
+    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        return bound
+    return bound if quota == "max" else max(1, min(bound, round(int(quota) / int(period))))
 
-    def report(progress: Progress) -> None:
-        if interval > 0 and progress.documents % interval == 0:
-            megabytes = progress.input_bytes / 1e6
-            rate = megabytes / max(time.monotonic() - start, 1e-9)
-            print(f"{progress.documents:,} documents, {megabytes:,.1f} MB, {rate:.1f} MB/s", file=sys.stderr)
 
-    return report
+def useful_workers(files: Sequence[Path], wanted: int | None) -> int:
+    """As many processes as were asked for, or as there are cores and blocks for them; at least one."""
+    if wanted is not None:
+        return wanted
+    blocks = 1 + sum(file.stat().st_size for file in files) // BLOCK_BYTES
+    return min(cores(), blocks)
+
+
+@contextmanager
+def stopped_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGINT raise `StoppedError` in here."""
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        raise StoppedError(number)
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def summary(plan: Plan, totals: Totals, dtype: str, engine: str, seconds: float) -> str:
+    """What was read and written, in a few lines."""
+    ratio = totals.text_bytes / totals.tokens
+    return (
+        f"files: {len(plan.files):,}, documents: {totals.documents:,}, empty texts: {totals.empty:,}, "
+        f"passed over: {totals.bad:,}\n"
+        f"text bytes: {totals.text_bytes:,}, tokens: {totals.tokens:,} ({dtype}), bytes per token: {ratio:.2f}\n"
+        f"time: {seconds:.1f}s, {totals.text_bytes / 1e6 / seconds:,.1f} MB/s, "
+        f"{short(totals.tokens / seconds)} tokens/s, workers: {plan.workers}, engine: {engine}"
+    )
+
+
+def run(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+    """Write the files and print what and where they are.
+
+    Raises:
+        DataError: when the input is not what it should be.
+        OSError: when a file cannot be read or written.
+    """
+    started = time.monotonic()
+    files = find_files(args.input, args.suffix, args.exclude)
+    plan = Plan(
+        files,
+        tuple(args.json_keys),
+        args.output_prefix,
+        TokenizerChoice.from_args(args),
+        args.append_eod,
+        args.engine,
+        useful_workers(files, args.workers),
+        args.on_bad_line == "skip",
+    )
+    progress = Progress(sys.stderr, sum(file.stat().st_size for file in files), args.log_interval)
+    try:
+        totals, engine = write_dataset(plan, tokenizer, progress)
+    finally:
+        progress.close()
+    dtype = id_dtype(tokenizer.vocab_size).name
+    print(summary(plan, totals, dtype, engine.name, time.monotonic() - started))
+    for key in args.json_keys:
+        print(f"for the next step, pretrain_gpt.py: --data-path {output_prefix(args.output_prefix, key)}")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the files and print what and where they are.
+    """Turn text into token files.
 
     Returns:
-        The exit status: 1 when the input is not what it should be, 2 for wrong flags.
+        The exit status: 1 when the input is not what it should be or the disk refuses, 2 for wrong flags, 128 and the
+        signal's number after SIGINT and SIGTERM.
     """
-    args = build_parser().parse_args(argv)
+    parser = build_parser()
+    refused = next((flag for flag in REFUSED if any(a.split("=")[0] == flag for a in argv)), None)
+    if refused is not None:
+        parser.error(f"{refused}: {REFUSED[refused]}")
+    args = parser.parse_args(argv)
+    if args.workers is not None and args.workers < 1:
+        parser.error(f"--workers is {args.workers}, must be at least 1")
+    for flag, (_, why) in HARMLESS.items():
+        if getattr(args, flag[2:].replace("-", "_")) is not None:
+            print(f"{flag} has no effect: {why}", file=sys.stderr)
     try:
         tokenizer = build_tokenizer(TokenizerChoice.from_args(args))
     except DataError as error:
-        return _fail(error, 2)
+        return _fail(str(error), 2)
     try:
-        files = find_files(args.input, args.suffix, args.exclude)
-        done = write_dataset(
-            (document for file in files for document in read_documents(file, args.json_keys)),
-            args.json_keys,
-            args.output_prefix,
-            tokenizer,
-            args.append_eod,
-            reporter(args.log_interval),
-        )
-    except (DataError, OSError) as error:
-        return _fail(error, 1)
-    print(
-        f"files: {len(files):,}, documents: {done.documents:,}, "
-        f"input bytes: {done.input_bytes:,}, tokens: {done.tokens:,}"
-    )
-    for key in args.json_keys:
-        print(f"for the next step, pretrain_gpt.py: --data-path {output_prefix(args.output_prefix, key)}")
+        with stopped_by_signals():
+            run(args, tokenizer)
+    except StoppedError as stop:
+        return _fail(f"stopped by {stop}; nothing was written under {args.output_prefix}", 128 + stop.number)
+    except DataError as error:
+        return _fail(str(error), 1)
+    except OSError as error:
+        return _fail(str(error) if error.filename else f"{args.output_prefix}: {error.strerror}", 1)
     return 0
 
 
-def _fail(error: Exception, status: int) -> int:
-    print(f"preprocess_data: {error}", file=sys.stderr)
+def _fail(sentence: str, status: int) -> int:
+    print(f"preprocess_data: {sentence}", file=sys.stderr)
     return status
 
 

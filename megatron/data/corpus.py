@@ -3,30 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import codecs
 import glob
-import json
 import os
-import shlex
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.data.blocks import JSON_LINES, compression, cut_lines, holds_lines
 from megatron.data.errors import DataError
+from megatron.data.records import BadDocumentError, no_document, other_encoding, plain_text, texts_of_line, whole_lines
 
-JSON_LINES = (".jsonl", ".json")
 PLAIN_TEXT = (".txt",)
-COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".zip")
-UTF_16 = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-JSON_KINDS: dict[type, str] = {
-    dict: "an object",
-    list: "an array",
-    str: "a string",
-    int: "a number",
-    float: "a number",
-    bool: "a boolean",
-    type(None): "null",
-}
+ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
 
 
 class Document(NamedTuple):
@@ -35,7 +23,7 @@ class Document(NamedTuple):
     Attributes:
         texts: its text under each of the keys asked for; bytes where nothing said how they are encoded.
         source: file, and line if it has one, for messages.
-        num_bytes: how much of the input it took.
+        num_bytes: how much of the decompressed input it took, without its line end.
     """
 
     texts: tuple[str | bytes, ...]
@@ -55,7 +43,8 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[*JSON_LINES, *PLAIN_TEXT],
         metavar=".EXT",
-        help="which files to take from a folder, in the order of their paths (.jsonl .json .txt)",
+        help="which files to take from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows "
+        "(.jsonl .json .txt)",
     )
     read.add_argument(
         "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to pass over inside a folder"
@@ -65,11 +54,12 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
 def find_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
     """Files named by ``inputs``: each a file, a pattern like ``data/*.jsonl``, or a folder.
 
-    Of a folder, these are the files below it that end in one of ``suffixes``, in the order of their paths; files and
-    folders called one of ``exclude`` are passed over. Patterns are sorted too.
+    Of a folder, these are the files below it that end in one of ``suffixes``, compressed or not, in the order of their
+    paths; files and folders called one of ``exclude`` are passed over. Patterns are sorted too.
 
     Raises:
-        DataError: when an input gives no file.
+        DataError: when an input gives no file, or a folder holds one twice, compressed and not; when a file is of a
+            format that is not read.
     """
     files: list[Path] = []
     for name in inputs:
@@ -83,6 +73,9 @@ def find_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collec
             )
             raise DataError(f"--input {name}: {what}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
         files += found
+    other = next((file for file in files if file.name.endswith(ARCHIVES)), None)
+    if other is not None:
+        raise DataError(f"{other}: {other.suffix} files are not read", "write its documents as lines of a .jsonl file")
     return files
 
 
@@ -90,9 +83,19 @@ def _walk(folder: Path, suffixes: tuple[str, ...], exclude: Collection[str]) -> 
     found = []
     for path, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = [f for f in folders if f not in exclude]
-        wanted = [Path(path, name) for name in names if name.endswith(suffixes) and name not in exclude]
+        wanted = [Path(path, name) for name in names if name not in exclude]
+        wanted = [file for file in wanted if file.name.removesuffix(compression(file)).endswith(suffixes)]
         found += [file for file in wanted if file.is_file()]
+    _refuse_copies(found)
     return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
+
+
+def _refuse_copies(files: Collection[Path]) -> None:
+    plain = {str(file) for file in files}
+    for file in files:
+        if compression(file) and (copy := str(file).removesuffix(file.suffix)) in plain:
+            seen = f"{file} lies beside {copy}: the same documents would come twice"
+            raise DataError(seen, f"--exclude {file.name}", "name both files with --input")
 
 
 def _raise(error: OSError) -> None:
@@ -104,71 +107,46 @@ def read_documents(file: Path, keys: Sequence[str]) -> Iterator[Document]:
 
     Raises:
         DataError: when a line is no JSON object with text under each of ``keys``, naming file and line; when there is
-            no object; when the file is compressed or binary.
+            no object; when the file is damaged or binary.
     """
-    if file.suffix in COMPRESSED:
-        raise DataError(f"{file} is compressed", "decompress it first")
-    if file.suffix in JSON_LINES:
-        yield from _json_lines(file, keys)
-    elif len(keys) > 1:
+    if not holds_lines(file):
+        check_plain(file, keys)
+        try:
+            text = plain_text(file)
+        except BadDocumentError as bad:
+            raise bad.of(str(file)) from bad
+        yield Document((text,), str(file), len(text))
+        return
+    number, documents = 0, 0
+    for block in cut_lines(file):
+        for line in whole_lines(block.read()):
+            number += 1
+            if line and not line.isspace():
+                documents += 1
+                yield _document(line, keys, file, f"{file}:{number}")
+        if block.trouble:
+            raise DataError(f"{file}:{number + 1} {block.trouble}", "copy the file again")
+    if not documents:
+        raise no_document(file).of(str(file))
+
+
+def check_plain(file: Path, keys: Sequence[str]) -> None:
+    """Refuse several keys where there is one text.
+
+    Raises:
+        DataError: naming the keys.
+    """
+    if len(keys) > 1:
         raise DataError(f"{file} is one plain text, not {len(keys)} texts: {', '.join(keys)}", "--json-keys text")
-    else:
-        yield _plain_text(file)
 
 
-def _plain_text(file: Path) -> Document:
-    text = file.read_bytes()
-    if text.startswith(UTF_16):
-        raise DataError(f"{file} is UTF-16, not UTF-8 text", _recode(file, "UTF-16"))
-    if b"\0" in text:
-        seen = f"{file} is not text: byte {text.index(0):,} is NUL"
-        raise DataError(seen, "remove this file", f"--exclude {shlex.quote(file.name)}")
-    return Document((text,), str(file), len(text))
-
-
-def _json_lines(file: Path, keys: Sequence[str]) -> Iterator[Document]:
-    empty = True
-    with open(file, "rb") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.isspace():
-                continue
-            source, empty = f"{file}:{number}", False
-            record = _json_object(line, file, source)
-            yield Document(tuple(_text(record, key, source) for key in keys), source, len(line))
-    if empty:
-        raise DataError(f"{file} holds no document", "remove this file", f"--exclude {shlex.quote(file.name)}")
-
-
-def _json_object(line: bytes, file: Path, source: str) -> dict[str, object]:
+def _document(line: bytes, keys: Sequence[str], file: Path, source: str) -> Document:
     try:
-        record = json.loads(line.decode("utf-8-sig"))
-    except UnicodeDecodeError as error:
-        encoding = "UTF-16" if line.startswith(UTF_16) else "LATIN1"
-        raise DataError(f"{source} is not UTF-8 text: {error.reason}", _recode(file, encoding)) from error
-    except ValueError as error:
-        raise DataError(f"{source} is not JSON: {error}", "mend or remove this line") from error
-    if not isinstance(record, dict):
-        raise DataError(f"{source} holds {JSON_KINDS[type(record)]}, not an object", "mend or remove this line")
-    return record
+        return Document(texts_of_line(line, keys, file), source, len(line))
+    except BadDocumentError as bad:
+        raise bad.of(source) from bad
 
 
 def not_utf8(file: Path, error: UnicodeDecodeError) -> DataError:
     """The error to raise where the bytes of a plain text are not those of UTF-8."""
-    seen = f"{file} is not UTF-8 text: byte {error.start:,}: {error.reason}"
-    return DataError(seen, _recode(file, "LATIN1"), f"--exclude {shlex.quote(file.name)}")
-
-
-def _recode(file: Path, encoding: str) -> str:
-    """The command that makes UTF-8 of a file."""
-    name, new = shlex.quote(str(file)), shlex.quote(str(file.with_stem(f"{file.stem}.utf8")))
-    return f"iconv -f {encoding} -t UTF-8 {name} > {new}"
-
-
-def _text(record: dict[str, object], key: str, source: str) -> str:
-    if key not in record:
-        has = ", ".join(list(record)[:8]) or "none"
-        raise DataError(f"{source} has no key '{key}'; its keys: {has}", "--json-keys KEY", "mend or remove this line")
-    text = record[key]
-    if not isinstance(text, str):
-        raise DataError(f"{source}: '{key}' holds {JSON_KINDS[type(text)]}, not a string", "mend or remove this line")
-    return text
+    return other_encoding(file, error).of(str(file))

@@ -1,31 +1,64 @@
-"""Documents to token files."""
+"""Text files to token files."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
-from megatron.data.corpus import Document, not_utf8
+from megatron.data.block_encoder import Bad, BlockEncoder, EncodedBlock, Job
+from megatron.data.blocks import BLOCK_BYTES, Block, Lines, cut, holds_lines
+from megatron.data.corpus import check_plain
+from megatron.data.encoded import Tokenizer
+from megatron.data.engine import Engine, choose_engine
 from megatron.data.errors import DataError
 from megatron.data.indexed import IndexedDatasetWriter, id_dtype
-from megatron.data.tokenizer import FOLDER, RECORD, Tokenizer, TokenizerRecord
+from megatron.data.progress import Totals
+from megatron.data.records import BadDocumentError, no_document, plain_text, texts_of_line, whole_lines
+from megatron.data.tokenizer import FOLDER, RECORD, TokenizerChoice, TokenizerRecord
+from megatron.data.workers import encoded_in_order
 
-BATCH_BYTES = 1 << 20  # input that is encoded at once: enough to keep all threads of a tokenizer busy
+SAMPLE_BYTES = 1 << 20  # of the input, on which a fast engine proves itself
+TOLD = 20  # bad documents that are told one by one
 
 
-@dataclass
-class Progress:
-    """What has been read and written so far: input bytes, and tokens over all keys."""
+@dataclass(frozen=True)
+class Plan:
+    """What is to be done.
 
-    documents: int = 0
-    input_bytes: int = 0
-    tokens: int = 0
+    Attributes:
+        files: to read, in this order.
+        keys: where an object's texts are; each gets token files of its own.
+        prefix: path and beginning of the names of the token files.
+        choice: the tokenizer.
+        append_eod: end every text that is not empty with the id that ends a document.
+        engine: one of `engine.WISHES`.
+        workers: processes that encode; 1 is this one.
+        skip_bad: pass over documents that are not what they should be.
+        block_bytes: of text that a worker takes at once.
+    """
+
+    files: Sequence[Path]
+    keys: tuple[str, ...]
+    prefix: str
+    choice: TokenizerChoice
+    append_eod: bool = False
+    engine: str = "auto"
+    workers: int = 1
+    skip_bad: bool = False
+    block_bytes: int = BLOCK_BYTES
+
+
+class Listener(Protocol):
+    """Who is told how it goes."""
+
+    def update(self, totals: Totals) -> None:
+        """A block was written."""
+
+    def say(self, sentence: str) -> None:
+        """Something a person should know."""
 
 
 def output_prefix(prefix: str, key: str) -> str:
@@ -33,42 +66,44 @@ def output_prefix(prefix: str, key: str) -> str:
     return f"{prefix}_{key}_document"
 
 
-def write_dataset(
-    documents: Iterable[Document],
-    keys: Sequence[str],
-    prefix: str,
-    tokenizer: Tokenizer,
-    append_eod: bool,
-    report: Callable[[Progress], None],
-) -> Progress:
-    """Write ``<prefix>_<key>_document.{bin,idx,tokens.json}`` for every key; ``report`` is called after every document.
+def write_dataset(plan: Plan, tokenizer: Tokenizer, listener: Listener) -> tuple[Totals, Engine]:
+    """Write ``<prefix>_<key>_document.{bin,idx,tokens.json}`` for every key, byte for byte the same for any workers.
 
-    The files of a tokenizer that has any are copied to ``<prefix>_<key>_document.tokenizer/``.
-    An empty text stays a document, of no sequence, and gets no end-of-document id.
+    The files of the tokenizer are copied to ``<prefix>_<key>_document.tokenizer/``. An empty text is a document of no
+    sequence, and gets no end-of-document id. A document that is passed over is so under all keys.
+
+    Args:
+        plan: what to do.
+        tokenizer: that of the plan.
+        listener: is told the engine, what is passed over, and how far it is.
 
     Raises:
-        DataError: when there is no document, or one cannot be encoded; no file is left under its name.
+        DataError: when a document is not what it should be, or there is none; no file is left under its name.
+        OSError: when a file cannot be read or written.
     """
-    if len(set(keys)) < len(keys):
-        raise DataError(f"a key is named twice: {', '.join(keys)}", "--json-keys text")
-    progress = Progress()
-    Path(prefix).parent.mkdir(parents=True, exist_ok=True)
+    if len(set(plan.keys)) < len(plan.keys):
+        raise DataError(f"a key is named twice: {', '.join(plan.keys)}", "--json-keys text")
+    for file in plan.files:
+        if not holds_lines(file):
+            check_plain(file, plan.keys)
+    engine = choose_engine(tokenizer, sample_texts(plan.files, plan.keys), plan.engine)
+    listener.say(f"engine: {engine.name} ({engine.reason})")
+    job = Job(plan.keys, plan.choice, tokenizer.fingerprint, engine.name, plan.append_eod)
+    account = _Account(plan.skip_bad, listener)
+    Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        writers = []
-        for key in keys:
-            writers.append(stack.enter_context(_open(output_prefix(prefix, key), tokenizer)))
-        for batch in _batches(documents):
-            encoded = [_encode(tokenizer, batch, column, append_eod) for column in range(len(keys))]
-            for document, *texts in zip(batch, *encoded):
-                for writer, ids in zip(writers, texts):
-                    writer.add_document(ids)
-                progress.documents += 1
-                progress.input_bytes += document.num_bytes
-                progress.tokens = sum(w.num_tokens for w in writers)
-                report(progress)
-        if not progress.tokens:
-            raise DataError(f"the documents of the input are all empty ({progress.documents:,})", "another --input")
-    return progress
+        writers = [stack.enter_context(_open(output_prefix(plan.prefix, key), tokenizer)) for key in plan.keys]
+        encoded = stack.enter_context(closing(_encoded(plan, job, tokenizer, engine)))
+        for block, result in encoded:
+            account.settle(block, result)
+            for writer, column in zip(writers, result.columns):
+                writer.add_documents(*column)
+            account.totals.tokens = sum(writer.num_tokens for writer in writers)
+            listener.update(account.totals)
+        if not account.totals.tokens:
+            seen = f"the documents of the input are all empty ({account.totals.documents:,})"
+            raise DataError(seen, "another --input")
+    return account.totals, engine
 
 
 def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
@@ -80,35 +115,89 @@ def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
     return writer
 
 
-def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    """The documents in runs that took about `BATCH_BYTES` of input."""
-    batch: list[Document] = []
+def _encoded(plan: Plan, job: Job, tokenizer: Tokenizer, engine: Engine) -> Generator[tuple[Block, EncodedBlock]]:
+    blocks = cut(plan.files, plan.block_bytes)
+    if plan.workers > 1:
+        yield from encoded_in_order(blocks, job, plan.workers)
+        return
+    encoder = BlockEncoder(job, tokenizer, engine)
+    for block in blocks:
+        yield block, encoder(block)
+
+
+def sample_texts(files: Iterable[Path], keys: Sequence[str]) -> list[str]:
+    """The first texts of the input, about `SAMPLE_BYTES` of them; what cannot be read is left out."""
+    found: list[str] = []
     size = 0
-    for document in documents:
-        batch.append(document)
-        size += document.num_bytes
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    yield batch
+    for text in _readable(files, keys):
+        found.append(text[: SAMPLE_BYTES - size])
+        size += len(found[-1])
+        if size >= SAMPLE_BYTES:
+            break
+    return found
 
 
-def _encode(tokenizer: Tokenizer, batch: Sequence[Document], column: int, append_eod: bool) -> list[NDArray[Any]]:
-    try:
-        ids, lengths = tokenizer.encode_batch([document.texts[column] for document in batch])
-    except ValueError:
-        _blame(tokenizer, batch, column)
-        raise
-    texts = np.split(ids, np.cumsum(lengths))[:-1]
-    return [np.append(text, tokenizer.eod) if append_eod and text.size else text for text in texts]
+def _readable(files: Iterable[Path], keys: Sequence[str]) -> Iterator[str]:
+    for block in cut(list(files), SAMPLE_BYTES):
+        if isinstance(block, Lines):
+            for line in whole_lines(block.read()):
+                try:
+                    yield from texts_of_line(line, keys, block.file)
+                except BadDocumentError:
+                    continue
+            continue
+        for file in block.files:
+            try:
+                yield plain_text(file).decode()
+            except (BadDocumentError, UnicodeDecodeError):
+                continue
 
 
-def _blame(tokenizer: Tokenizer, batch: Sequence[Document], column: int) -> None:
-    """Encode one by one what could not be encoded together, and name the document that is at fault."""
-    for document in batch:
-        try:
-            tokenizer.encode(document.texts[column])
-        except UnicodeDecodeError as error:
-            raise not_utf8(Path(document.source), error) from error
-        except ValueError as error:
-            raise DataError(f"{document.source}: {error}") from error
+class _Account:
+    """Adds the blocks up, knows which line of its file each begins with, and tells what is wrong with documents."""
+
+    def __init__(self, skip_bad: bool, listener: Listener) -> None:
+        self.totals = Totals()
+        self._skip_bad = skip_bad
+        self._listener = listener
+        self._lines = 0  # of the file, before the block
+        self._in_file = 0  # documents of the file, good and bad
+
+    def settle(self, block: Block, result: EncodedBlock) -> None:
+        """Count a block.
+
+        Raises:
+            DataError: when the engine is wrong, or a document is bad and bad ones are not passed over.
+        """
+        if isinstance(block, Lines) and block.first:
+            self._lines = self._in_file = 0
+        if result.differs is not None:
+            raise result.differs.of(self._lines)
+        for bad in result.told:
+            self._tell(bad)
+        self.totals.bad += result.bad - len(result.told)
+        self.totals.stored_bytes += block.stored
+        self.totals.documents += result.documents
+        self.totals.empty += result.empty
+        self.totals.text_bytes += result.text_bytes
+        if isinstance(block, Lines):
+            self._end_block(block, result)
+
+    def _end_block(self, block: Lines, result: EncodedBlock) -> None:
+        self._in_file += result.documents + result.bad
+        if block.trouble:
+            self._tell(Bad(block.file, result.lines + 1, f" {block.trouble}", ("copy the file again",)))
+        elif block.last and not self._in_file:
+            empty = no_document(block.file)
+            self._tell(Bad(block.file, 0, empty.seen, empty.fixes))
+        self._lines += result.lines
+
+    def _tell(self, bad: Bad) -> None:
+        error = bad.of(self._lines, "--on-bad-line skip")
+        if not self._skip_bad:
+            raise error
+        self.totals.bad += 1
+        if self.totals.bad <= TOLD:
+            self._listener.say(f"passed over: {str(error).splitlines()[0]}")
+        if self.totals.bad == TOLD:
+            self._listener.say("passed over: others are counted, not told")

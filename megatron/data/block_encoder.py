@@ -1,0 +1,214 @@
+"""A block of text to a block of ids: what each worker of preprocessing does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.blocks import Block, Lines
+from megatron.data.encoded import Encoded, Tokenizer
+from megatron.data.engine import FAST, OWN, Engine, build_engine
+from megatron.data.errors import DataError
+from megatron.data.indexed import id_dtype
+from megatron.data.records import BadDocumentError, other_encoding, plain_text, texts_of_line, whole_lines
+from megatron.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
+
+TOLD = 20  # bad documents of a block that are described; the others are counted
+CHECKED = 2000  # characters of a block that the tokenizer itself encodes too
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a worker needs to know.
+
+    Attributes:
+        keys: where the texts of a line are.
+        choice: the tokenizer.
+        fingerprint: of the tokenizer, which must be the same in every worker.
+        engine: the name of what encodes.
+        append_eod: end every text that is not empty with the id that ends a document.
+    """
+
+    keys: tuple[str, ...]
+    choice: TokenizerChoice
+    fingerprint: str
+    engine: str
+    append_eod: bool
+
+
+class Bad(NamedTuple):
+    """A document of a block that is not what it should be.
+
+    Attributes:
+        file: where it is.
+        line: its number in the block, from 1 on; 0 for a plain file.
+        seen: the sentence without its subject.
+        fixes: what can be done.
+    """
+
+    file: Path
+    line: int
+    seen: str
+    fixes: tuple[str, ...]
+
+    def of(self, lines_before: int, *more_fixes: str) -> DataError:
+        """The error, where ``lines_before`` lines of the file are in earlier blocks."""
+        source = f"{self.file}:{lines_before + self.line}" if self.line else str(self.file)
+        return DataError(source + self.seen, *self.fixes, *more_fixes)
+
+
+class EncodedBlock(NamedTuple):
+    """What became of a block.
+
+    Attributes:
+        columns: for each key, the ids of its texts in the type of the token files.
+        lines: of the block, blank and bad ones too.
+        documents: that were encoded.
+        empty: texts of all columns that have no ids.
+        text_bytes: of all texts, in UTF-8.
+        bad: documents that were not encoded.
+        told: the first of them.
+        differs: where the engine and the tokenizer itself disagree.
+    """
+
+    columns: tuple[Encoded, ...]
+    lines: int
+    documents: int
+    empty: int
+    text_bytes: int
+    bad: int
+    told: tuple[Bad, ...]
+    differs: Bad | None
+
+
+class _Source(NamedTuple):
+    """One document: its texts, and where they were."""
+
+    texts: tuple[str | bytes, ...]
+    file: Path
+    line: int
+
+
+class BlockEncoder:
+    """Encodes blocks, one after the other."""
+
+    def __init__(self, job: Job, tokenizer: Tokenizer, engine: Engine) -> None:
+        self._job = job
+        self._tokenizer = tokenizer
+        self._engine = engine
+        self._dtype = id_dtype(tokenizer.vocab_size)
+        self._takes_bytes = isinstance(tokenizer, ByteTokenizer)
+        self._bad: list[Bad] = []
+
+    @classmethod
+    def of(cls, job: Job) -> BlockEncoder:
+        """The encoder of a worker, made from what it was told.
+
+        Raises:
+            DataError: when the tokenizer is no longer the one that the job was given for.
+        """
+        tokenizer = build_tokenizer(job.choice)
+        if tokenizer.fingerprint != job.fingerprint:
+            raise DataError("the files of the tokenizer were changed meanwhile", "start again when nobody writes them")
+        return cls(job, tokenizer, build_engine(tokenizer, job.engine))
+
+    def __call__(self, block: Block) -> EncodedBlock:
+        """The ids of the documents of a block, in their order.
+
+        Raises:
+            DataError: when the block cannot be read any more, or an id is not of the tokenizer.
+        """
+        self._bad = []
+        lines = whole_lines(block.read()) if isinstance(block, Lines) else []
+        sources = list(self._lines(lines, block.file) if isinstance(block, Lines) else self._plain(block.files))
+        try:
+            columns = self._encode(sources)
+        except ValueError:
+            sources = [source for source in sources if self._can_be_encoded(source)]
+            columns = self._encode(sources)
+        return EncodedBlock(
+            columns=tuple(self._finished(column) for column in columns),
+            lines=len(lines),
+            documents=len(sources),
+            empty=sum(int(np.count_nonzero(column.lengths == 0)) for column in columns),
+            text_bytes=sum(_size(text) for source in sources for text in source.texts),
+            bad=len(self._bad),
+            told=tuple(self._bad[:TOLD]),
+            differs=self._check(sources),
+        )
+
+    def _lines(self, lines: Sequence[bytes], file: Path) -> Iterator[_Source]:
+        for number, line in enumerate(lines, 1):
+            if not line or line.isspace():
+                continue
+            try:
+                yield _Source(texts_of_line(line, self._job.keys, file), file, number)
+            except BadDocumentError as bad:
+                self._bad.append(Bad(file, number, bad.seen, bad.fixes))
+
+    def _plain(self, files: Sequence[Path]) -> Iterator[_Source]:
+        for file in files:
+            try:
+                content = plain_text(file)
+                yield _Source((content if self._takes_bytes else _decoded(content, file),), file, 0)
+            except BadDocumentError as bad:
+                self._bad.append(Bad(file, 0, bad.seen, bad.fixes))
+
+    def _encode(self, sources: Sequence[_Source]) -> list[Encoded]:
+        texts = [[source.texts[column] for source in sources] for column in range(len(self._job.keys))]
+        return [self._engine.encode_batch(column) for column in texts]
+
+    def _can_be_encoded(self, source: _Source) -> bool:
+        try:
+            for text in source.texts:
+                self._tokenizer.encode(text)
+        except ValueError as error:
+            self._bad.append(Bad(source.file, source.line, f": {error}", ()))
+            self._bad.sort(key=lambda bad: bad.line)
+            return False
+        return True
+
+    def _finished(self, column: Encoded) -> Encoded:
+        """The column in the type of the files, with the ids that end documents."""
+        ids, lengths = column
+        if ids.size and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
+            seen = f"the tokenizer gave ids {ids.min()}..{ids.max()}, but says that it has {self._tokenizer.vocab_size}"
+            raise DataError(seen, "another --tokenizer-model")
+        ids = ids.astype(self._dtype)
+        return _with_ends(ids, lengths, self._tokenizer.eod) if self._job.append_eod else Encoded(ids, lengths)
+
+    def _check(self, sources: Sequence[_Source]) -> Bad | None:
+        """A little of the block, encoded by the tokenizer itself too."""
+        if not self._engine.name.startswith(FAST) or not sources:
+            return None
+        source = Random(len(sources)).choice(sources)
+        text = max(source.texts, key=len)
+        start = Random(len(text)).randrange(max(1, len(text) - CHECKED))
+        piece = text[start : start + CHECKED]
+        if np.array_equal(self._engine.encode_batch([piece]).ids, self._tokenizer.encode(piece)):
+            return None
+        seen = f": {self._engine.name} and {self._tokenizer.library} give different ids for part of it"
+        return Bad(source.file, source.line, seen, (f"--engine {OWN}",))
+
+
+def _decoded(content: bytes, file: Path) -> str:
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise other_encoding(file, error) from error
+
+
+def _size(text: str | bytes) -> int:
+    return len(text) if isinstance(text, bytes) or text.isascii() else len(text.encode())
+
+
+def _with_ends(ids: NDArray[Any], lengths: NDArray[np.int64], end: int) -> Encoded:
+    """``end`` after every text that is not empty."""
+    ends = np.cumsum(lengths)[lengths > 0]
+    return Encoded(np.insert(ids, ends, end), lengths + (lengths > 0))
