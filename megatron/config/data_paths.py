@@ -10,7 +10,7 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePath
 from typing import Any
@@ -72,20 +72,27 @@ class Words:
 
     Attributes:
         words: of the list.
-        origin: where it was said: a flag, or a file.
-        is_flag: which of the two.
+        key: the flag, or the name of the list in a file; empty where the list is the whole file.
+        file: where it was read; None for a flag.
     """
 
     words: tuple[str, ...]
-    origin: str
-    is_flag: bool = True
+    key: str
+    file: str | None = None
+
+    @property
+    def origin(self) -> str:
+        """Where it was said."""
+        return ", ".join(filter(None, (self.file, self.key)))
 
     def instead(self, words: Sequence[str]) -> tuple[str, ...]:
         """A fix that says ``words`` instead; none where that would be too long to paste, or there are none."""
         if not 0 < len(words) <= MOST_WORDS:
             return ()
-        text = shlex.join(words)
-        return (f"{self.origin} {text}" if self.is_flag else f"write in {self.origin}: {text}",)
+        if self.file is None:
+            return (f"{self.key} {shlex.join(words)}",)
+        text = " ".join(words)
+        return (f"write in {self.file}: " + (f'"{self.key}": "{text}"' if self.key else text),)
 
 
 def data_sources(data: DataConfig) -> dict[str, Source]:
@@ -159,7 +166,7 @@ def word_lists(data: DataConfig) -> dict[str, Words]:
         words = _read(data.data_args_path, "--data-args-path").split()
         if not words:
             raise _unusable(f"--data-args-path {data.data_args_path} is empty", "WEIGHT PREFIX WEIGHT PREFIX ...")
-        return {"all": Words(tuple(words), data.data_args_path, is_flag=False)}
+        return {"all": Words(tuple(words), "", data.data_args_path)}
     if data.per_split_data_args_path is not None:
         return _per_split(data.per_split_data_args_path)
     said = {"all": data.data_path} | {split: getattr(data, f"{split}_data_path") for split in SPLITS}
@@ -179,11 +186,11 @@ def _per_split(path: str) -> dict[str, Words]:
         raise _unusable(f"{flag} holds no object of train, valid and test", form)
     found = [problem for key, value in pairs for problem in _entry_problems(flag, key, value)]
     twice = [key for key, count in Counter(key for key, _ in pairs).items() if count > 1]
-    found += [Problem("E507", f"{flag}: {key} is there twice", (f"keep one {key}",)) for key in twice]
+    found += [Problem("E507", f"{flag}: {key} is there twice", (f"write {key} once",)) for key in twice]
     if found:
         raise UserError(found)
     lists = {key: tuple(value.split() if isinstance(value, str) else value or ()) for key, value in pairs}
-    return {key: Words(words, f"{path}, {key}", is_flag=False) for key, words in lists.items() if words}
+    return {key: Words(words, key, path) for key, words in lists.items() if words}
 
 
 def _entry_problems(flag: str, key: str, value: Any) -> Iterator[Problem]:
@@ -194,7 +201,7 @@ def _entry_problems(flag: str, key: str, value: Any) -> Iterator[Problem]:
         yield Problem("E507", f"{flag}: there is no split {key!r}, only train, valid and test", fixes)
     elif value is not None and not isinstance(value, str) and not _is_list_of_words(value):
         sentence = f"{flag}: {key} is neither text nor a list of weights and prefixes"
-        yield Problem("E507", sentence, (f'"{key}": ["PREFIX"]',))
+        yield Problem("E507", sentence, (f'write in it: "{key}": ["PREFIX"]',))
 
 
 def _is_list_of_words(value: Any) -> bool:
@@ -240,13 +247,13 @@ def blend_problems(said: Words) -> Iterator[Problem]:
     numbers = [as_weight(word) for word in words[::2]]
     if len(words) % 2 == 0 and len({number is None for number in numbers}) > 1:
         odd = next(word for word, number in zip(words[::2], numbers) if number is None)
-        sentence = f"{where}: {odd} stands where a weight should, since other prefixes have one"
+        sentence = f"{where}: {odd} stands in the place of a weight; every prefix has one before it, or none has"
         yield Problem("E502", sentence, said.instead([word for word in words if as_weight(word) is None]))
         return
     blend = read_blend(words)
     if not all(blend.prefixes):
-        fixes = said.instead([word for word in words if word.strip()]) if blend.weights is None else ()
-        yield Problem("E502", f"{where} has an empty prefix; a shell variable may not be set", fixes)
+        rest = said.instead(_without(said, {i for i, prefix in enumerate(blend.prefixes) if not prefix}))
+        yield Problem("E502", f"{where} has an empty prefix; a shell variable may not be set", rest)
     if len(blend.prefixes) > MOST_SOURCES:
         sentence = f"{where} has {len(blend.prefixes):,} prefixes; a blend holds at most {MOST_SOURCES:,}"
         yield Problem("E502", sentence, ("python tools/merge_datasets.py",))
@@ -256,14 +263,21 @@ def blend_problems(said: Words) -> Iterator[Problem]:
 
 def _weight_problems(said: Words, prefixes: Sequence[str], weights: Sequence[float]) -> Iterator[Problem]:
     bad = {i for i, weight in enumerate(weights) if not 0 < weight < math.inf}
-    shown = ", ".join(f"{said.words[2 * i]} of {prefixes[i]}" for i in sorted(bad)[:3])
+    shown = ", ".join(f"{prefixes[i]} the weight {said.words[2 * i]}" for i in sorted(bad)[:3])
     more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-    kept = [word for i, prefix in enumerate(prefixes) if i not in bad for word in (said.words[2 * i], prefix)]
     if bad:
-        rest = said.instead(kept) or said.instead(prefixes)
-        yield Problem("E502", f"{said.origin}: a weight is a number above 0, not {shown}{more}", rest)
+        rest = said.instead(_without(said, bad)) or said.instead(prefixes)
+        yield Problem("E502", f"{said.origin} gives {shown}{more}; weights are finite and above 0", rest)
     elif math.isinf(sum(weights)):
         yield Problem("E502", f"{said.origin}: the weights add up to more than any number", said.instead(prefixes))
+
+
+def _without(said: Words, places: Collection[int]) -> list[str]:
+    """The words of a list without the prefixes at some places, and their weights."""
+    blend = read_blend(said.words)
+    width = 1 if blend.weights is None else 2
+    kept = (i for i in range(len(blend.prefixes)) if i not in places)
+    return [word for i in kept for word in said.words[width * i : width * (i + 1)]]
 
 
 def split_text(data: DataConfig) -> str:
@@ -295,7 +309,7 @@ def name_problems(data: DataConfig, lists: Mapping[str, Words]) -> Iterator[Prob
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         yield Problem("E506", f"two validation sets are called {twice[0]}", fixes)
-    if len(names) != len(prefixes):
+    if len(names) != len(prefixes) and not any(True for _ in blend_problems(said)):
         sentence = f"{_count(len(names), 'name')} for {_count(len(prefixes), 'validation set')} ({said.origin})"
         yield Problem("E506", sentence, fixes)
 
@@ -310,12 +324,10 @@ def unique_names(prefixes: Sequence[str]) -> tuple[str, ...]:
     What is there twice gets a number.
     """
     parts = [PurePath(prefix).parts for prefix in prefixes]
-    different = len(set(parts))
-    for length in range(1, max(map(len, parts), default=0) + 1):
-        names = ["-".join(part.strip("/") for part in some[-length:]) for some in parts]
-        if len(set(names)) == different:
-            break
-    return tuple(_numbered(names))
+    lengths = range(1, max(map(len, parts), default=0) + 1)
+    tries = (["-".join(part.strip("/") for part in some[-length:]) for some in parts] for length in lengths)
+    apart = len(set(parts))
+    return tuple(_numbered(next((names for names in tries if len(set(names)) == apart), prefixes)))
 
 
 def _numbered(names: Iterable[str]) -> Iterator[str]:

@@ -219,7 +219,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         ("--reset-attention-mask --reset-position-ids",),
     ),
     "--allow-ambiguous-pad-tokens": ("a padding id that is another special id as well never masks anything", ()),
-    "--full-validation": ("an evaluation has a number of batches", ("--eval-iters N",)),
+    "--full-validation": ("an evaluation reads as many batches as it is told", ("--eval-iters N",)),
     "--phase-transition-iterations": ("one blend serves the whole run", ()),
     "--object-storage-cache-path": ("data are read from files", ()),
     "--trust-remote-code": ("code that comes with a model or tokenizer is never run", ()),

@@ -123,7 +123,7 @@ class Setting:
                 return None if self.kind.optional else ()
             raise ValueError("needs a value")
         if self.kind.many:
-            return self._tuple([self._scalar(v) for v in (value if isinstance(value, (list, tuple)) else [value])])
+            return self._tuple([self._item(v) for v in (value if isinstance(value, (list, tuple)) else [value])])
         return self._chosen(self._scalar(value))
 
     def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
@@ -136,6 +136,10 @@ class Setting:
         if choices and value is not None and value not in choices:
             raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
         return value
+
+    def _item(self, value: Any) -> Any:
+        """One of several values; in a list of texts, as one of weights and prefixes is, a number need not be quoted."""
+        return str(value) if self.kind.scalar is str and type(value) in (int, float) else self._scalar(value)
 
     def _scalar(self, value: Any) -> Any:
         if isinstance(value, str):

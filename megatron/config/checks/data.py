@@ -6,6 +6,7 @@ import re
 import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.config.data_paths import (
@@ -68,19 +69,22 @@ def _numbers_as_prefixes(said: Words) -> list[str]:
 def _unpaired(said: Words, numbers: Sequence[str]) -> Problem:
     """Numbers that stand where they are no weights."""
     words = said.words
-    prefixes = [word for word in words if word not in numbers]
-    turned = [word for prefix, number in zip(words[::2], words[1::2]) for word in (number, prefix)]
-    in_turn = len(words) % 2 == 0 and set(words[1::2]) <= set(numbers)
-    rule = "a weight stands before its prefix" if in_turn else "every prefix has a weight, or none has"
-    sentence = f"{said.origin}: {', '.join(numbers[:MOST_OFFERED])} of {len(words)} words would be a prefix; {rule}"
-    return Problem("E502", sentence, (*(said.instead(turned) if in_turn else ()), *said.instead(prefixes)))
+    prefixes = said.instead([word for word in words if word not in numbers])
+    shown = " and ".join(numbers[:MOST_OFFERED])
+    if len(words) % 2 == 0 and set(words[1::2]) <= set(numbers):
+        turned = [word for prefix, number in zip(words[::2], words[1::2]) for word in (number, prefix)]
+        sentence = f"{said.origin}: {shown} would be prefixes; a weight stands before its prefix"
+        return Problem("E502", sentence, (*said.instead(turned), *prefixes))
+    kind = "a prefix" if len(numbers) == 1 else "prefixes"
+    sentence = f"{said.origin}: {shown} would be {kind}; every prefix has a weight before it, or none has"
+    return Problem("E502", sentence, prefixes)
 
 
 def files(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """The pairs of files are there, and are named without their endings."""
     for said in _lists(config.data).values():
         numbers = set(_numbers_as_prefixes(said))
-        prefixes = [prefix for prefix in dict.fromkeys(_prefixes(said)) if prefix and prefix not in numbers]
+        prefixes = [prefix for prefix in dict.fromkeys(_prefixes(said)) if prefix.strip() and prefix not in numbers]
         missing = {prefix: ends for prefix in prefixes if (ends := _missing(prefix))}
         told = list(missing)[:MOST_MISSING] if len(missing) > MOST_MISSING + 1 else list(missing)
         for prefix in told:
@@ -114,7 +118,9 @@ def _not_there(said: Words, prefix: str, missing: Sequence[str]) -> Problem:
     written = re.sub(r"_[^_/]+_document$", "", prefix)
     make = f"python tools/preprocess_data.py --output-prefix {shlex.quote(written)}"
     files = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not there"
-    return Problem("E503", files if said.is_flag else f"{said.origin}: {files}", tuple(fixes) or (make,))
+    folder = Path(prefix).parent
+    why = "" if folder.is_dir() else f", nor is the folder {folder}"
+    return Problem("E503", f"{said.origin}: {files}{why}", tuple(fixes) or (make,))
 
 
 def split(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -136,21 +142,17 @@ def needed(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E505", f"{missing} to evaluate on", (*_give("valid", lists), "--eval-iters 0"))
 
 
-def _give(part: str, lists: Mapping[str, Words]) -> tuple[str]:
+def _give(part: str, lists: Mapping[str, Words]) -> tuple[str, ...]:
     """How a part that lacks data gets some."""
     said = next(iter(lists.values()))
     if "all" in lists:
         return ("--split 969,30,1",)
-    if said.is_flag:
-        return (f"--{part}-data-path PREFIX",)
-    return (f'write in {said.origin.rpartition(",")[0]}: "{part}": "PREFIX"',)
+    return replace(said, key=part if said.file else f"--{part}-data-path").instead(["PREFIX"])
 
 
 def validation_sets(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Every validation set has a name of its own."""
-    lists = _lists(config.data)
-    if not any(True for said in lists.values() for _ in blend_problems(said)):
-        yield from name_problems(config.data, lists)
+    yield from name_problems(config.data, _lists(config.data))
 
 
 def documents(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -15,6 +15,7 @@ from megatron.config.problems import UserError
 GOLDEN = Path(__file__).parents[2] / "golden" / "bad_configs.txt"
 RUN = "--mock-data --vocab-size 257 --train-iters 100"
 FILES = "--vocab-size 257 --train-iters 100"
+THERE = "tests/golden/megatron/case0"
 
 
 @dataclass(frozen=True)
@@ -140,12 +141,50 @@ CASES = (
     # data
     Case("", base=FILES),
     Case("--data-path corpus --mock-data", base=FILES),
-    Case("--data-path 0.3 a 0.7 b", base=FILES),
+    Case("--train-data-path a --valid-data-path b --data-args-path c --mock-data", base=FILES),
+    Case("--data-path 0.3 no/a 0.7 no/b", base=FILES),
+    Case("--data-path no/a 0.7 no/b", base=FILES),
+    Case("--data-path no/a 0.3 no/b 0.7", base=FILES),
+    Case("--data-path 0.3 no/a no/b 0.7", base=FILES),
+    Case("--data-path 0.3 no/a 0 no/b -1 no/c nan no/d inf no/e", base=FILES),
+    Case("--data-path 0 no/a 0 no/b", base=FILES),
+    Case("--data-path 1e308 no/a 1e308 no/b", base=FILES),
+    Case("--data-path 0.3 '' 0.7 no/b", base=FILES),
+    Case("--data-path no/a ' ' no/b", base=FILES),
     Case("--data-path no/such/corpus", base=FILES),
+    Case("--data-path no/such/corpus_text_document", base=FILES),
     Case("--data-path no/such/corpus.bin", base=FILES),
+    Case("--train-data-path 1 no/a.idx 2 no/b --valid-data-path no/a no/c", base=FILES),
+    Case("--data-path " + " ".join(f"no/shard{i}" for i in range(20)), base=FILES),
+    Case(f"--data-path {THERE}.bin", base=FILES),
+    Case("--data-args-path tests/golden/data_args/zero_weight.txt", base=FILES),
+    Case("--data-args-path tests/golden/data_args/empty.txt", base=FILES),
+    Case("--data-args-path no/such/file", base=FILES),
+    Case("--per-split-data-args-path tests/golden/megatron/case0.bin", base=FILES),
+    Case("--per-split-data-args-path tests/golden/data_args/cut_off.json", base=FILES),
+    Case("--per-split-data-args-path tests/golden/data_args/list.json", base=FILES),
+    Case("--per-split-data-args-path tests/golden/data_args/strange.json", base=FILES),
+    Case("--per-split-data-args-path tests/golden/data_args/no_train.json --eval-iters 1", base=FILES),
     Case("--split 90:5:5"),
+    Case(f"--data-path {THERE} --split ''", base=FILES),
     Case("--data-path no/such/corpus --split 0,100,0", base=FILES),
     Case("--data-path no/such/corpus --split 100,0,0 --eval-iters 5", base=FILES),
+    Case(f"--train-data-path {THERE} --eval-iters 5", base=FILES),
+    Case(f"--valid-data-path {THERE}", base=FILES),
+    Case(
+        f"--train-data-path {THERE} --valid-data-path {THERE} no/b --multiple-validation-sets"
+        " --validation-set-names wiki wiki web",
+        base=FILES,
+    ),
+    Case(f"--data-path {THERE} --multiple-validation-sets --validation-set-names wiki web", base=FILES),
+    Case(f"--data-path {THERE} --validation-set-names wiki", base=FILES),
+    Case(f"--data-path {THERE} --reset-attention-mask --eod-id 257", base=FILES),
+    Case(f"--data-path {THERE} --tokenizer-type BertWordPieceLowerCase --tokenizer-model bert", base=FILES),
+    Case(f"--data-path {THERE} --tokenizer-type SFTTokenizer", base=FILES),
+    Case(f"--data-path {THERE} --tokenizer-type ByteTokenizer --tokenizer-model x --vocab-file y", base=FILES),
+    Case(f"--data-path {THERE} --tokenizer-type TikTokenizer --merge-file x --tiktoken-pattern v3", base=FILES),
+    Case("--reset-attention-mask --tiktoken-num-special-tokens -1 --vocab-extra-ids 3 --full-validation"),
+    Case("--mid-level-dataset-surplus 0.01 --dataloader-inter-document-masking --null-tokenizer-eod-id 5 --sft"),
     # options without effect
     Case("--rotary-base 500000 --use-rope-scaling"),
     Case("--position-embedding-type rope --rope-scaling-factor 4 --yarn-beta-fast 16"),

@@ -12,9 +12,9 @@ import pytest
 from megatron.config.arguments import Parsed, parse
 from megatron.config.parser import make_parser
 from megatron.config.problems import UserError
-from megatron.config.run import RunConfig
+from megatron.config.run import DataConfig, RunConfig
 from megatron.config.settings import GROUPS, SETTINGS, Kind
-from megatron.config.sources import flat
+from megatron.config.sources import flat, from_file
 
 ROOT = Path(__file__).parents[3]
 RUN = ["--mock-data", "--vocab-size", "257", "--train-iters", "100"]
@@ -126,6 +126,26 @@ def test_a_later_source_may_say_a_length_in_another_way(tmp_path: Path) -> None:
     assert (config["train_samples"], config["train_iters"]) == (None, 100)
     assert (config["lr_warmup_iters"], config["lr_warmup_fraction"]) == (0, 0.1)
     assert codes("--lr-warmup-iters", "5", "--lr-warmup-fraction", "0.1") == ["E402"]
+
+
+def test_a_flag_says_where_data_come_from_in_another_way_than_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "a.yaml"
+    file.write_text("data: {train_data_path: [0.3, a, 0.7, b], valid_data_path: c}\n")
+    assert parse(["--config", str(file), *RUN], {}).config.data == DataConfig(mock_data=True)
+    assert from_file(str(file)).values["train_data_path"] == ("0.3", "a", "0.7", "b")
+
+
+def test_notes_tell_what_may_not_be_meant(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+    run, there = ["--vocab-size", "257", "--train-iters", "100"], "tests/golden/megatron/case0"
+    sets = ["--valid-data-path", "1", there, "2", there, "--multiple-validation-sets", "--split", "9,1,0"]
+    notes = parse([*run, "--train-data-path", there, *sets, "--eod-id", "3"], {}).notes
+    assert notes == (
+        f"--valid-data-path names {there} more than once: each time it is read by itself, in the same order",
+        "the weights of --valid-data-path have no effect: each of its prefixes is a validation set by itself",
+        "split has no effect without data_path",
+        "eod_id has no effect without reset_position_ids, reset_attention_mask or eod_mask_loss",
+    )
 
 
 def test_notes_tell_what_was_ignored_and_why() -> None:

@@ -16,7 +16,7 @@ from megatron.config.run import RESUME_MODES, RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.sources import to_dict
 
-RUN = "--mock-data --vocab-size 257 --train-iters 100 --global-batch-size 8 --save ckpt"
+RUN = "--data-path corpus --vocab-size 257 --train-iters 100 --global-batch-size 8 --save ckpt"
 
 
 @pytest.fixture(autouse=True)
@@ -24,6 +24,8 @@ def _there_is_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ckpt").mkdir()
     (tmp_path / "elsewhere").mkdir()
+    for name in ("corpus.bin", "corpus.idx", "other.bin", "other.idx"):
+        (tmp_path / name).touch()
 
 
 @cache
@@ -185,6 +187,56 @@ def test_a_longer_context_is_a_new_run_of_the_same_weights() -> None:
 def test_splits_are_compared_by_their_weights(text: str, same: bool) -> None:
     assert (codes(compared("", f"--split '{text}'")) == []) is same
     assert codes(compared("--split 9,1,0", "--split 9,1")) == []
+
+
+@pytest.mark.parametrize("then", ["--split '969, 30, 1'", ""])
+@pytest.mark.parametrize("now", ["--split 969,30,1", ""])
+def test_a_split_that_is_not_said_is_the_default(then: str, now: str) -> None:
+    assert compared(then, now).problems == ()
+
+
+WHOLE = "--set data.data_path=null --train-data-path other --valid-data-path corpus"
+
+
+def test_files_are_compared_by_their_content_and_not_by_their_names() -> None:
+    assert codes(compared("--split 1,0,0", WHOLE)) == []
+    assert codes(compared(WHOLE, "--data-path 0.3 corpus 0.7 other")) == []
+    told = compared("", f"{WHOLE} --multiple-validation-sets --data-cache-path cache")
+    assert told.lines == (
+        "--data-path: checkpoint corpus -> now not set",
+        "--train-data-path: checkpoint not set -> now other",
+        "--valid-data-path: checkpoint not set -> now corpus",
+        "--multiple-validation-sets: checkpoint off -> now on",
+    )
+
+
+GENERATED = "--set data.data_path=null --mock-data"
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "fixes"),
+    [
+        ("--data-path 1 corpus 2 other", GENERATED, "--set data.data_path=1,corpus,2,other"),
+        (WHOLE, GENERATED, "--set data.train_data_path=other --set data.valid_data_path=corpus"),
+        (GENERATED, "", "--set data.mock_data=True"),
+    ],
+)
+def test_generated_tokens_are_no_files(then: str, now: str, fixes: str) -> None:
+    (problem,) = compared(then, now).problems
+    assert (problem.code, problem.fixes[0]) == ("E823", fixes)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "same"),
+    [
+        ("--eod-id 5", "", True),
+        ("--reset-attention-mask --eod-id 5", "--reset-attention-mask", False),
+        ("--reset-attention-mask", "", False),
+        ("--eod-mask-loss --eod-id 5", "--eod-mask-loss --eod-id 5 --tokenizer-type ByteTokenizer", True),
+    ],
+)
+def test_where_documents_end_matters_where_something_is_done_there(then: str, now: str, same: bool) -> None:
+    assert (codes(compared(then, now)) == []) is same
 
 
 def test_what_another_version_wrote() -> None:

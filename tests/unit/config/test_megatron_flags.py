@@ -136,3 +136,11 @@ def test_values_that_are_not_harmless_are_refused() -> None:
     assert parse([*RUN, "--dataloader-type=single"], {}).notes
     with pytest.raises(UserError, match="E004 --dataloader-type cyclic"):
         parse([*RUN, "--dataloader-type", "cyclic"], {})
+
+
+def test_masks_that_megatron_would_not_make_are_made_and_noted() -> None:
+    files = ["--data-path", str(LIST.parent / "megatron" / "case0"), "--set", "data.mock_data=false"]
+    argv = [*RUN, *files, "--no-create-attention-mask-in-dataloader"]
+    told = "documents do not see each other; Megatron-LM, told to make no masks, would let them"
+    assert told in parse([*argv, "--reset-attention-mask"], {}).notes
+    assert told not in parse(argv, {}).notes

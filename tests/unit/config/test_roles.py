@@ -149,7 +149,11 @@ LEFT_OUT = {
         expert_model_parallel_size expert_tensor_parallel_size
         distributed_backend distributed_timeout_minutes device""",
     "rounding may change": "params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
-    "they need files": "data_path tokenizer_type split mock_data",
+    "they need files": """
+        data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data
+        multiple_validation_sets validation_set_names
+        reset_position_ids reset_attention_mask eod_mask_loss eod_id
+        tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens""",
     "it is over before the first checkpoint": "init_method_std",
 }
 UNTRIED = {name for names in LEFT_OUT.values() for name in names.split()}

@@ -14,7 +14,17 @@ from megatron.config.problems import UserError
 from megatron.config.resolve import resolve
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, Setting
-from megatron.config.sources import build, flat, from_dict, from_file, from_tree, lay_over, to_dict, to_yaml
+from megatron.config.sources import (
+    build,
+    flat,
+    from_assignments,
+    from_dict,
+    from_file,
+    from_tree,
+    lay_over,
+    to_dict,
+    to_yaml,
+)
 
 
 def some_value(setting: Setting, dice: random.Random) -> Any:
@@ -94,6 +104,13 @@ def test_what_cannot_be_read_is_told(tree: dict[str, Any], code: str, sentence: 
     assert (problem.code, problem.sentence) == (code, sentence)
 
 
+@pytest.mark.parametrize("name", ["data_path", "recompute_modules"])
+def test_a_list_may_be_emptied(name: str) -> None:
+    assert from_tree({name: None}, "f").values == {name: ()}
+    assert from_assignments([f"{name}=null"]).values == {name: ()}
+    assert SETTINGS[name].spell(()) == f"--set {SETTINGS[name].key}=null"
+
+
 def test_from_dict_tells_everything_at_once() -> None:
     with pytest.raises(UserError) as caught:
         from_dict({"hiden_size": 3, "model": {"num_layers": "x"}})
@@ -128,4 +145,10 @@ def test_layers() -> None:
     assert lay_over([{"train_iters": 1}, {"train_samples": 2}]) == {"train_samples": 2}
     assert lay_over([{"train_iters": 1, "train_samples": 2}]) == {"train_iters": 1, "train_samples": 2}
     assert lay_over([{"data_path": ("a",)}, {"mock_data": False}]) == {"data_path": ("a",), "mock_data": False}
+    files = {"train_data_path": ("a",), "valid_data_path": ("b",)}
+    assert lay_over([files, {"valid_data_path": ("c",)}]) == files | {"valid_data_path": ("c",)}, "they go together"
+    for other in ({"data_path": ("c",)}, {"data_args_path": "c"}, {"per_split_data_args_path": "c"}):
+        assert lay_over([files, other]) == other
+        assert lay_over([other, files]) == files
+    assert lay_over([{"mock_data": True}, {"data_path": ()}]) == {"mock_data": True, "data_path": ()}
     assert build({}) == RunConfig()

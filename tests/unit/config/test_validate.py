@@ -117,7 +117,7 @@ def test_files_that_exist_are_accepted(tmp_path: Path) -> None:
     prefix = str(tmp_path / "corpus")
     config = replace(GOOD, data=DataConfig(data_path=(prefix,)))
     (tmp_path / "corpus.idx").touch()
-    assert [p.sentence for p in problems(config, 1)] == [f"{prefix}.bin is not there"]
+    assert [p.sentence for p in problems(config, 1)] == [f"--data-path: {prefix}.bin is not there"]
     (tmp_path / "corpus.bin").touch()
     assert problems(config, 1) == []
 
@@ -126,6 +126,24 @@ def test_other_data_of_the_folder_is_offered(tmp_path: Path) -> None:
     (tmp_path / "corpus.idx").touch()
     config = replace(GOOD, data=DataConfig(data_path=(str(tmp_path / "korpus"),)))
     assert [p.fixes for p in problems(config, 1)] == [(f"--data-path {tmp_path / 'corpus'}",)]
+
+
+def test_what_preprocessing_wrote_is_offered_first(tmp_path: Path) -> None:
+    for name in ("a", "b", "c", "corpus_text_document"):
+        (tmp_path / f"{name}.idx").touch()
+    config = replace(GOOD, data=DataConfig(train_data_path=("3", str(tmp_path / "corpus"), "4", str(tmp_path / "a"))))
+    first, _ = problems(config, 1)
+    assert len(first.fixes) == 3
+    assert first.fixes[0] == f"--train-data-path 3 {tmp_path}/corpus_text_document 4 {tmp_path}/a"
+
+
+def test_a_number_may_be_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("7.bin", "7.idx"):
+        (tmp_path / name).touch()
+    assert problems(replace(GOOD, data=DataConfig(data_path=("7",))), 1) == []
+    assert [p.code for p in problems(replace(GOOD, data=DataConfig(data_path=("8",))), 1)] == ["E502"]
+    assert [p.code for p in problems(replace(GOOD, data=DataConfig(data_path=("7", "8"))), 1)] == ["E503"]
 
 
 def test_every_stage_of_a_ramp_is_shared_by_the_ranks() -> None:

@@ -1,0 +1,164 @@
+"""Which files a run reads, against the rules of Megatron-LM's own arguments written down once more."""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config.data_paths import (
+    DEFAULT_SPLIT,
+    MOST_SOURCES,
+    Blend,
+    Source,
+    Words,
+    blend_problems,
+    data_sources,
+    read_blend,
+    unique_names,
+)
+from megatron.config.problems import UserError
+from megatron.config.run import DataConfig
+
+
+def plain(blend: Blend) -> tuple[list[str], list[float] | None]:
+    return list(blend.prefixes), None if blend.weights is None else list(blend.weights)
+
+
+def as_megatron_reads(words: list[str]) -> tuple[list[str], list[float] | None] | None:
+    """Prefixes and weights as the format's description has it; None for what it calls an error."""
+    if len(words) % 2:
+        return words, None
+    pairs = [(words[i], words[i + 1]) for i in range(0, len(words), 2)]
+    weights = []
+    for said, _ in pairs:
+        try:
+            weights.append(float(said))
+        except ValueError:
+            weights.append(math.nan)
+    unreadable = [math.isnan(weight) for weight in weights]
+    if all(unreadable):
+        return words, None
+    return None if any(unreadable) else ([prefix for _, prefix in pairs], weights)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(st.lists(st.sampled_from(["0.3", "1", "2e-3", "7", "a", "b/c", "d.1"]), min_size=1, max_size=7))
+def test_lists_mean_what_they_mean_to_megatron(words: list[str]) -> None:
+    theirs, found = as_megatron_reads(words), list(blend_problems(Words(tuple(words), "--data-path")))
+    assert (theirs is None) == (found != [])
+    assert theirs is None or plain(read_blend(words)) == theirs
+
+
+WORDS = st.lists(st.sampled_from(["0.3", "0", "-1", "nan", "inf", "1e308", "a", "b", ""]), min_size=1, max_size=6)
+
+
+@settings(max_examples=200, derandomize=True, deadline=None)
+@given(WORDS)
+def test_what_is_offered_instead_is_a_blend(words: list[str]) -> None:
+    for problem in blend_problems(Words(tuple(words), "--data-path")):
+        for fix in problem.fixes:
+            mended = Words(tuple(shlex.split(fix)[1:]), "--data-path")
+            assert problem.sentence not in [left.sentence for left in blend_problems(mended)], fix
+
+
+def test_the_forms_of_data_path() -> None:
+    def train(*words: str) -> Blend:
+        return data_sources(DataConfig(data_path=words))["train"].blend
+
+    assert train("a") == Blend(("a",))
+    assert train("1", "a") == Blend(("a",), (1.0,)), "a blend of one"
+    assert train("a", "b") == Blend(("a", "b"))
+    assert train("a", "b", "c") == Blend(("a", "b", "c"))
+    assert train("30", " a ", "7e1", "b") == Blend(("a", "b"), (30.0, 70.0))
+
+
+def test_a_split_without_weight_has_no_source() -> None:
+    blend = Blend(("a",))
+    assert data_sources(DataConfig(data_path=("a",))) == dict.fromkeys(
+        ("train", "valid", "test"), Source(blend, DEFAULT_SPLIT)
+    )
+    assert data_sources(DataConfig(data_path=("a",), split="9,0,1")) == dict.fromkeys(
+        ("train", "test"), Source(blend, "9,0,1")
+    )
+    assert list(data_sources(DataConfig(data_path=("a",), split="1"))) == ["train"]
+    assert data_sources(DataConfig(mock_data=True)) == {}
+
+
+def test_splits_of_their_own_files_are_read_whole() -> None:
+    data = DataConfig(train_data_path=("1", "a", "2", "b"), test_data_path=("0.5", "c"))
+    assert data_sources(data) == {"train": Source(Blend(("a", "b"), (1.0, 2.0))), "test": Source(Blend(("c",)))}
+
+
+def test_argument_files(tmp_path: Path) -> None:
+    text, tree = tmp_path / "blend.txt", tmp_path / "splits.json"
+    text.write_text("0.3 a\n0.7\tb\n")
+    assert data_sources(DataConfig(data_args_path=str(text), split="1"))["train"].blend == Blend(("a", "b"), (0.3, 0.7))
+    tree.write_text(json.dumps({"train": [0.3, "a", 7, "b"], "valid": "c d", "test": None}))
+    flags = DataConfig(train_data_path=("0.3", "a", "7", "b"), valid_data_path=("c", "d"))
+    assert data_sources(DataConfig(per_split_data_args_path=str(tree))) == data_sources(flags)
+
+
+def test_every_validation_set_has_a_source() -> None:
+    data = DataConfig(valid_data_path=("x/wiki", "x/web"), train_data_path=("a",), multiple_validation_sets=True)
+    assert data_sources(data) == {
+        "train": Source(Blend(("a",))),
+        "valid:wiki": Source(Blend(("x/wiki",))),
+        "valid:web": Source(Blend(("x/web",))),
+    }
+    cut = DataConfig(
+        data_path=("0.3", "a", "0.7", "b"), multiple_validation_sets=True, validation_set_names=("one", "two")
+    )
+    sources = data_sources(cut)
+    assert list(sources) == ["train", "valid:one", "valid:two", "test"]
+    assert sources["valid:two"] == Source(Blend(("b",)), DEFAULT_SPLIT)
+    assert sources["train"].blend.weights == (0.3, 0.7)
+
+
+@pytest.mark.parametrize(
+    ("prefixes", "names"),
+    [
+        (["wiki"], ["wiki"]),
+        (["/data/wiki/text_document", "/data/web/text_document"], ["wiki-text_document", "web-text_document"]),
+        (["a/x", "b/x", "a/y"], ["a-x", "b-x", "a-y"]),
+        (["a", "b/a"], ["a", "b-a"]),
+        (["a", "a", "b/a", "a"], ["a", "a-2", "b-a", "a-3"]),
+        (["a-2", "a", "a"], ["a-2", "a", "a-3"]),
+    ],
+)
+def test_names_tell_sets_apart(prefixes: list[str], names: list[str]) -> None:
+    assert list(unique_names(prefixes)) == names
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.lists(st.text("ab/-2", min_size=1, max_size=4), max_size=6))
+def test_no_two_names_are_alike(prefixes: list[str]) -> None:
+    names = unique_names(prefixes)
+    assert len(names) == len(prefixes) == len(set(names))
+
+
+def test_what_cannot_be_understood_is_told_at_once() -> None:
+    data = DataConfig(
+        train_data_path=("0", "a", "1", "b"),
+        valid_data_path=("1", "c", "d", "e"),
+        multiple_validation_sets=True,
+        validation_set_names=("x", "x"),
+    )
+    with pytest.raises(UserError) as caught:
+        data_sources(data)
+    assert [problem.code for problem in caught.value.problems] == ["E502", "E502", "E506"]
+    for bad in (DataConfig(), DataConfig(mock_data=True, data_path=("a",)), DataConfig(data_path=("a",), split="x")):
+        with pytest.raises(UserError):
+            data_sources(bad)
+
+
+def test_a_blend_has_a_largest_number_of_sources() -> None:
+    most = tuple(f"p{i}" for i in range(MOST_SOURCES))
+    assert list(blend_problems(Words(most, "--data-path"))) == []
+    (problem,) = blend_problems(Words((*most, "q"), "--data-path"))
+    assert problem.sentence == "--data-path has 32,767 prefixes; a blend holds at most 32,766"
