@@ -8,23 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
+from numpy.typing import NDArray
 
 from megatron.config.batch import global_batch, total_samples, total_steps, trained_samples
+from megatron.config.data_paths import data_sources
 from megatron.config.run import DataConfig, TrainingConfig
+from megatron.data.cache import Cache
 from megatron.data.dataset import Dataset, Sample
 from megatron.data.digest import PLACES_PER_BLOCK, digest
 from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import SPLITS, GPTDataset, extend_order, split_ranges
-from megatron.data.indexed import IndexedDataset
-from megatron.data.mock import MockDataset
+from megatron.data.gpt_dataset import SPLITS
+from megatron.data.masks import Masks
 from megatron.data.sampler import micro_batches
-from megatron.data.vocabulary import dataset_prefix, unused_entries, vocabulary
-from megatron.parallel.microbatch import MicroBatch
+from megatron.data.splits import kind_of, spoken
+from megatron.data.stretches import generators, lay_out, readers
+from megatron.data.vocabulary import Known, end_of_document, fitting, known_tokenizer, unrecorded, unused_entries
 
-WORDS = {"train": "training", "valid": "validation", "test": "test"}
+if TYPE_CHECKING:
+    import torch
+
+    from megatron.parallel.microbatch import MicroBatch
+
+PLAIN = Masks()
 FEW_EPOCHS = 4  # up to here repeated text is worth almost as much as new text (Muennighoff et al., arXiv 2305.16264)
 
 
@@ -40,6 +48,7 @@ class DataSource:
         seq_length: tokens of a sample.
         micro_batch_size: samples of a micro-batch.
         vocab_size: entries of the model's vocabulary; no id may be beyond.
+        masks: what special ids do in them.
         notes: what a person may not have meant, a sentence each.
     """
 
@@ -49,15 +58,20 @@ class DataSource:
     seq_length: int
     micro_batch_size: int
     vocab_size: int
+    masks: Masks = PLAIN
     notes: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
         """Lines in the form of the configuration's summary: a split's samples and where they come from, then notes."""
-        splits = [
-            f"{name:<11}{count:,} samples, {self.datasets[name].describe(count * self.seq_length)}"
-            for name, count in self.used.items()
-        ]
-        return splits + [f"{'note':<11}{note}" for note in self.notes]
+        lines = [line for name, count in self.used.items() for line in self._summary_of(name, count)]
+        return lines + [f"{'note':<11}{note}" for note in self.notes]
+
+    def _summary_of(self, name: str, count: int) -> list[str]:
+        """A line for a split of one source; with several, a line for each below it."""
+        where, title = self.datasets[name].describe(count * self.seq_length).splitlines(), f"{name:<10}"
+        if len(where) == 1:
+            return [f"{title} {count:,} samples, {where[0]}"]
+        return [f"{title} {count:,} samples of {len(where)} sources", *(f"{'':<13}{line}" for line in where)]
 
     @property
     def fingerprints(self) -> dict[str, str]:
@@ -108,21 +122,34 @@ class DataSource:
             DataError: when the split has no such samples, or holds ids beyond the vocabulary.
         """
         self._dataset(split, places)
-        samples = [self._sample(split, i) for i in places]
-        columns = [np.stack(column) for column in zip(*samples)]
-        columns.append(np.array(places, dtype=np.int64))
-        tokens, labels, sample_ids = (torch.from_numpy(c).to(device, non_blocking=True) for c in columns)
-        return MicroBatch(tokens, labels, torch.ones(tokens.shape, device=device), sample_ids, step)
+        import torch  # whoever only lays the samples out does not wait for it
+
+        from megatron.parallel.microbatch import MicroBatch
+
+        def tensor(column: NDArray[Any]) -> torch.Tensor:
+            return torch.from_numpy(column).to(device, non_blocking=True)
+
+        tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, i) for i in places)))
+        columns = self.masks.columns(tokens, labels)
+        return MicroBatch(
+            tensor(columns.tokens),
+            tensor(columns.labels),
+            tensor(columns.loss_mask),
+            tensor(np.array(places, dtype=np.int64)),
+            step,
+            None if columns.positions is None else tensor(columns.positions),
+            None if columns.documents is None else tensor(columns.documents),
+        )
 
     def _dataset(self, split: str, places: range) -> Dataset:
         """The samples of a split, which has all of ``places``."""
         if split not in self.datasets:
-            has = " and ".join(WORDS[name] for name in self.datasets)
-            raise DataError(f"there are no {WORDS[split]} samples in this run: it has {has or 'none'}")
+            has = " and ".join(map(spoken, self.datasets))
+            raise DataError(f"there are no {spoken(split)} samples in this run: it has {has or 'none'}")
         dataset = self.datasets[split]
         if places and (places[0] < 0 or places[-1] >= len(dataset)):
             outside = places[0] if places[0] < 0 else places[-1]
-            raise DataError(f"{WORDS[split]} sample {outside} was asked for; this run has {len(dataset)}")
+            raise DataError(f"{spoken(split)} sample {outside} was asked for; this run has {len(dataset)}")
         return dataset
 
     def _sample(self, split: str, i: int) -> Sample:
@@ -131,7 +158,7 @@ class DataSource:
         low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
         if low < 0 or high >= self.vocab_size:
             raise DataError(
-                f"{WORDS[split]} sample {i} holds id {low if low < 0 else high}, "
+                f"{spoken(split)} sample {i} holds id {low if low < 0 else high}, "
                 f"but the vocabulary has ids 0..{self.vocab_size - 1}",
                 f"--vocab-size {high + 1} or more, or the data of this model's tokenizer",
             )
@@ -139,7 +166,7 @@ class DataSource:
 
 
 def requested_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, int] = (0, 0)) -> dict[str, int]:
-    """Samples of each split that Megatron-LM would build for such a run; they fix the order of the data.
+    """Samples of each kind of split that Megatron-LM would build for such a run; they fix the order of the data.
 
     ``begin`` are the steps taken and the samples consumed where the run begins.
     """
@@ -151,7 +178,7 @@ def requested_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, 
 
 
 def used_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, int] = (0, 0)) -> dict[str, int]:
-    """Samples of each split that such a run reads: those of whole steps, and the same at every evaluation."""
+    """Samples of each kind of split that such a run reads: those of whole steps, and the same at every evaluation."""
     evaluation = training.eval_iters * global_batch(training, dp_size)
     return {"train": trained_samples(training, dp_size, *begin), "valid": evaluation, "test": evaluation}
 
@@ -161,101 +188,104 @@ def build_data(
     training: TrainingConfig,
     vocab_size: int,
     dp_size: int,
-    splits: Sequence[str] = ("train", "valid"),
+    splits: Sequence[str] | None = None,
     stretches: Mapping[str, Sequence[int]] | None = None,
     begin: tuple[int, int] = (0, 0),
 ) -> DataSource:
-    """The ``splits`` of a run that need samples (none for evaluation when ``eval_iters`` is 0).
+    """The splits of a run that need samples (none for evaluation when ``eval_iters`` is 0).
 
     Args:
         data: where they come from.
         training: how many are needed.
         vocab_size: entries of the model's vocabulary.
         dp_size: data-parallel ranks, which the default batch depends on.
-        splits: names of the splits to build.
+        splits: names of the splits to build; None for all that there are data for.
         stretches: `DataSource.stretches` of the run that this one goes on with. Those of splits that are not built now
             are handed on.
         begin: steps taken and samples consumed by then.
 
     Raises:
-        DataError: when the files are damaged, their tokenizer is another or has more than ``vocab_size`` ids, or a
-            split that is needed has no data.
+        DataError: when the files are damaged, their tokenizer is another or has more than ``vocab_size`` ids, what
+            ends a document must be known and is not, or a split that is needed has no data.
+        UserError: when what names the files cannot be understood.
     """
-    vocabulary(data, vocab_size)
+    known = known_tokenizer(data, vocab_size)
+    fitting(known, vocab_size)
     requested, used = requested_samples(training, dp_size, begin), used_samples(training, dp_size, begin)
-    read = {name: used[name] for name in splits if requested[name] > 0}
     frozen = {name: tuple(counts) for name, counts in (stretches or {}).items()}
-    begun = {name: frozen.get(name) or (requested[name],) for name in read}
-    indexed = None if data.mock_data else IndexedDataset(dataset_prefix(data))
-    built = {
-        name: _generated(name, begun[name], count, training, vocab_size)
-        if indexed is None
-        else _of_files(name, begun[name], read, indexed, data.split or "969, 30, 1", training)
-        for name, count in read.items()
-    }
+    names = split_names(data, training.eval_iters > 0) if splits is None else splits
+    read = {name: used[kind_of(name)] for name in names if requested[kind_of(name)] > 0}
+    cache = Cache(data.data_cache_path) if data.data_cache_path is not None else None
+    makers, notes = (generators(training, vocab_size), []) if data.mock_data else readers(data, read, training, cache)
+    read = {name: count for name, count in read.items() if name in makers}
+    begun = {name: frozen.get(name) or (requested[kind_of(name)],) for name in read}
+    built = {name: lay_out(name, makers[name], begun[name], count) for name, count in read.items()}
     datasets = {name: dataset for name, (dataset, _) in built.items()}
     grown = {name: counts for name, (_, counts) in built.items()}
-    notes = (
-        repeated(datasets, used["train"] * training.seq_length),
-        unused_entries(data, vocab_size),
-        *(_extended(name, begun[name], grown[name]) for name in read),
+    told = (
+        repeated(datasets, read),
+        unused_entries(known, vocab_size),
+        unrecorded(data),
+        *notes,
+        *(extended(name, frozen[name], grown[name]) for name in read if name in frozen),
+        *(cache.notes if cache is not None else ()),
     )
-    told = tuple(note for note in notes if note)
-    return DataSource(datasets, frozen | grown, read, training.seq_length, training.micro_batch_size, vocab_size, told)
+    return DataSource(
+        datasets,
+        frozen | grown,
+        read,
+        training.seq_length,
+        training.micro_batch_size,
+        vocab_size,
+        masks_of(data, known, vocab_size),
+        tuple(note for note in told if note),
+    )
 
 
-def repeated(datasets: Mapping[str, Dataset], tokens: int) -> str | None:
-    """A note where ``tokens`` tokens of training are more than a few epochs."""
-    train = datasets.get("train")
-    if not isinstance(train, GPTDataset) or tokens <= FEW_EPOCHS * train.order.tokens:
+def split_names(data: DataConfig, evaluates: bool) -> list[str]:
+    """The splits of a run: those that there are data for, and those that it cannot do without."""
+    has = list(SPLITS) if data.mock_data else list(data_sources(data))
+    needs = ("train", "valid") if evaluates else ("train",)
+    missing = [kind for kind in needs if kind not in map(kind_of, has)]
+    return sorted([*has, *missing], key=lambda name: SPLITS.index(kind_of(name)))
+
+
+def masks_of(data: DataConfig, known: Known | None, vocab_size: int) -> Masks:
+    """What special ids do in the samples of a run.
+
+    Raises:
+        DataError: when what ends a document must be known and nothing says it, or what is said cannot be.
+    """
+    if data.mock_data:
+        return Masks()
+    wanted = [flag for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, flag)]
+    eod = end_of_document(data, known, vocab_size)
+    if wanted and eod is None:
+        flag = f"--{wanted[0].replace('_', '-')}"
+        raise DataError(
+            f"{flag} needs the id that ends a document, and nothing beside the data says which it is",
+            "--eod-id ID",
+            "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
+        )
+    pad = None if known is None else known.pad
+    return Masks(eod, pad, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+
+
+def repeated(datasets: Mapping[str, Dataset], used: Mapping[str, int]) -> str | None:
+    """A note where training reads a source more than a few times."""
+    readings = datasets["train"].readings(used["train"]) if "train" in datasets else ()
+    most = max(readings, key=lambda reading: reading.epochs, default=None)
+    if most is None or most.epochs <= FEW_EPOCHS:
         return None
-    epochs = tokens / train.order.tokens
-    return f"training reads its data {epochs:,.1f} times; beyond {FEW_EPOCHS}, more text is worth more than more epochs"
+    return (
+        f"training reads {most.source} {most.epochs:,.1f} times; "
+        f"beyond {FEW_EPOCHS}, more text is worth more than more epochs"
+    )
 
 
-def _extended(split: str, before: Sequence[int], after: Sequence[int]) -> str | None:
-    """A note where a split got another stretch."""
+def extended(split: str, before: Sequence[int], after: Sequence[int]) -> str | None:
+    """A note where a run that goes on got more stretches of a split than it had."""
     if len(after) == len(before):
         return None
-    planned = " + ".join(f"{count:,}" for count in before)
-    return f"the {WORDS[split]} data, laid out for {planned} samples, are used up: {after[-1]:,} of a new order follow"
-
-
-def _generated(
-    name: str, stretches: tuple[int, ...], used: int, training: TrainingConfig, vocab_size: int
-) -> tuple[Dataset, tuple[int, ...]]:
-    """Generated samples and their stretches, with one more where they are fewer than ``used``."""
-    missing = used - sum(stretches)
-    stretches = (*stretches, missing) if missing > 0 else stretches
-    stream = SPLITS.index(name)
-    return MockDataset(vocab_size, training.seq_length, sum(stretches), training.seed, stream), stretches
-
-
-def _of_files(
-    name: str,
-    stretches: tuple[int, ...],
-    read: Mapping[str, int],
-    indexed: IndexedDataset,
-    split: str,
-    training: TrainingConfig,
-) -> tuple[Dataset, tuple[int, ...]]:
-    """Samples of a part of the files and their stretches, with one more where they are fewer than the run reads."""
-    part = split_ranges(split, len(indexed))[SPLITS.index(name)]
-    if not part:
-        raise _empty_split(name, split, indexed, read)
-    lengths, seq_length = indexed.lengths, training.seq_length
-    order, stretches = extend_order(lengths, part, stretches, read[name], seq_length, training.seed)
-    return GPTDataset(indexed, order), stretches
-
-
-def _empty_split(name: str, split: str, indexed: IndexedDataset, read: Mapping[str, int]) -> DataError:
-    """A split that got no sequences, with one that gives every needed part at least one."""
-    others = [int(other in read) for other in SPLITS[1:]]
-    train = len(indexed) - sum(others)
-    fixes = [f"--split {train},{others[0]},{others[1]}"] if train > 0 else []
-    return DataError(
-        f"--split '{split}' leaves no {WORDS[name]} data of the {len(indexed)} sequences in {indexed.prefix}, "
-        f"but {read[name]} samples are needed",
-        *fixes,
-        f"a dataset of more documents than {len(indexed)}",
-    )
+    planned, more = (" + ".join(f"{count:,}" for count in some) for some in (before, after[len(before) :]))
+    return f"the {spoken(split)} data, laid out for {planned} samples, are used up: {more} of a new order follow"

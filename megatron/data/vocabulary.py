@@ -2,30 +2,55 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Mapping
+from dataclasses import dataclass
 
+from megatron.config.data_paths import data_sources
 from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
-from megatron.data.tokenizer import TokenizerChoice, build_tokenizer, read_record
+from megatron.data.tokenizer import (
+    Tokenizer,
+    TokenizerChoice,
+    TokenizerRecord,
+    build_tokenizer,
+    read_record,
+    tokenizer_files,
+)
+
+FILES = ("tokenizer_model", "vocab_file", "merge_file")
+"""Fields that name what a tokenizer is read from."""
+
+TOLD_SIZE = ("NullTokenizer", "TikTokenizer")
+"""Tokenizers to which the vocabulary's size is told."""
 
 
-class _Known(NamedTuple):
-    """What is known of the data's tokenizer."""
+@dataclass(frozen=True)
+class Known:
+    """What is known of the tokenizer that wrote the data.
+
+    Attributes:
+        tokenizer_type: its type.
+        vocab_size: number of its ids.
+        eod: the id that ends a document.
+        pad: the id that fills up a sample and means nothing else; None without one.
+        prefix: a dataset that has a record of it; None where the flags say it.
+    """
 
     tokenizer_type: str
     vocab_size: int
+    eod: int
+    pad: int | None = None
+    prefix: str | None = None
 
 
-def dataset_prefix(data: DataConfig) -> str:
-    """Path of the dataset's files without ``.bin``.
+def prefixes(data: DataConfig) -> tuple[str, ...]:
+    """Every dataset that the splits read, once; none for generated tokens.
 
     Raises:
-        DataError: when ``data`` does not name exactly one.
+        UserError: when what names them cannot be understood.
     """
-    if len(data.data_path) != 1:
-        seen = f"--data-path names {len(data.data_path)} datasets, and a run reads one"
-        raise DataError(seen, "--data-path PREFIX", "--mock-data")
-    return data.data_path[0]
+    sources = {} if data.mock_data else data_sources(data)
+    return tuple(dict.fromkeys(prefix for source in sources.values() for prefix in source.blend.prefixes))
 
 
 def vocabulary(data: DataConfig, vocab_size: int | None) -> int:
@@ -33,11 +58,19 @@ def vocabulary(data: DataConfig, vocab_size: int | None) -> int:
 
     Raises:
         DataError: when nothing says it, when ``vocab_size`` is too small for the tokenizer, or when the data
-            were written with another tokenizer than ``data`` says.
+            were written with other tokenizers than one another, or than ``data`` says.
+        UserError: as `prefixes`.
     """
-    known = _known(data, vocab_size)
-    needed = None if known is None else known.vocab_size
-    size = needed if vocab_size is None else vocab_size
+    return fitting(known_tokenizer(data, vocab_size), vocab_size)
+
+
+def fitting(known: Known | None, vocab_size: int | None) -> int:
+    """Entries of the vocabulary: ``vocab_size`` if given, else what the ``known`` tokenizer has.
+
+    Raises:
+        DataError: when neither says it, or ``vocab_size`` is too small for the tokenizer.
+    """
+    size = known.vocab_size if vocab_size is None and known is not None else vocab_size
     if size is None:
         raise DataError(
             "nothing says how large the vocabulary is", "--vocab-size 50257", "--tokenizer-type ByteTokenizer"
@@ -50,13 +83,8 @@ def vocabulary(data: DataConfig, vocab_size: int | None) -> int:
     return size
 
 
-def unused_entries(data: DataConfig, vocab_size: int) -> str | None:
-    """A note where the model's vocabulary is more than twice what the tokenizer of the data can write.
-
-    Raises:
-        DataError: when the record beside the data is damaged or names another tokenizer than ``data`` does.
-    """
-    known = None if data.mock_data else _known(data, vocab_size)
+def unused_entries(known: Known | None, vocab_size: int) -> str | None:
+    """A note where the model's vocabulary is more than twice what the tokenizer of the data can write."""
     if known is None or vocab_size <= 2 * known.vocab_size:
         return None
     return (
@@ -65,16 +93,112 @@ def unused_entries(data: DataConfig, vocab_size: int) -> str | None:
     )
 
 
-def _known(data: DataConfig, vocab_size: int | None) -> _Known | None:
-    """The tokenizer recorded beside the data, else the one named if its name says its size; None when neither does.
-
-    A run needs no more than that: the tokenizer itself need not be there.
-    """
-    record = None if data.mock_data else read_record(dataset_prefix(data), data.tokenizer_type)
-    if record is not None:
-        return _Known(record.tokenizer_type, record.vocab_size)
-    if data.tokenizer_type in (None, "HuggingFaceTokenizer"):
+def unrecorded(data: DataConfig) -> str | None:
+    """A note where some of the datasets have a record of their tokenizer, and others, which are trusted, have none."""
+    bare = [prefix for prefix, record in _records(data).items() if record is None]
+    if not bare or len(bare) == len(prefixes(data)):
         return None
-    size = vocab_size if data.tokenizer_type == "NullTokenizer" else None
-    tokenizer = build_tokenizer(TokenizerChoice(data.tokenizer_type, vocab_size=size))
-    return _Known(data.tokenizer_type, tokenizer.vocab_size)
+    more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
+    return f"nothing beside {bare[0]}{more} says which tokenizer wrote it; it is taken to be that of the other data"
+
+
+def known_tokenizer(data: DataConfig, vocab_size: int | None) -> Known | None:
+    """The tokenizer recorded beside the data, else the one that the flags name; None when neither is there.
+
+    A run needs no more than the record: the tokenizer itself is built where flags name what it is read from, and
+    compared with the record.
+
+    Raises:
+        DataError: when it cannot be built, or the data were written with other tokenizers than one another, or than
+            ``data`` says.
+        UserError: as `prefixes`.
+    """
+    records = {prefix: record for prefix, record in _records(data).items() if record is not None}
+    _must_agree(records)
+    named = named_tokenizer(data, vocab_size) if _has_files(data) or not records else None
+    if not records:
+        return None if named is None else _known(TokenizerRecord.of(named))
+    prefix, record = max(records.items(), key=lambda item: item[1].special_ids is not None)  # older ones say less
+    if named is not None and named.fingerprint != record.fingerprint:
+        flags = " ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in FILES if getattr(data, name))
+        raise DataError(
+            f"{prefix} was written with another {record.tokenizer_type} than that of {flags}: its ids are others",
+            " ".join(f"--set data.{name}=null" for name in FILES if getattr(data, name)),
+            "write the dataset anew with tools/preprocess_data.py",
+        )
+    return _known(record, prefix)
+
+
+def named_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
+    """The tokenizer that the flags name; None where they do not say what it is read from.
+
+    Raises:
+        DataError: when it cannot be built.
+    """
+    if data.tokenizer_type is None:
+        return None
+    told = vocab_size if data.tokenizer_type in TOLD_SIZE else None
+    if data.tokenizer_type not in ("ByteTokenizer", "NullTokenizer") and not _has_files(data):
+        return None
+    return build_tokenizer(TokenizerChoice.of(data, told))
+
+
+def carried_tokenizer(data: DataConfig, vocab_size: int | None) -> Mapping[str, bytes]:
+    """Contents by name of the files that a model trained on the data carries; see `tokenizer_files`.
+
+    Raises:
+        DataError: when the tokenizer cannot be built, or is not what was recorded.
+        UserError: as `prefixes`.
+    """
+    recorded = next((prefix for prefix, record in _records(data).items() if record is not None), None)
+    if recorded is not None:
+        return tokenizer_files(recorded)
+    named = named_tokenizer(data, vocab_size)
+    return {} if named is None else named.hugging_face_files()
+
+
+def end_of_document(data: DataConfig, known: Known | None, vocab_size: int) -> int | None:
+    """The id that ends a document; None where nothing says it.
+
+    Raises:
+        DataError: when ``eod_id`` is beyond the vocabulary, or not that of the tokenizer.
+    """
+    if data.eod_id is None:
+        return None if known is None else known.eod
+    if data.eod_id >= vocab_size:
+        seen = f"--eod-id {data.eod_id}, but the vocabulary has ids 0..{vocab_size - 1}"
+        raise DataError(seen, "--eod-id ID_THAT_ENDS_A_DOCUMENT")
+    if known is not None and known.eod != data.eod_id:
+        seen = f"--eod-id {data.eod_id}, but {known.tokenizer_type} of the data ends documents with {known.eod}"
+        raise DataError(seen, f"--eod-id {known.eod}", "--set data.eod_id=null")
+    return data.eod_id
+
+
+def _has_files(data: DataConfig) -> bool:
+    return any(getattr(data, name) is not None for name in FILES)
+
+
+def _records(data: DataConfig) -> dict[str, TokenizerRecord | None]:
+    """What is recorded beside each dataset, all of the type that the flags name."""
+    return {prefix: read_record(prefix, data.tokenizer_type) for prefix in prefixes(data)}
+
+
+def _must_agree(records: Mapping[str, TokenizerRecord]) -> None:
+    """Raises DataError where two datasets were written with different tokenizers."""
+    for prefix, record in records.items():
+        first, other = next(iter(records.items()))
+        if (record.fingerprint, record.vocab_size, record.eod) != (other.fingerprint, other.vocab_size, other.eod):
+            raise DataError(
+                f"{first} was written with {_shown(other)}, but {prefix} with {_shown(record)}: "
+                "the same id means different text in them",
+                "write one of them anew with tools/preprocess_data.py",
+            )
+
+
+def _shown(record: TokenizerRecord) -> str:
+    return f"{record.tokenizer_type} {record.fingerprint} of {record.vocab_size:,} ids, {record.eod} at the end"
+
+
+def _known(record: TokenizerRecord, prefix: str | None = None) -> Known:
+    pad = None if record.pad == record.eod else record.pad
+    return Known(record.tokenizer_type, record.vocab_size, record.eod, pad, prefix)

@@ -82,7 +82,7 @@ def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> None:
     """
     t, saved = trainer, manifest.state
     t.begin_at(*place_of(manifest), saved["data"]["stretches"], batches_since)
-    t.evaluated = saved.get("evaluated", 0)
+    t.evaluated = _evaluated(saved)
     _take_up_data(t, saved["data"])
     read(manifest, to_fill(held(t)), t.mesh.world)
     t.optimizer.publish()
@@ -163,7 +163,7 @@ def state(trainer: Trainer) -> dict[str, Any]:
         "iteration": t.iteration,
         "consumed_samples": t.consumed_samples,
         "batches_since": dict(zip(("iteration", "consumed_samples"), t.batches_since)),
-        "evaluated": t.evaluated,
+        "evaluated": dict(t.evaluated),
         "optimizer": {"steps": t.optimizer.steps_applied()},
         "loss_scaler": t.scaler.state_dict(),
         "data": {
@@ -191,6 +191,12 @@ def consumed_digest(trainer: Trainer) -> int:
         raise RuntimeError(f"the samples read up to step {t.iteration} are not those of the sample stream")
     t.digest, t.digested_samples, t.digest_read = (t.digest + read) % DIGESTS, t.consumed_samples, 0
     return t.digest
+
+
+def _evaluated(saved: Mapping[str, Any]) -> dict[str, int]:
+    """Steps taken before the last evaluation on each split; older checkpoints know of one validation set only."""
+    steps = saved.get("evaluated", {})
+    return dict(steps) if isinstance(steps, Mapping) else {"valid": steps}
 
 
 def _take_up_data(trainer: Trainer, saved: Mapping[str, Any]) -> None:

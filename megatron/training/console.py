@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.training.records import TrainRecord, ValidationRecord
+from megatron.training.records import EvaluationRecord, TrainRecord
 from megatron.training.throughput import Yardstick
 
 
@@ -48,10 +48,10 @@ def progress_line(record: TrainRecord, yardstick: Yardstick, width: int | None =
     return fit(columns, width)
 
 
-def validation_line(record: ValidationRecord) -> str:
+def evaluation_line(record: EvaluationRecord) -> str:
     """The line of one evaluation."""
     return (
-        f"validation at {record.iteration}: loss {loss(record.loss)} ppl {plain(record.perplexity)}"
+        f"{record.title} at {record.iteration}: loss {loss(record.loss)} ppl {plain(record.perplexity)}"
         f" ({compact(record.consumed_tokens)} tok)"
     )
 

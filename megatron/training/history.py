@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, field
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
+
+EVALUATIONS = ("validation", "test")
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,10 @@ class TrainPoint:
 
 
 @dataclass(frozen=True)
-class ValidationPoint:
-    """One evaluation."""
+class EvaluationPoint:
+    """One evaluation; ``name`` says on what: ``validation``, ``validation NAME`` or ``test``."""
 
+    name: str
     iteration: int
     tokens: int
     loss: float
@@ -43,14 +47,14 @@ class History:
 
     Attributes:
         train: log lines.
-        validation: evaluations.
+        evaluations: of all kinds.
         restarts: consumed tokens at which the run was started again.
         errors: consumed tokens at which it ended by an error.
         unreadable: numbers of lines that make no sense (a crash can cut a line off).
     """
 
     train: list[TrainPoint] = field(default_factory=list)
-    validation: list[ValidationPoint] = field(default_factory=list)
+    evaluations: list[EvaluationPoint] = field(default_factory=list)
     restarts: list[int] = field(default_factory=list)
     errors: list[int] = field(default_factory=list)
     unreadable: list[int] = field(default_factory=list)
@@ -63,13 +67,19 @@ class History:
             self.errors.append(int(line["consumed-tokens"]))
         elif "lm loss" in line:
             self.train.append(_train_point(line))
-        elif "lm loss validation" in line:
-            loss = _number(line["lm loss validation"])
-            self.validation.append(ValidationPoint(line["iteration"], line["consumed-tokens"], loss))
+        elif kind := next((kind for kind in EVALUATIONS if f"lm loss {kind}" in line), None):
+            self._evaluated(_evaluation_point(kind, line))
+
+    def _evaluated(self, point: EvaluationPoint) -> None:
+        """Take an evaluation, in the place of one that a restart made again."""
+        now = list(takewhile(lambda p: p.iteration == point.iteration, reversed(self.evaluations)))
+        for before in (p for p in now if p.name == point.name):
+            self.evaluations.remove(before)
+        self.evaluations.append(point)
 
     def _restart(self, iteration: int, tokens: int) -> None:
         self.train = [point for point in self.train if point.iteration <= iteration]
-        self.validation = [point for point in self.validation if point.iteration <= iteration]
+        self.evaluations = [point for point in self.evaluations if point.iteration <= iteration]
         self.restarts = [at for at in self.restarts if at < tokens]
         self.errors = [at for at in self.errors if at <= tokens]
         if self.train:
@@ -110,6 +120,11 @@ def _train_point(line: dict[str, Any]) -> TrainPoint:
         batch_size=batch_size,
         skipped=tuple(tokens - (iteration - step) * tokens_per_step for step in line["skipped-iterations"]),
     )
+
+
+def _evaluation_point(kind: str, line: dict[str, Any]) -> EvaluationPoint:
+    name = f"{kind} {line.get('validation-set', '')}".strip()
+    return EvaluationPoint(name, int(line["iteration"]), int(line["consumed-tokens"]), _number(line[f"lm loss {kind}"]))
 
 
 def _number(value: float | None) -> float:

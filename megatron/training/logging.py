@@ -16,11 +16,11 @@ from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.sources import to_yaml
 from megatron.training import run_folder
-from megatron.training.console import progress_line, validation_line
+from megatron.training.console import evaluation_line, progress_line
 from megatron.training.history import read_history
 from megatron.training.metrics import device_name
 from megatron.training.plot import draw_history
-from megatron.training.records import TrainRecord, ValidationRecord
+from megatron.training.records import EvaluationRecord, TrainRecord
 from megatron.training.throughput import Yardstick
 
 
@@ -96,10 +96,10 @@ class RunLog:
         teraflops = self.yardstick.flops_per_second(record) / 1e12
         self._write({**record.values(), "throughput": teraflops, "mfu": self.yardstick.mfu(record)})
 
-    def validation(self, record: ValidationRecord) -> None:
+    def evaluation(self, record: EvaluationRecord) -> None:
         """Report an evaluation."""
         if self.enabled:
-            _say(validation_line(record))
+            _say(evaluation_line(record))
             self._write(record.values())
 
     def checkpoint(self, path: Path, size: int, seconds: float) -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.checkpoint.errors import StorageError
+from megatron.data.splits import kind_of
 from megatron.training.checkpointing import save
 from megatron.training.health import NonFiniteError, explain_nonfinite
 from megatron.training.logging import RunLog
 from megatron.training.metrics import StepWindow
-from megatron.training.records import ValidationRecord
+from megatron.training.records import EvaluationRecord
 from megatron.training.setup import Trainer
 from megatron.training.step import evaluate, train_step
 from megatron.training.stop import StopRequest, reason
@@ -27,8 +28,8 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
 
     """
     t, config, options = trainer, trainer.config.training, trainer.config.checkpoint
-    if evaluation_due(t):  # the step was stopped by a signal
-        validate(t, log)
+    for split in evaluations_due(t):  # the step was stopped by a signal
+        evaluate_on(t, split, log)
     window = StepWindow(t.device, config.seq_length)
     if t.iteration >= t.total_steps:
         log.note(f"nothing to do: this run ends with step {t.total_steps}, and {t.iteration} are taken")
@@ -51,9 +52,9 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
         leave = told or last or _every(config.exit_interval, t.iteration)
         if leave or _every(t.config.logging.log_interval, t.iteration):
             log.train(read())
-        if evaluation_due(t) and (last or not told):  # nobody who sent a signal waits for it
+        for split in evaluations_due(t) if last or not told else ():  # nobody who sent a signal waits for it
             with window.paused():
-                validate(t, log)
+                evaluate_on(t, split, log)
         if options.save is not None and (leave or _every(options.save_interval, t.iteration)):
             with window.paused():
                 checkpoint(t, log, needed=bool(leave))
@@ -64,21 +65,20 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
     return 0
 
 
-def evaluation_due(trainer: Trainer) -> bool:
-    """Whether the step that was taken last is one to evaluate after, and that has not been done."""
-    t, interval = trainer, trainer.config.training.eval_interval
-    due = t.iteration == t.total_steps or _every(interval, t.iteration)
-    return bool(t.config.training.eval_iters) and due and t.evaluated < t.iteration
+def evaluations_due(trainer: Trainer) -> list[str]:
+    """Splits to evaluate on after the step that was taken last, where that has not been done: test data at the end."""
+    t, last = trainer, trainer.iteration == trainer.total_steps
+    due = {"valid": last or _every(t.config.training.eval_interval, t.iteration), "test": last, "train": False}
+    return [split for split in t.data.used if due[kind_of(split)] and t.evaluated.get(split, 0) < t.iteration]
 
 
-def validate(trainer: Trainer, log: RunLog) -> None:
+def evaluate_on(trainer: Trainer, split: str, log: RunLog) -> None:
     """Evaluate. Before the step is saved, so that a run killed meanwhile takes up the step, and this, again."""
     t = trainer
-    loss = evaluate(t).item()
-    t.evaluated = t.iteration
-    log.validation(
-        ValidationRecord(t.iteration, t.consumed_samples, t.consumed_samples * t.config.training.seq_length, loss)
-    )
+    loss = evaluate(t, split).item()
+    t.evaluated[split] = t.iteration
+    tokens = t.consumed_samples * t.config.training.seq_length
+    log.evaluation(EvaluationRecord(t.iteration, t.consumed_samples, tokens, loss, split))
 
 
 def checkpoint(trainer: Trainer, log: RunLog, needed: bool) -> None:

@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
-TRAIN, VALIDATION, RATE, BATCH = "#2563eb", "#ea580c", "#0d9488", "#7c3aed"
+TRAIN, RATE, BATCH = "#2563eb", "#0d9488", "#7c3aed"
+EVALUATIONS = ("#ea580c", "#15803d", "#be185d", "#a16207", "#0e7490", "#4b5563")  # then again, with other marks
+MARKS = "osD^v"
 SKIPPED, RESTART, ERROR = "#dc2626", "#52606d", "#111827"
 FEW = 30  # fewer points are not smoothed, and each is marked
 STYLE: Any = {
@@ -93,14 +95,20 @@ def _draw_loss(axes: Axes, history: History) -> None:
         last = f"{losses[-1]:.3f}"
         label = f"training: {last}" if few else f"training, smoothed: {smoothed[-1]:.3f} (last raw value {last})"
         axes.plot(tokens, smoothed, color=TRAIN, linewidth=2.2, marker="o" * few, markersize=4, label=label)
-    evaluations = [(p.tokens, p.loss) for p in history.validation if np.isfinite(p.loss)]
-    if evaluations:
-        tokens, losses = np.array(evaluations).T
-        axes.plot(tokens, losses, color=VALIDATION, linewidth=0.8, alpha=0.6)
-        label = f"validation: {losses[-1]:.3f}"
-        axes.plot(tokens, losses, "o", color=VALIDATION, markersize=5, markeredgecolor="white", label=label)
-    _scale_loss(axes, [loss for _, loss in points + evaluations])
+    evaluated = [p for p in history.evaluations if np.isfinite(p.loss)]
+    for number, name in enumerate(dict.fromkeys(p.name for p in evaluated)):
+        _draw_evaluations(axes, name, [(p.tokens, p.loss) for p in evaluated if p.name == name], number)
+    _scale_loss(axes, [loss for _, loss in points] + [p.loss for p in evaluated])
     _mark_lost(axes, [p.tokens for p in history.train if not np.isfinite(p.loss)])
+
+
+def _draw_evaluations(axes: Axes, name: str, points: Sequence[tuple[int, float]], number: int) -> None:
+    """The ``number``-th kind of evaluation, told from the others by its colour, and its marks where these run out."""
+    tokens, losses = np.array(points).T
+    color, mark = EVALUATIONS[number % len(EVALUATIONS)], MARKS[number // len(EVALUATIONS) % len(MARKS)]
+    axes.plot(tokens, losses, color=color, linewidth=0.8, alpha=0.6)
+    label = f"{name}: {losses[-1]:.3f}"
+    axes.plot(tokens, losses, mark, color=color, markersize=5, markeredgecolor="white", label=label)
 
 
 def _scale_loss(axes: Axes, losses: list[float]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from megatron.data.splits import WORDS, kind_of, name_of
+
 
 @dataclass(frozen=True)
 class TrainRecord:
@@ -68,13 +70,37 @@ class TrainRecord:
 
 
 @dataclass(frozen=True)
-class ValidationRecord:
-    """One evaluation: the mean loss per token on validation data."""
+class EvaluationRecord:
+    """One evaluation: the mean loss per token on held-out data.
+
+    Attributes:
+        iteration: steps taken before it.
+        consumed_samples: samples of these.
+        consumed_tokens: tokens of these.
+        loss: in nats; NaN where no label counts.
+        split: the data: ``valid``, ``valid:NAME`` of one of several validation sets, or ``test``.
+    """
 
     iteration: int
     consumed_samples: int
     consumed_tokens: int
     loss: float
+    split: str = "valid"
+
+    @property
+    def kind(self) -> str:
+        """``validation`` or ``test``."""
+        return WORDS[kind_of(self.split)]
+
+    @property
+    def name(self) -> str:
+        """Of the validation set; empty where there is one only."""
+        return name_of(self.split)
+
+    @property
+    def title(self) -> str:
+        """The kind and the name."""
+        return f"{self.kind} {self.name}".strip()
 
     @property
     def perplexity(self) -> float:
@@ -85,11 +111,12 @@ class ValidationRecord:
             return math.inf
 
     def values(self) -> dict[str, object]:
-        """The record under Megatron-LM's metric names."""
+        """The record under Megatron-LM's metric names, with ``validation-set`` where there are several."""
         return {
             "iteration": self.iteration,
             "consumed-samples": self.consumed_samples,
             "consumed-tokens": self.consumed_tokens,
-            "lm loss validation": self.loss,
-            "lm loss validation ppl": self.perplexity,
+            **({"validation-set": self.name} if self.name else {}),
+            f"lm loss {self.kind}": self.loss,
+            f"lm loss {self.kind} ppl": self.perplexity,
         }

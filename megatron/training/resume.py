@@ -15,8 +15,7 @@ from megatron.config.run import CheckpointConfig, DataConfig
 from megatron.convert.checkpoint import GENERATION, TOKENIZER, carried_by, carried_files
 from megatron.convert.hf_folder import HFSource
 from megatron.data.errors import DataError
-from megatron.data.tokenizer import tokenizer_files
-from megatron.data.vocabulary import dataset_prefix
+from megatron.data.vocabulary import carried_tokenizer
 from megatron.parallel.comm import Group
 from megatron.training.checkpointing import restore, restore_from_source, restore_weights
 from megatron.training.origin import Origin, changes_since, look, passed_over
@@ -50,19 +49,20 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
         DataError: when the data cannot be opened.
 
     """
-    notes, recorded = list(origin.notes), recorded_files(trainer.config.data)
+    notes, config = list(origin.notes), trainer.config
+    recorded = recorded_files(config.data, config.model.vocab)
     trainer.files = recorded
     if origin.fresh:
         return notes
     if origin.hf is not None:
         carried = carried_files(origin.hf)
         trainer.files = companions(recorded, carried)
-        restore_from_source(trainer, HFSource(origin.hf, trainer.config.model))
+        restore_from_source(trainer, HFSource(origin.hf, config.model))
         return [*notes, f"weights from {origin.hf}", *other_words(recorded, carried)]
     for path in origin.paths:
         try:
             manifest, files = on_first(partial(_opened, path), trainer.mesh.world)
-            changes = changes_since(manifest, trainer.config, trainer.mesh.world.size, origin.mode, notes)
+            changes = changes_since(manifest, config, trainer.mesh.world.size, origin.mode, notes)
             trainer.files = companions(recorded, files)
             if origin.mode == "weights-only":
                 restore_weights(trainer, manifest)
@@ -82,13 +82,13 @@ def _opened(path: Path) -> tuple[Manifest, dict[str, bytes]]:
     return manifest, carried_by(manifest)
 
 
-def recorded_files(data: DataConfig) -> dict[str, Path | bytes]:
-    """Files of the tokenizer recorded beside the data, by their names in a checkpoint.
+def recorded_files(data: DataConfig, vocab_size: int) -> dict[str, Path | bytes]:
+    """Files of the tokenizer of the data, by their names in a checkpoint.
 
     Raises:
         DataError: when it cannot be read.
     """
-    recorded = {} if data.mock_data else tokenizer_files(dataset_prefix(data))
+    recorded = carried_tokenizer(data, vocab_size)
     return {TOKENIZER + name: content for name, content in recorded.items()}
 
 

@@ -36,7 +36,7 @@ class Trainer:
         iteration: steps taken.
         consumed_samples: samples they used.
         batches_since: steps and samples after which the batches began that are those of now.
-        evaluated: steps taken before the last evaluation.
+        evaluated: by split, steps taken before the last evaluation on it.
         digest: digest of the first ``digested_samples`` samples that the run has consumed.
         digest_read: digest of those that this rank has read since.
         files: what its checkpoints carry besides, by name: those of the tokenizer, for whoever uses the model.
@@ -54,7 +54,7 @@ class Trainer:
     iteration: int = 0
     consumed_samples: int = 0
     batches_since: tuple[int, int] = (0, 0)
-    evaluated: int = 0
+    evaluated: dict[str, int] = field(default_factory=dict)
     digest: int = 0
     digested_samples: int = 0
     digest_read: int = 0
@@ -100,10 +100,10 @@ class Trainer:
         """This rank's micro-batches of the next step."""
         return self._read("train", self.consumed_samples, self.next_batch_size)
 
-    def validation_batches(self, index: int) -> list[MicroBatch]:
-        """This rank's micro-batches of global validation batch ``index``."""
+    def evaluation_batches(self, split: str, index: int) -> list[MicroBatch]:
+        """This rank's micro-batches of global batch ``index`` of a validation or test split."""
         size = global_batch(self.config.training, self.mesh.data_size)
-        return self._read("valid", index * size, size)
+        return self._read(split, index * size, size)
 
     def _read(self, split: str, first: int, size: int) -> list[MicroBatch]:
         places = self.data.share(split, first, size, self.mesh.data_rank, self.mesh.data_size)

@@ -49,16 +49,16 @@ def forward_backward(chunk: GPTChunk, batch: MicroBatch, seed: Tensor) -> None:
 
 
 @torch.no_grad()
-def evaluate(trainer: Trainer) -> Tensor:
-    """Mean loss per token over the first ``eval_iters`` global batches of the validation data."""
+def evaluate(trainer: Trainer, split: str = "valid") -> Tensor:
+    """Mean loss per token over the first ``eval_iters`` global batches of a split; NaN where no label of it counts."""
     t, tokens = trainer, torch.zeros((), device=trainer.device, dtype=torch.float64)
     t.chunk.eval()
     for index in range(t.config.training.eval_iters):
-        batches = t.validation_batches(index)
+        batches = t.evaluation_batches(split, index)
         tokens += count_tokens(batches, t.mesh.replicas)
         for batch in batches:
             t.chunk(None, batch)
-    return mean_loss(t.chunk, tokens, t.mesh.replicas)
+    return mean_loss(t.chunk, tokens, t.mesh.replicas).where(tokens > 0, torch.nan)
 
 
 def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
@@ -68,6 +68,6 @@ def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
 
 
 def mean_loss(chunk: GPTChunk, tokens: Tensor, replicas: Group) -> Tensor:
-    """The loss sums that the chunk collected, over all replicas, per token."""
+    """The loss sums that the chunk collected, over all replicas, per token; 0 where no token counts."""
     local = chunk.sums.take()["lm loss"].double()
     return comm.all_reduce(local, replicas) / tokens.clamp(min=1.0)

@@ -82,7 +82,7 @@ def test_killed_half_way_on_one_layout_and_ended_on_another(tmp_path: Path, chec
     history = read_history(run / "metrics.jsonl")
     assert [point.iteration for point in history.train] == list(range(1, 11))
     assert history.train[-1].loss < history.train[0].loss - 0.5
-    assert [point.iteration for point in history.validation] == [5, 10]
+    assert [point.iteration for point in history.evaluations] == [5, 10]
     assert len(history.restarts) == 1
     undone, again = losses(before, 10), losses(after, 10)
     assert undone.keys() & again.keys(), "the crash undid steps"
@@ -197,7 +197,7 @@ def test_text_becomes_a_falling_loss_and_a_picture(tmp_path: Path) -> None:
         assert (tmp_path / folder / "loss.png").exists()
         history = read_history(tmp_path / folder / "metrics.jsonl")
         curves.append([point.loss for point in history.train])
-        assert history.validation
+        assert history.evaluations
     assert len(curves[0]) == 30
     assert curves[0] == pytest.approx(curves[1], rel=1e-4)
     assert curves[0][-1] < curves[0][0] - 1

@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.run import DataConfig, TrainingConfig
+from megatron.data.chain import ChainedDataset
 from megatron.data.digest import PLACES_PER_BLOCK, digest, fingerprint, mix
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset
@@ -72,9 +73,17 @@ def identity_by_hand(dataset: GPTDataset, i: int) -> int:
     return mix_by_hand(int(order.documents[first]) << 32 | offset) ^ int(order.documents[last])
 
 
-def test_identities_come_from_the_tables(files: DataConfig) -> None:
-    dataset = build(files).datasets["train"]
+def only_stretch(source: DataSource) -> GPTDataset:
+    """The training data of a run that was not extended."""
+    chain = source.datasets["train"]
+    assert isinstance(chain, ChainedDataset)
+    (dataset,) = chain.stretches
     assert isinstance(dataset, GPTDataset)
+    return dataset
+
+
+def test_identities_come_from_the_tables(files: DataConfig) -> None:
+    dataset = only_stretch(build(files))
     places = np.arange(len(dataset))
     assert dataset.identities(places).tolist() == [identity_by_hand(dataset, i) for i in places]
 
@@ -108,8 +117,7 @@ def test_blocks_change_nothing() -> None:
 
 def swapped(source: DataSource) -> DataSource:
     """The same samples with the first two in each other's place."""
-    dataset = source.datasets["train"]
-    assert isinstance(dataset, GPTDataset)
+    dataset = only_stretch(source)
     shuffle = dataset.order.shuffle.copy()
     shuffle[[0, 1]] = shuffle[[1, 0]]
     return replace(source, datasets={"train": GPTDataset(dataset._indexed, dataset.order._replace(shuffle=shuffle))})

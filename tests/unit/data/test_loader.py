@@ -113,7 +113,7 @@ def test_reading_past_the_end_is_refused() -> None:
 @pytest.mark.parametrize(
     ("split", "sequences", "missing", "fix"),
     [
-        ("969, 30, 1", 10, "validation", "--split 9,1,0"),
+        ("969, 30, 1", 10, "validation", "--split 8,1,1"),
         ("1,0,0", 10, "validation", "--split 9,1,0"),
         ("0,1,0", 10, "training", "--split 9,1,0"),
         ("1,1,0", 1, "training", "a dataset of more documents than 1"),
@@ -180,10 +180,11 @@ def test_a_dataset_of_another_tokenizer_is_refused(tmp_path: Path) -> None:
 def test_summary_counts_epochs() -> None:
     indexed = IndexedDataset(GOLDEN)
     once = int(indexed.lengths[:180].sum())
-    (train, valid) = build_data(FILES, TRAINING, 1000, 1).summary()
+    (train, valid, test) = build_data(FILES, TRAINING, 1000, 1).summary()
     assert train == f"train      400 samples, 12,800 tokens = {12800 / once:.2f} epochs of {once:,} in {GOLDEN}"
     assert valid.startswith("valid      24 samples, 768 tokens = "), "every evaluation reads the same 3 batches of 8"
-    (train, _) = build_data(MOCK, TRAINING, 300, 1).summary()
+    assert test.startswith("test       24 samples, 768 tokens = ")
+    (train, _, _) = build_data(MOCK, TRAINING, 300, 1).summary()
     assert train == "train      400 samples, 12,800 generated tokens over 256 ids"
 
 
@@ -220,7 +221,7 @@ def read(source: DataSource, places: range, split: str = "train") -> list[list[i
 @pytest.mark.parametrize("iters", [10, 50, 51, 400])
 def test_a_run_of_another_length_keeps_its_samples(data: DataConfig, iters: int) -> None:
     source = build_data(data, TRAINING, 1000, 1)
-    assert source.stretches == {"train": (400,), "valid": (72,)}
+    assert source.stretches == {"train": (400,), "valid": (72,), "test": (24,)}
     other = build_data(data, replace(TRAINING, train_iters=iters), 1000, 1, stretches=source.stretches)
     common = range(min(400, 8 * iters))
     assert read(other, common) == read(source, common)
@@ -228,7 +229,7 @@ def test_a_run_of_another_length_keeps_its_samples(data: DataConfig, iters: int)
     assert other.fingerprints == source.fingerprints
     held = len(source.datasets["train"])
     more = (8 * iters - held,) if 8 * iters > held else ()
-    assert other.stretches == {"train": (400, *more), "valid": (72,)}
+    assert other.stretches == {"train": (400, *more), "valid": (72,), "test": (24,)}
     assert [note for note in other.notes if "of a new order follow" in note] == [
         f"the training data, laid out for 400 samples, are used up: {count:,} of a new order follow" for count in more
     ]

@@ -2,14 +2,35 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
-from megatron.data.tokenizer import RECORD, NullTokenizer, TokenizerRecord
-from megatron.data.vocabulary import dataset_prefix, unused_entries, vocabulary
+from megatron.data.huggingface import bytes_as_ids
+from megatron.data.huggingface import tokenizer_files as files_of
+from megatron.data.tokenizer import (
+    RECORD,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    Tokenizer,
+    TokenizerRecord,
+)
+from megatron.data.vocabulary import (
+    Known,
+    carried_tokenizer,
+    end_of_document,
+    known_tokenizer,
+    prefixes,
+    unrecorded,
+    unused_entries,
+    vocabulary,
+)
 
 
 @pytest.fixture
@@ -24,12 +45,12 @@ def test_the_record_says_it_and_a_larger_size_may_be_asked_for(recorded: DataCon
         vocabulary(recorded, 499)
 
 
-def test_entries_that_no_text_can_use(recorded: DataConfig, tmp_path: Path) -> None:
+def test_entries_that_no_text_can_use(recorded: DataConfig) -> None:
     """Padding and a few ids for later are meant; most of a vocabulary is not."""
-    assert [unused_entries(recorded, size) for size in (500, 512, 1000)] == [None, None, None]
-    assert "1,001 entries, but the data only the 500 ids of NullTokenizer" in (unused_entries(recorded, 1001) or "")
-    assert unused_entries(DataConfig(data_path=(str(tmp_path / "no record"),)), 10**6) is None
-    assert unused_entries(DataConfig(mock_data=True, tokenizer_type="ByteTokenizer"), 10**6) is None  # uses them all
+    known = known_tokenizer(recorded, None)
+    assert [unused_entries(known, size) for size in (500, 512, 1000)] == [None, None, None]
+    assert "1,001 entries, but the data only the 500 ids of NullTokenizer" in (unused_entries(known, 1001) or "")
+    assert unused_entries(None, 10**6) is None
 
 
 @pytest.mark.parametrize("mock", [True, False])
@@ -58,7 +79,106 @@ def test_training_needs_the_record_and_not_the_tokenizer(tmp_path: Path) -> None
         vocabulary(bare, None)
 
 
-@pytest.mark.parametrize("paths", [(), ("a", "b")])
-def test_a_run_reads_one_dataset(paths: tuple[str, ...]) -> None:
-    with pytest.raises(DataError, match=f"names {len(paths)} datasets"):
-        dataset_prefix(DataConfig(data_path=paths))
+# --- several datasets ---
+
+
+def record(prefix: Path, tokenizer: Tokenizer) -> str:
+    """Leave the record of a tokenizer beside a dataset that need not be there."""
+    Path(f"{prefix}.{RECORD}").write_bytes(TokenizerRecord.of(tokenizer).to_bytes())
+    return str(prefix)
+
+
+def test_every_dataset_is_named_once() -> None:
+    assert prefixes(DataConfig(data_path=("3", "b", "1", "a", "2", "b"))) == ("b", "a")
+    per_split = DataConfig(train_data_path=("a", "b"), valid_data_path=("c",), test_data_path=("a",))
+    assert prefixes(per_split) == ("a", "b", "c")
+    assert prefixes(DataConfig(mock_data=True)) == ()
+
+
+def test_datasets_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
+    a, b, c = (
+        record(tmp_path / n, t) for n, t in (("a", ByteTokenizer()), ("b", ByteTokenizer()), ("c", NullTokenizer(9)))
+    )
+    assert vocabulary(DataConfig(data_path=(a, b)), None) == 257
+    sentence = (
+        f"{a} was written with ByteTokenizer .* of 257 ids, 256 at the end, but {c} with NullTokenizer .* of 9 ids"
+    )
+    for data in (DataConfig(data_path=("1", a, "1", b, "1", c)), DataConfig(train_data_path=(a,), test_data_path=(c,))):
+        with pytest.raises(DataError, match=sentence):
+            vocabulary(data, 300)
+
+
+def test_a_dataset_without_a_record_is_trusted_and_told(tmp_path: Path) -> None:
+    a, b, c = record(tmp_path / "a", ByteTokenizer()), str(tmp_path / "b"), str(tmp_path / "c")
+    assert vocabulary(DataConfig(data_path=(b, a, c)), None) == 257
+    assert f"nothing beside {b} and 1 more says which tokenizer" in (unrecorded(DataConfig(data_path=(b, a, c))) or "")
+    assert unrecorded(DataConfig(data_path=(a,))) is None
+    assert unrecorded(DataConfig(data_path=(b, c))) is None, "nobody has one"
+
+
+# --- flags and records ---
+
+
+@pytest.fixture
+def models(tmp_path: Path) -> tuple[str, str]:
+    """Two Hugging Face tokenizers of 257 ids: bytes in their order, and turned round."""
+    folders = []
+    for name, ids in (("straight", bytes_as_ids()), ("turned", _turned())):
+        folder = tmp_path / name
+        folder.mkdir()
+        for file, content in files_of(ids).items():
+            (folder / file).write_bytes(content)
+        folders.append(str(folder))
+    return folders[0], folders[1]
+
+
+def _turned() -> tokenizers.Tokenizer:
+    """`bytes_as_ids` with the ids of a and b exchanged."""
+    tree = json.loads(bytes_as_ids().to_str())
+    words = tree["model"]["vocab"]
+    words["a"], words["b"] = words["b"], words["a"]
+    return tokenizers.Tokenizer.from_str(json.dumps(tree))
+
+
+def test_the_tokenizer_that_flags_name_is_compared_with_the_record(tmp_path: Path, models: tuple[str, str]) -> None:
+    straight, turned = models
+    prefix = record(tmp_path / "x", HuggingFaceTokenizer(straight))
+    data = DataConfig(data_path=(prefix,), tokenizer_type="HuggingFaceTokenizer", tokenizer_model=straight)
+    assert vocabulary(data, 300) == 300
+    with pytest.raises(DataError, match=f"{prefix} was written with another HuggingFaceTokenizer than that of") as told:
+        vocabulary(replace(data, tokenizer_model=turned), 300)
+    assert "fix: --set data.tokenizer_model=null | " in str(told.value)
+    assert vocabulary(replace(data, tokenizer_model=None), 300) == 300
+
+
+def test_without_a_record_the_named_tokenizer_says_everything(tmp_path: Path, models: tuple[str, str]) -> None:
+    bare = DataConfig(data_path=(str(tmp_path / "x"),))
+    data = replace(bare, tokenizer_type="HuggingFaceTokenizer", tokenizer_model=models[0])
+    assert vocabulary(data, None) == 257
+    assert known_tokenizer(data, None) == Known("HuggingFaceTokenizer", 257, 256)
+    assert carried_tokenizer(data, None) == {file.name: file.read_bytes() for file in Path(models[0]).iterdir()}
+    assert (known_tokenizer(bare, None), dict(carried_tokenizer(bare, None))) == (None, {})
+
+
+def test_the_end_of_a_document() -> None:
+    """From the flag or from the tokenizer, which must not say different things."""
+    known, said = Known("ByteTokenizer", 257, 256), DataConfig(data_path=("x",), eod_id=256)
+    assert end_of_document(DataConfig(data_path=("x",)), None, 300) is None
+    assert end_of_document(DataConfig(data_path=("x",)), known, 300) == 256
+    assert end_of_document(said, None, 300) == end_of_document(said, known, 300) == 256
+    with pytest.raises(DataError, match=r"--eod-id 256, but the vocabulary has ids 0\.\.99"):
+        end_of_document(said, None, 100)
+    with pytest.raises(
+        DataError, match=r"ByteTokenizer of the data ends documents with 256\n  fix: --eod-id 256 \| --set"
+    ):
+        end_of_document(replace(said, eod_id=0), known, 300)
+
+
+@pytest.mark.parametrize(("pad", "meant"), [(None, None), (256, None), (7, 7)])
+def test_padding_that_is_also_the_end_of_a_document_is_none(tmp_path: Path, pad: int | None, meant: int | None) -> None:
+    facts = TokenizerRecord("HuggingFaceTokenizer", 257, 256, "0" * 16, pad=pad)
+    (tmp_path / f"x.{RECORD}").write_bytes(facts.to_bytes())
+    prefix = str(tmp_path / "x")
+    assert known_tokenizer(DataConfig(data_path=(prefix,)), None) == Known(
+        "HuggingFaceTokenizer", 257, 256, meant, prefix
+    )

@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from megatron.config.run import RunConfig
+from megatron.data.build import build_stretch
+from megatron.data.dataset import Dataset
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer, build
@@ -187,7 +189,11 @@ def test_the_same_samples_in_another_order_are_refused(tmp_path: Path) -> None:
     """As from a version that shuffles in another way: no option and no file has changed."""
     flags = write_documents(tmp_path / "documents")
     start(run_of(tmp_path, flags), before_step(6, kill))
-    told = start(run_of(tmp_path, flags), patch("megatron.data.gpt_dataset._stretch_seed", lambda seed, i: seed + 7))
+
+    def otherwise(parts: Any, weights: Any, samples: int, seq_length: int, seed: int, cache: Any) -> Dataset:
+        return build_stretch(parts, weights, samples, seq_length, seed + 7, cache)
+
+    told = start(run_of(tmp_path, flags), patch("megatron.data.stretches.build_stretch", otherwise))
     assert told.status == 1
     assert "E815 the train data are not those of the checkpoint: other files, or another order\n" in told.err
 

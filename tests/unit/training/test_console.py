@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.training import console
-from megatron.training.console import progress_line, validation_line
-from megatron.training.records import TrainRecord, ValidationRecord
+from megatron.training.console import evaluation_line, progress_line
+from megatron.training.records import EvaluationRecord, TrainRecord
 from megatron.training.throughput import Yardstick
 
 RECORD = TrainRecord(
@@ -72,8 +72,14 @@ def test_a_skipped_step_outlives_almost_every_column() -> None:
 
 
 def test_validation() -> None:
-    line = validation_line(ValidationRecord(500, 4000, 1_024_000, math.log(12.0)))
+    line = evaluation_line(EvaluationRecord(500, 4000, 1_024_000, math.log(12.0)))
     assert line == "validation at 500: loss 2.4849 ppl 12.0 (1.02M tok)"
+
+
+@pytest.mark.parametrize(("split", "title"), [("valid:wiki", "validation wiki"), ("test", "test")])
+def test_evaluations_are_told_apart(split: str, title: str) -> None:
+    line = evaluation_line(EvaluationRecord(500, 4000, 1_024_000, math.nan, split))
+    assert line.startswith(f"{title} at 500: loss - ppl ")
 
 
 @pytest.mark.parametrize(

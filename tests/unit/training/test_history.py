@@ -31,6 +31,11 @@ def validation(iteration: int, loss: float = 3.0) -> dict[str, Any]:
     return {"iteration": iteration, "consumed-tokens": 40 * iteration, "lm loss validation": loss}
 
 
+def evaluation(iteration: int, kind: str, name: str = "", loss: float = 3.0) -> dict[str, Any]:
+    of = {"validation-set": name} if name else {}
+    return {"iteration": iteration, "consumed-tokens": 40 * iteration, f"lm loss {kind}": loss, **of}
+
+
 def read(path: Path, *lines: dict[str, Any] | str) -> History:
     path.write_text("".join((line if isinstance(line, str) else json.dumps(line)) + "\n" for line in lines))
     return read_history(path)
@@ -50,7 +55,7 @@ def test_reads_what_a_run_wrote(tmp_path: Path) -> None:
     assert history.train[1].skipped == (18 * 40,)
     assert (history.train[0].learning_rate, history.train[0].batch_size) == (1e-3, 4)
     assert (history.train[0].tokens, history.train[0].last_step_from) == (400, 360)
-    assert [(point.tokens, point.loss) for point in history.validation] == [(800, 3.0)]
+    assert [(point.tokens, point.loss) for point in history.evaluations] == [(800, 3.0)]
     assert (history.restarts, history.unreadable) == ([], [])
 
 
@@ -61,8 +66,21 @@ def test_a_restart_throws_later_steps_away(tmp_path: Path) -> None:
         *(start(20), train(25), start(10), train(20, loss=1.5)),
     )
     assert [(point.iteration, point.loss) for point in history.train] == [(10, 2.0), (20, 1.5)]
-    assert [point.iteration for point in history.validation] == [10]
+    assert [point.iteration for point in history.evaluations] == [10]
     assert history.restarts == [400]
+
+
+def test_evaluations_on_several_sets(tmp_path: Path) -> None:
+    """Also where a run was killed between two of them after a step that was saved, and does both again."""
+    first = (start(0), train(10), evaluation(10, "validation", "wiki", 3.5))
+    again = (start(10), evaluation(10, "validation", "wiki"), evaluation(10, "validation", "code"))
+    history = read(tmp_path / "m.jsonl", *first, *again, evaluation(10, "test", loss=4.0), evaluation(20, "validation"))
+    assert [(point.name, point.iteration, point.loss) for point in history.evaluations] == [
+        ("validation wiki", 10, 3.0),
+        ("validation code", 10, 3.0),
+        ("test", 10, 4.0),
+        ("validation", 20, 3.0),
+    ]
 
 
 def test_a_run_from_the_start_in_the_same_folder_is_no_restart(tmp_path: Path) -> None:

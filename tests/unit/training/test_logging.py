@@ -15,7 +15,7 @@ from megatron.config.run import LoggingConfig, RunConfig, TrainingConfig
 from megatron.config.sources import from_dict
 from megatron.training import logging as run_logging
 from megatron.training.logging import RunLog
-from megatron.training.records import TrainRecord, ValidationRecord
+from megatron.training.records import EvaluationRecord, TrainRecord
 
 RECORD = TrainRecord(
     iteration=10,
@@ -52,7 +52,7 @@ def test_a_run_leaves_console_lines_metrics_and_a_picture(tmp_path: Path, capsys
     folder = tmp_path / "run"
     with run_log(folder) as log:
         log.train(RECORD)
-        log.validation(ValidationRecord(10, 40, 4000, 2.75))
+        log.evaluation(EvaluationRecord(10, 40, 4000, 2.75))
         log.note("stopped")
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith(" 10/100 4.00K tok | loss 2.5000 ")
@@ -73,13 +73,23 @@ def test_metric_names_are_those_of_megatron_lm(tmp_path: Path) -> None:
     """Dashboards depend on these; a change here breaks them."""
     with run_log(tmp_path) as log:
         log.train(RECORD)
-        log.validation(ValidationRecord(10, 40, 4000, 2.75))
+        log.evaluation(EvaluationRecord(10, 40, 4000, 2.75))
     _, train, validation = lines(tmp_path)
     megatron = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "iteration-time", "throughput"}
     ours = {"iteration", "consumed-samples", "consumed-tokens", "tokens-per-second", "mfu", "weight-decay"}
     assert set(train) == megatron | ours | {"mem-max-allocated-bytes", "skipped-iterations", "time"}
     places = {"iteration", "consumed-samples", "consumed-tokens", "time"}
     assert set(validation) == places | {"lm loss validation", "lm loss validation ppl"}
+
+
+def test_evaluations_are_told_apart_by_name(tmp_path: Path) -> None:
+    with run_log(tmp_path) as log:
+        for split in ("valid:wiki", "test"):
+            log.evaluation(EvaluationRecord(10, 40, 4000, 2.75, split))
+    _, wiki, test = lines(tmp_path)
+    assert (wiki["validation-set"], wiki["lm loss validation"]) == ("wiki", 2.75)
+    assert test["lm loss test"] == 2.75
+    assert not {"validation-set", "lm loss validation"} & set(test)
 
 
 def test_the_resolved_config_can_be_read_back(tmp_path: Path) -> None:
@@ -95,7 +105,7 @@ def test_other_ranks_are_silent(tmp_path: Path, capsys: pytest.CaptureFixture[st
     folder = tmp_path / "run"
     with run_log(folder, enabled=False) as log:
         log.train(RECORD)
-        log.validation(ValidationRecord(10, 40, 4000, 2.75))
+        log.evaluation(EvaluationRecord(10, 40, 4000, 2.75))
         log.note("stopped")
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")

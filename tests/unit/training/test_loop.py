@@ -88,8 +88,8 @@ EVALUATING = "--save {}/saved --eval-interval 2 --eval-iters 1"
 
 @pytest.mark.parametrize("step", [2, 6])
 def test_a_run_killed_while_it_evaluates_evaluates_again(tmp_path: Path, step: int) -> None:
-    def killed(trainer: Trainer) -> Any:
-        return kill(trainer) if trainer.iteration == step else evaluate(trainer)
+    def killed(trainer: Trainer, split: str) -> Any:
+        return kill(trainer) if trainer.iteration == step else evaluate(trainer, split)
 
     config = tiny_run(tmp_path, EVALUATING.format(tmp_path) + " --save-interval 1")
     assert start(config, patch("megatron.training.loop.evaluate", killed)).status is None

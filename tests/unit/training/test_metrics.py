@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.training.metrics import StepMetrics, StepWindow, device_name, memory_bytes
-from megatron.training.records import ValidationRecord
+from megatron.training.records import EvaluationRecord
 
 CPU = torch.device("cpu")
 
@@ -107,5 +107,5 @@ def test_device_name_of_a_cpu() -> None:
 
 
 def test_perplexity() -> None:
-    assert ValidationRecord(1, 1, 1, math.log(7.0)).perplexity == pytest.approx(7.0)
-    assert ValidationRecord(1, 1, 1, 1e6).perplexity == math.inf
+    assert EvaluationRecord(1, 1, 1, math.log(7.0)).perplexity == pytest.approx(7.0)
+    assert EvaluationRecord(1, 1, 1, 1e6).perplexity == math.inf

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from megatron.training import plot
-from megatron.training.history import History, TrainPoint, ValidationPoint
+from megatron.training.history import EvaluationPoint, History, TrainPoint
 from megatron.training.plot import draw_history, smooth
 from tools.plot_run import main
 
@@ -26,7 +26,7 @@ def history(points: int = 40, loss: float | None = None) -> History:
         )
         for i in range(1, points + 1)
     ]
-    return History(train, [ValidationPoint(points, 100 * points, 2.5)], [1500], [2500])
+    return History(train, [EvaluationPoint("validation", points, 100 * points, 2.5)], [1500], [2500])
 
 
 def test_smoothing_keeps_straight_lines_and_calms_noise() -> None:
@@ -78,6 +78,16 @@ def test_what_is_drawn(tmp_path: Path) -> None:
     verticals = ("1 skipped update<", "1 restart<", "1 error<")
     for words in (*legend, *verticals, "my run", "40 steps, 4.00K tokens", "learning rate", "batch size"):
         assert words in text
+
+
+def test_evaluations_are_drawn_apart(axes: Axes) -> None:
+    names = [f"validation {n}" for n in range(7)] + ["test"]
+    made = [EvaluationPoint(name, at, 100 * at, 2.0 + n) for n, name in enumerate(names) for at in (1, 2)]
+    plot._draw_loss(axes, History([], made))
+    labelled = [line for line in axes.lines if not str(line.get_label()).startswith("_")]
+    assert [line.get_label() for line in labelled] == [f"{name}: {2 + n:.3f}" for n, name in enumerate(names)]
+    assert [list(line.get_xdata()) for line in labelled] == [[100, 200]] * len(names)
+    assert len({(line.get_color(), line.get_marker()) for line in labelled}) == len(names)
 
 
 @pytest.fixture
