@@ -14,6 +14,7 @@ from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
 from megatron.data.vocabulary import vocabulary
+from megatron.training.data_preview import data_rows
 from megatron.training.preview import Preview, preview, recall
 
 
@@ -30,6 +31,8 @@ def main(argv: Sequence[str]) -> int:
         parsed = parse(argv, recall=recall)
         config = with_vocabulary(parsed.config)
         seen = preview(config, parsed.world_size) if parsed.check_only else Preview()
+        begin = seen.iteration, seen.consumed_samples
+        data = data_rows(config, parsed.world_size, *begin) if parsed.check_only else []
     except (UserError, DataError) as error:
         launch = Launch.read(os.environ)
         # Flags are the same on all ranks; files may be missing on one machine only.
@@ -38,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if parsed.check_only:
         checked = Parsed(config, parsed.world_size, notes=(*parsed.notes, *seen.notes))
-        print(checked.summary(seen.iteration, seen.consumed_samples))
+        print(checked.summary(*begin, data))
         return 0
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
     from megatron.training.main import run  # torch takes seconds to import: only for flags known to be good

@@ -58,10 +58,14 @@ class Parsed:
     check_only: bool = False
     notes: tuple[str, ...] = ()
 
-    def summary(self, iteration: int = 0, consumed_samples: int = 0) -> str:
-        """What ``--check-config`` prints of a run that has taken so many steps and used so many samples."""
+    def summary(self, iteration: int = 0, consumed_samples: int = 0, data: Sequence[str] = ()) -> str:
+        """What ``--check-config`` prints of a run that has taken so many steps and used so many samples.
+
+        ``data`` are lines about what it reads.
+        """
         notes = [f"note: {note}" for note in self.notes]
-        return "\n".join([*notes, summary(self.config, self.world_size, iteration, consumed_samples), "config ok"])
+        rows = summary(self.config, self.world_size, iteration, consumed_samples)
+        return "\n".join([*notes, rows, *data, "config ok"])
 
 
 def parse(

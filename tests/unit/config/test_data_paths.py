@@ -124,7 +124,7 @@ def test_every_validation_set_has_a_source() -> None:
     ("prefixes", "names"),
     [
         (["wiki"], ["wiki"]),
-        (["/data/wiki/text_document", "/data/web/text_document"], ["wiki-text_document", "web-text_document"]),
+        (["data/wiki/text_document", "data/web/text_document"], ["wiki-text_document", "web-text_document"]),
         (["a/x", "b/x", "a/y"], ["a-x", "b-x", "a-y"]),
         (["a", "b/a"], ["a", "b-a"]),
         (["a", "a", "b/a", "a"], ["a", "a-2", "b-a", "a-3"]),

@@ -1,0 +1,113 @@
+"""What ``--check-config`` says of the data, against files written here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from resource import RUSAGE_CHILDREN, getrusage
+
+import pytest
+
+from megatron.config.arguments import parse
+from megatron.data.errors import DataError
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.training.data_preview import MOST_SHOWN, data_rows, measure
+
+ROOT = Path(__file__).parents[3]
+RUN = ["--vocab-size", "300", "--train-iters", "10", "--global-batch-size", "4", "--seq-length", "25"]  # 1,000 tokens
+
+
+def write(prefix: Path, documents: int, tokens: int = 10) -> str:
+    with IndexedDatasetWriter(prefix, "<u2") as writer:
+        for _ in range(documents):
+            writer.add_document([7] * tokens)
+        writer.end_document()  # an empty one
+    return str(prefix)
+
+
+def told(*argv: str) -> list[str]:
+    return data_rows(parse([*RUN, *argv], {}).config, 1)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_a_dataset_is_measured_without_reading_it() -> None:
+    prefix = write(Path("a"), 1234)
+    whole = IndexedDataset(prefix)
+    assert measure(prefix) == (len(whole.documents) - 1, whole.num_tokens) == (1235, 12340)
+
+
+@pytest.mark.parametrize("harm", ["empty", "cut", "longer", "magic", "gone"])
+def test_what_is_no_dataset_is_refused_as_at_the_start(harm: str) -> None:
+    index = Path(write(Path("a"), 5) + ".idx")
+    content = index.read_bytes()
+    wrong = {"empty": b"", "cut": content[:-1], "longer": content + b"0", "magic": b"x" + content[1:], "gone": b""}
+    index.write_bytes(wrong[harm])
+    if harm == "gone":
+        index.unlink()
+    with pytest.raises(DataError, match=r"a\.idx"):
+        measure("a")
+
+
+def test_datasets_of_a_blend_have_their_shares_and_epochs() -> None:
+    write(Path("a"), 100), write(Path("b"), 10)  # 1,000 and 100 tokens
+    shares = "data       of each dataset train 90%, valid 10%"
+    one = "           a: 101 documents, 1,000 tokens, 1.1 epochs"  # 1,000 of 900
+    assert told("--data-path", "a", "--split", "9,1") == [shares, one]
+    weighted = told("--data-path", "30", "a", "10", "b", "--split", "9,1")
+    assert weighted == [
+        shares,
+        "           75% a: 101 documents, 1,000 tokens, 0.83 epochs",
+        "           25% b: 11 documents, 100 tokens, 2.8 epochs",
+    ]
+    by_size = told("--train-data-path", "a", "b", "--valid-data-path", "b")
+    assert by_size == [
+        "train      90.9% a: 101 documents, 1,000 tokens, 0.91 epochs",
+        "           9.09% b: 11 documents, 100 tokens, 0.91 epochs",
+        "valid      b: 11 documents, 100 tokens",
+    ]
+
+
+def test_validation_sets_are_named() -> None:
+    write(Path("a"), 100), write(Path("b"), 10)
+    sets = ["--multiple-validation-sets", "--validation-set-names", "wiki", "encyclopedia"]
+    assert told("--data-path", "a", "b", *sets)[-1] == "valid      each by itself: wiki, encyclopedia"
+    whole = told("--train-data-path", "a", "--valid-data-path", "a", "b", *sets)
+    assert whole[1] == "valid:wiki a: 101 documents, 1,000 tokens"
+    assert whole[2] == "valid:encyclopedia b: 11 documents, 100 tokens"
+
+
+def test_generated_tokens_have_no_files() -> None:
+    assert told("--mock-data") == []
+
+
+@pytest.mark.parametrize("flag", ["--data-path", "--train-data-path"])
+def test_of_many_datasets_only_a_few_are_opened(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr("megatron.training.data_preview.measure", lambda prefix: opened.append(prefix) or (1, 50))
+    names = [f"x{i}" for i in range(500)]
+    for name in names:
+        Path(f"{name}.idx").touch(), Path(f"{name}.bin").touch()
+    rows = told(flag, *names)
+    assert opened == names[:MOST_SHOWN]
+    assert rows[-1].strip() == "and 492 more"
+    rows = told("--train-data-path", "x0", "--valid-data-path", *names, "--multiple-validation-sets")
+    assert len(opened) == 2 * MOST_SHOWN
+    assert rows[-1].strip().endswith("valid:x14 and 485 more")
+
+
+def test_it_is_printed_fast_and_without_torch() -> None:
+    write(Path("a"), 100_000, 1)
+    command = [sys.executable, "-X", "importtime", str(ROOT / "pretrain_gpt.py"), "--check-config", *RUN]
+    before = getrusage(RUSAGE_CHILDREN)
+    done = subprocess.run([*command, "--data-path", "a"], env={"PYTHONPATH": str(ROOT)}, capture_output=True, text=True)
+    after = getrusage(RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("           a: 100,001 documents, 100,000 tokens, 0.01 epochs\nconfig ok\n")
+    assert "torch" not in {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1, "seconds, whoever else computes"
