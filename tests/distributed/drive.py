@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megatron.data.masks import Masks
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
@@ -38,6 +39,7 @@ MODEL = ModelConfig(
 ONE_RANK = ParallelConfig()
 FP64 = PrecisionConfig(params_dtype="fp64")
 TRAINING = TrainingConfig()
+ONE_DOCUMENT = Masks()
 OPTIMIZER = OptimizerConfig(adam_eps=1e-5)
 
 
@@ -47,7 +49,7 @@ class Case:
 
     Attributes:
         masked: some labels do not count, and not equally many in every sample.
-        documents: samples are several documents, and positions start anew in each.
+        documents: where an end of a document is named, samples are several documents, and this is made of them.
     """
 
     model: ModelConfig = MODEL
@@ -57,7 +59,7 @@ class Case:
     optimizer: OptimizerConfig = OPTIMIZER
     dp: int = 1
     masked: bool = True
-    documents: bool = False
+    documents: Masks = ONE_DOCUMENT
     steps: int = 3
 
     @property
@@ -128,14 +130,14 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     if case.masked:  # the later the sample, the fewer of its labels count
         chances = torch.linspace(0.9, 0.3, GLOBAL_BATCH).unsqueeze(1)
         mask = (torch.rand(shape, generator=generator) < chances).float()
-    positions = documents = None
-    if case.documents:
-        starts = torch.rand(shape, generator=generator) < 0.25
-        documents = starts.long().cumsum(1)
-        places = torch.arange(SEQ_LENGTH).expand(shape)
-        positions = places - places.where(starts, 0).cummax(1).values
+    if case.documents.eod is not None:
+        ends = torch.rand(ids.shape, generator=generator) < 0.25
+        ids = ids.masked_fill(ends, case.documents.eod)
+    columns = case.documents.columns(ids[:, :-1].numpy(), ids[:, 1:].numpy())
+    tokens, labels, counts = (torch.from_numpy(column) for column in columns[:3])
+    positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:])
     samples = torch.arange(GLOBAL_BATCH) + step * GLOBAL_BATCH
-    return MicroBatch(ids[:, :-1], ids[:, 1:], mask, samples, step, positions, documents)
+    return MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents)
 
 
 def _rows(batch: MicroBatch, rows: slice) -> MicroBatch:

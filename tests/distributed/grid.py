@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.config.run import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
+from megatron.data.masks import Masks
 from tests.distributed.drive import GLOBAL_BATCH, MODEL, Case
 from tests.distributed.pairwise import Choice
 
@@ -55,6 +56,14 @@ DROPOUT: dict[str, dict[str, Any]] = {
     "attention": {"attention_dropout": 0.2},
 }
 
+EOD = 5
+DOCUMENTS: dict[str, Masks] = {
+    "one": Masks(),
+    "attention": Masks(EOD, reset_attention=True),
+    "positions": Masks(EOD, reset_positions=True),
+    "all": Masks(EOD, reset_positions=True, reset_attention=True, drop_eod=True),
+}
+
 FACTORS: dict[str, tuple[Any, ...]] = {
     "tp": ("1", "2", "2sp", "4", "4sp"),
     "dp": (1, 2),
@@ -72,7 +81,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "biases": tuple(BIASES),
     "activation": choices("activation"),
     "window": (None, 5),
-    "documents": (False, True),
+    "documents": tuple(DOCUMENTS),
     "masked": (True, False),
     "dropout": tuple(DROPOUT),
     "z_loss": (0.0, 1e-2),
@@ -123,8 +132,10 @@ def case_of(choice: Choice) -> Case:
         **RECOMPUTE[c["recompute"]],
     )
     optimizer = OptimizerConfig(optimizer=c["optimizer"], clip_grad=c["clip"], adam_eps=1e-5)
-    batches = {name: c[name] for name in ("dp", "masked", "documents")}
-    return Case(model, parallel, training=training, optimizer=optimizer, **batches)
+    documents = DOCUMENTS[c["documents"]]
+    return Case(
+        model, parallel, training=training, optimizer=optimizer, dp=c["dp"], masked=c["masked"], documents=documents
+    )
 
 
 def label(choice: Choice) -> str:

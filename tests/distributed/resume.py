@@ -58,7 +58,7 @@ def random_pair(seed: int, on_four: bool = False) -> Pair:
     """Two different layouts of a random model; with ``on_four`` maybe on four ranks."""
     chance = random.Random(seed)
     (tp, dp), (other_tp, other_dp) = chance.sample(LAYOUTS + ON_FOUR if on_four else LAYOUTS, 2)
-    model = {name: chance.choice(values) for name, values in FACTORS.items()} | {"documents": False, "masked": False}
+    model = {name: chance.choice(values) for name, values in FACTORS.items()} | {"documents": "one", "masked": False}
     if not valid(model | {"micro_batch": 1, "dp": 1}):
         model["rotary"] = "plain"
     otherwise = {name: chance.choice(FACTORS[name]) for name in OTHERWISE}

@@ -31,7 +31,7 @@ from tests.distributed.drive import (
     reference,
     run_on,
 )
-from tests.distributed.grid import FACTORS, case_of, label, valid
+from tests.distributed.grid import DOCUMENTS, FACTORS, case_of, label, valid
 from tests.distributed.pairwise import Choice, covering, pairs_of, valid_pairs
 from tests.distributed.pool import Pool
 
@@ -160,7 +160,7 @@ def numbers(case: Case) -> tuple[float, float, float]:
 LONG = [
     pytest.param(Case(GQA, TP4_SP, dp=2, steps=20, training=RECOMPUTING), id="tp4-sp-dp2-gqa-dropout-recompute"),
     pytest.param(Case(MQA, TP4, steps=20, training=TrainingConfig(micro_batch_size=2)), id="tp4-mqa-untied"),
-    pytest.param(Case(MODEL, TP2_SP, dp=2, steps=20, documents=True), id="tp2-sp-dp2-documents"),
+    pytest.param(Case(MODEL, TP2_SP, dp=2, steps=20, documents=DOCUMENTS["all"]), id="tp2-sp-dp2-documents"),
 ]
 
 
