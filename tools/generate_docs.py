@@ -22,10 +22,11 @@ Written by `python tools/generate_docs.py` from the classes in `megatron/config/
 
 Values are laid over one another in this order: the defaults below, the model of the checkpoint or of the
 `hf:DIR` that the run starts from, `--preset NAME`, `--config FILE...` (YAML, by group or flat), flags,
-`--set group.field=value`. A later source that says a length in another way (`train_samples` after `train_iters`)
-replaces the earlier one. `--check-config [--world-size N]` checks everything without a GPU, and without importing
-torch, and prints what the run would be and what the start would say of its checkpoint. Booleans take `--x` and
-`--no-x`. Flags cannot be abbreviated.
+`--set group.field=value`. A later source that says a length, or where tokens come from, in another way
+(`train_samples` after `train_iters`, `mock_data` after `data_path`) replaces the earlier one.
+`--check-config [--world-size N]` checks everything without a GPU, and without importing torch, and prints what the
+run would be, what it would read, and what the start would say of its checkpoint. Booleans take `--x` and `--no-x`.
+Flags cannot be abbreviated.
 """
 
 

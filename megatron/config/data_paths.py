@@ -143,7 +143,7 @@ def _of_split(split: str, lists: Mapping[str, Words], data: DataConfig) -> tuple
 
 def way_problems(data: DataConfig) -> Iterator[Problem]:
     """Whether tokens come from one place: the files that one way names, or a generator."""
-    said = [[name for name in way if getattr(data, name)] for way in WAYS]
+    said = [[name for name in way if getattr(data, name) not in (None, (), False)] for way in WAYS]
     used = [names for names in said if names]
     if not used:
         yield Problem("E501", "there is no data", ("--data-path PREFIX", "--mock-data"))
@@ -190,6 +190,8 @@ def _per_split(path: str) -> dict[str, Words]:
     if found:
         raise UserError(found)
     lists = {key: tuple(value.split() if isinstance(value, str) else value or ()) for key, value in pairs}
+    if not any(lists.values()):
+        raise _unusable(f"{flag} names no files", form)
     return {key: Words(words, key, path) for key, words in lists.items() if words}
 
 
@@ -209,10 +211,12 @@ def _is_list_of_words(value: Any) -> bool:
 
 
 def _read(path: str, flag: str) -> str:
+    if not path:
+        raise UserError([Problem("E507", f"{flag} '' names no file; a shell variable may not be set")])
     try:
         return Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not text in UTF-8"
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "it is no file of text in UTF-8"
         raise UserError([Problem("E507", f"{flag} {path} cannot be read: {reason}")]) from None
 
 

@@ -164,6 +164,8 @@ CASES = (
     Case("--per-split-data-args-path tests/golden/data_args/cut_off.json", base=FILES),
     Case("--per-split-data-args-path tests/golden/data_args/list.json", base=FILES),
     Case("--per-split-data-args-path tests/golden/data_args/strange.json", base=FILES),
+    Case("--per-split-data-args-path tests/golden/data_args/nothing.json", base=FILES),
+    Case("--per-split-data-args-path ''", base=FILES),
     Case("--per-split-data-args-path tests/golden/data_args/no_train.json --eval-iters 1", base=FILES),
     Case("--split 90:5:5"),
     Case(f"--data-path {THERE} --split ''", base=FILES),
