@@ -48,13 +48,25 @@ def without_sequences(parts: Iterable[Part]) -> IndexedDataset | None:
     return next((indexed for indexed, part in parts if not part), None)
 
 
-def empty_part(split: str, source: Source, empty: IndexedDataset, needed: int, fixes: Sequence[str]) -> DataError:
-    """The error of a split that got no sequence of ``empty``, although ``needed`` samples of it are."""
+def empty_part(
+    split: str, source: Source, empty: IndexedDataset, needed: int, fixes: Sequence[str], default: bool
+) -> DataError:
+    """The error of a split that got no sequence of ``empty``, although ``needed`` samples of it are.
+
+    Args:
+        split: its name.
+        source: where it comes from.
+        empty: the files of which it has nothing.
+        needed: samples.
+        fixes: what to say instead.
+        default: whether nobody said how the source is cut.
+    """
     if source.split is None:
         seen = f"{empty.prefix} holds no sequence, but {needed:,} {spoken(split)} samples are needed"
         return DataError(seen, "use more data")
+    cut = f"the default --split '{source.split}'" if default else f"--split '{source.split}'"
     return DataError(
-        f"--split '{source.split}' leaves no {spoken(split)} data of the {len(empty):,} sequences in {empty.prefix}, "
+        f"{cut} leaves no {spoken(split)} data of the {len(empty):,} sequences in {empty.prefix}, "
         f"but {needed:,} samples are needed",
         *fixes,
         f"a dataset of more documents than {len(empty)}",
@@ -63,11 +75,9 @@ def empty_part(split: str, source: Source, empty: IndexedDataset, needed: int, f
 
 def skipped(source: Source, empty: IndexedDataset, fixes: Sequence[str]) -> str:
     """A note on test data that nobody asked for and that there are none of."""
-    better = f" ({fixes[0]} does)" if fixes else ""
-    return (
-        f"no test data: the default split, {source.split}, leaves none of the {len(empty):,} sequences in "
-        f"{empty.prefix}{better}"
-    )
+    better = f"; {fixes[0]} leaves some" if fixes else ""
+    seen = f"the default --split '{source.split}' leaves none of the {len(empty):,} sequences in {empty.prefix}"
+    return f"no test data: {seen}{better}"
 
 
 def better_splits(sources: Mapping[str, Source], needed: Iterable[str], files: TokenFiles) -> list[str]:
@@ -75,7 +85,7 @@ def better_splits(sources: Mapping[str, Source], needed: Iterable[str], files: T
     cut = {split: source for split, source in sources.items() if source.split is not None}
     kinds = {kind_of(split) for split in needed if split in cut}
     sizes = {len(files.open(prefix)) for source in cut.values() for prefix in source.blend.prefixes}
-    for weights in _candidates(min(sizes), kinds):
+    for weights in _candidates(min(sizes, default=0), kinds):
         text = ",".join(map(str, weights))
         if all(part for size in sizes for part, weight in zip(split_ranges(text, size), weights) if weight):
             return [f"--split {text}"]

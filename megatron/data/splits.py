@@ -16,5 +16,6 @@ def name_of(split: str) -> str:
 
 
 def spoken(split: str) -> str:
-    """A split in a sentence: ``training``, ``validation``, ``wiki validation``."""
-    return f"{name_of(split)} {WORDS[kind_of(split)]}".strip()
+    """A split in a sentence: ``training``, ``validation``, ``validation (wiki)``."""
+    kind, name = WORDS[kind_of(split)], name_of(split)
+    return f"{kind} ({name})" if name else kind

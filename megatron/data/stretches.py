@@ -79,8 +79,9 @@ def readers(
             makers[split] = _reader(parts, source.blend.weights, training, cache)
             continue
         fixes = better_splits(sources, read, files)
-        if split != "test" or not is_default(data, source):
-            raise empty_part(split, source, empty, needed, fixes)
+        default = is_default(data, source)
+        if split != "test" or not default:
+            raise empty_part(split, source, empty, needed, fixes, default)
         notes.append(skipped(source, empty, fixes))
     return makers, notes
 

@@ -268,3 +268,76 @@ def test_a_run_that_goes_on_in_larger_batches_has_all_it_needs() -> None:
     assert on.stretches["train"] == (400, on.used["train"] - 400)
     assert requested_samples(larger, 1, (30, 240))["train"] == 240 + 20 * 64
     assert len(step_batches(on, "train", 240 + 19 * 64, 64, 0, 1, step=49)) == 32
+
+
+# --- what special ids do ---
+
+DOCUMENTS = [5, 6, 7, 0, 8, 0, 9, 9, 0, 3, 3, 3, 1]
+FLAGS = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+PACKED = replace(TRAINING, seq_length=12, micro_batch_size=1, global_batch_size=1, train_iters=1, eval_iters=0)
+
+
+def only_batch(data: DataConfig, vocab_size: int = 10) -> MicroBatch:
+    """The only sample of one sequence."""
+    (batch,) = step_batches(build_data(data, PACKED, vocab_size, 1), "train", 0, 1, 0, 1, step=0)
+    return batch
+
+
+@pytest.fixture
+def packed(tmp_path: Path) -> DataConfig:
+    return replace(write(tmp_path / "x", [DOCUMENTS]), eod_id=0)
+
+
+@pytest.mark.parametrize("flags", [(), FLAGS[:1], FLAGS[1:2], FLAGS[2:], FLAGS], ids=str)
+def test_documents_of_a_sample(packed: DataConfig, flags: tuple[str, ...]) -> None:
+    batch = only_batch(replace(packed, **dict.fromkeys(flags, True)))
+    assert batch.tokens.tolist() == [[5, 6, 7, 0, 8, 0, 9, 9, 0, 3, 3, 3]]
+    assert batch.loss_mask.dtype == torch.float32
+    counts = [1, 1, 1, 0, 1, 0, 1, 1, 0, 1, 1, 1] if "eod_mask_loss" in flags else [1] * 12
+    assert batch.loss_mask.tolist() == [counts]
+    positions = [[0, 1, 2, 3, 0, 1, 0, 1, 2, 0, 1, 2]] if "reset_position_ids" in flags else None
+    assert (None if batch.positions is None else batch.positions.tolist()) == positions
+    documents = [[0, 0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3]] if "reset_attention_mask" in flags else None
+    assert (None if batch.documents is None else batch.documents.tolist()) == documents
+
+
+def with_record(data: DataConfig, eod: int, pad: int | None = None) -> DataConfig:
+    """The data with a record of a tokenizer, from which the end of a document is known."""
+    record = TokenizerRecord("HuggingFaceTokenizer", 10, eod, "0" * 16, pad)
+    Path(f"{data.data_path[0]}.{RECORD}").write_bytes(record.to_bytes())
+    return replace(data, eod_id=None)
+
+
+def test_the_record_says_what_ends_a_document(packed: DataConfig) -> None:
+    for eod, counts in ((0, [1, 1, 1, 0, 1, 0, 1, 1, 0, 1, 1, 1]), (9, [1, 1, 1, 1, 1, 1, 0, 0, 1, 1, 1, 1])):
+        assert only_batch(replace(with_record(packed, eod), eod_mask_loss=True)).loss_mask.tolist() == [counts]
+
+
+@pytest.mark.parametrize("flag", FLAGS)
+def test_an_unknown_end_of_a_document_is_an_error(packed: DataConfig, flag: str) -> None:
+    bare = replace(packed, eod_id=None)
+    sentence = f"--{flag.replace('_', '-')} needs the id that ends a document, and nothing beside the data says"
+    with pytest.raises(DataError, match=rf"{sentence} which it is\n  fix: --eod-id ID"):
+        only_batch(replace(bare, **{flag: True}))
+    with pytest.raises(DataError, match="--eod-id 10, but the vocabulary has ids"):
+        only_batch(replace(bare, eod_id=10))
+
+
+def test_padding_is_neither_read_nor_learned(packed: DataConfig) -> None:
+    batch = only_batch(with_record(packed, 0, pad=3))
+    assert batch.tokens.tolist() == [[5, 6, 7, 0, 8, 0, 9, 9, 0, 0, 0, 0]]
+    assert batch.labels.tolist() == [[6, 7, 0, 8, 0, 9, 9, 0, 0, 0, 0, 1]]
+    assert batch.loss_mask.tolist() == [[1, 1, 1, 1, 1, 1, 1, 1, 0, 0, 0, 1]]
+
+
+def test_padding_that_ends_documents_does_not_take_their_ends_away(packed: DataConfig) -> None:
+    batch = only_batch(replace(with_record(packed, 0, pad=0), reset_attention_mask=True))
+    plain = only_batch(replace(with_record(packed, 0), reset_attention_mask=True))
+    assert batch.loss_mask.sum() == 12
+    assert torch.equal(batch.labels, plain.labels)
+    assert int(batch.documents[0, -1]) == 3 if batch.documents is not None else False
+
+
+def test_ids_are_checked_before_padding_is_blanked(packed: DataConfig) -> None:
+    with pytest.raises(DataError, match="training sample 0 holds id 9, but the vocabulary has ids"):
+        only_batch(packed, vocab_size=9)
