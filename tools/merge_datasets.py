@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-import time
 from collections.abc import Sequence
+from contextlib import closing
 
 from megatron.data.errors import DataError
 from megatron.data.merge import Part, check_output, check_parts, find_prefixes, merge
-
-SECONDS = 5.0  # between two lines of progress
+from megatron.data.meter import Meter
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -29,29 +28,6 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-class Meter:
-    """Says on stderr, now and then, how many of ``total`` bytes are copied."""
-
-    def __init__(self, total: int) -> None:
-        self._total = total
-        self._done = 0
-        self._start = self._said = time.monotonic()
-
-    def add(self, num_bytes: int) -> None:
-        """Count what was copied."""
-        self._done += num_bytes
-        now = time.monotonic()
-        if now - self._said < SECONDS:
-            return
-        self._said = now
-        rate = self._done / max(now - self._start, 1e-9)
-        left = (self._total - self._done) / rate
-        print(
-            f"{self._done / 1e9:,.2f} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s, {left:,.0f} s left",
-            file=sys.stderr,
-        )
-
-
 def main(argv: Sequence[str]) -> int:
     """Write the pair and print what and where it is.
 
@@ -67,7 +43,9 @@ def main(argv: Sequence[str]) -> int:
         check_output(args.input, parts, args.output_prefix)
         for part in parts:
             print(f"{part.prefix}: {part.documents:,} documents, {part.tokens:,} tokens")
-        merge(parts, args.output_prefix, Meter(sum(part.num_bytes for part in parts)).add)
+        meter = Meter(sys.stderr, sum(part.num_bytes for part in parts))
+        with closing(meter):
+            merge(parts, args.output_prefix, meter.add)
     except (DataError, OSError) as error:
         return _fail(error, 1)
     except KeyboardInterrupt:

@@ -43,6 +43,7 @@ class IndexedDataset:
     Attributes:
         dtype: type of the ids.
         lengths: int32 ``[S]`` tokens of each sequence.
+        pointers: int64 ``[S]`` byte where each sequence starts.
         documents: int64 ``[D + 1]`` sequences before each document, and in all.
         num_tokens: tokens of all sequences.
         tokens: ids ``[num_tokens]`` of all sequences, a read-only view of the file.
@@ -66,7 +67,7 @@ class IndexedDataset:
         self._check_index_size(len(index), parts[-1], header.sequences)
         self.dtype = header.dtype
         self.lengths = index[parts[0] : parts[1]].view("<i4")
-        self._pointers = index[parts[1] : parts[2]].view("<i8")
+        self.pointers = index[parts[1] : parts[2]].view("<i8")
         self.documents = index[parts[2] : parts[3]].view("<i8")
         self._check_documents()
         self.num_tokens = self._check_sequences()
@@ -112,7 +113,7 @@ class IndexedDataset:
         end = held if length is None else offset + length
         if not 0 <= offset <= end <= held:
             raise IndexError(f"tokens {offset}..{end} of sequence {i} of {self.prefix}, which has {held}")
-        start = int(self._pointers[i]) // self.dtype.itemsize
+        start = int(self.pointers[i]) // self.dtype.itemsize
         return self.tokens[start + offset : start + end]
 
     def _read_header(self, index: NDArray[np.uint8]) -> _Header:
@@ -152,7 +153,7 @@ class IndexedDataset:
         tokens = 0
         for first in range(0, len(self), ENTRIES_PER_CHECK):
             part = slice(first, first + ENTRIES_PER_CHECK)
-            lengths, pointers = self.lengths[part], self._pointers[part]
+            lengths, pointers = self.lengths[part], self.pointers[part]
             if lengths.min() < 0:
                 i = first + int(lengths.argmin())
                 self._refuse("idx", f"length of sequence {i}", self.lengths[i], "0 or more")
@@ -197,6 +198,8 @@ def _remedies(path: str, error: Exception) -> list[str]:
     for ending in (".bin", ".idx"):
         if prefix.endswith(ending):
             return [f"give the path without {ending}: {prefix.removesuffix(ending)}"]
+    if os.path.isdir(prefix):
+        return [f"name a pair in that folder: {os.path.join(prefix, 'NAME')}, without .bin/.idx"]
     if suffix == ".bin" and os.path.exists(f"{prefix}.idx"):
         return ["copy both files again"]
     return ["give the path without .bin/.idx, as tools/preprocess_data.py printed it"]

@@ -240,6 +240,8 @@ def test_what_helps_fits_what_is_wrong(small: Path) -> None:
         IndexedDataset(f"{small}.bin")
     with pytest.raises(DataError, match=r"fix: give the path without \.bin/\.idx, as"):
         IndexedDataset(f"{small}2")
+    with pytest.raises(DataError, match=rf"fix: name a pair in that folder: {small.parent}/NAME"):
+        IndexedDataset(small.parent)
     with pytest.raises(DataError, match="embedded null byte"):
         IndexedDataset("a\0b")
     small.with_suffix(".bin").unlink()

@@ -14,8 +14,8 @@ import pytest
 
 from megatron.data.errors import DataError
 from megatron.data.indexed import IndexedDataset
+from megatron.data.meter import Meter
 from tests.unit.data.pairs import content, pair, write
-from tools import merge_datasets
 from tools.merge_datasets import main
 from tools.preprocess_data import main as preprocess
 
@@ -61,20 +61,13 @@ def test_multimodal_data_are_refused(capsys: pytest.CaptureFixture[str]) -> None
     assert "the modes of multimodal data are not read" in capsys.readouterr().err
 
 
-def test_progress_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(merge_datasets, "SECONDS", 0.0)
-    a = str(write(tmp_path / "a", [[1] * 500_000]))
-    assert main(["--input", a, "--output-prefix", str(tmp_path / "all")]) == 0
-    assert capsys.readouterr().err.startswith("0.00 of 0.00 GB, ")
-
-
 def test_an_interrupt_is_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(meter: merge_datasets.Meter, num_bytes: int) -> None:
+    def interrupt(meter: Meter, num_bytes: int) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(merge_datasets.Meter, "add", interrupt)
+    monkeypatch.setattr(Meter, "add", interrupt)
     a = str(write(tmp_path / "a", [[1]]))
     assert main(["--input", a, "--output-prefix", str(tmp_path / "all")]) == 130
     assert capsys.readouterr().err == "merge_datasets: interrupted, and nothing was written\n"

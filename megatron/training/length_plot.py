@@ -1,0 +1,85 @@
+"""The picture of how long the documents of token files are."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from megatron.data.inspect import Summary
+from megatron.training.console import compact
+from megatron.training.plot import MUTED, STYLE
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+DOCUMENTS, TOKENS, QUANTILE = "#2563eb", "#ea580c", "#52606d"
+BINS = 60
+QUANTILES = (("median", 0.5, "--", 0.98), ("99th percentile", 0.99, ":", 0.9))  # of the documents; height of the words
+
+
+def draw_lengths(summaries: Sequence[tuple[str, Summary]], out: Path) -> None:
+    """Draw a panel for each ``(title, counts)``; ``out`` is replaced only once the picture is complete.
+
+    Raises:
+        ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
+        OSError: when ``out`` cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
+    with rc_context(STYLE):
+        figure = Figure(figsize=(9, 1.4 + 2.6 * len(summaries)), dpi=150, layout="constrained")
+        panels = figure.subplots(len(summaries), 1, sharex=True, squeeze=False)[:, 0]
+        for axes, (title, summary) in zip(panels, summaries):
+            _draw_panel(axes, summary)
+            axes.set_title(title, loc="left", fontweight="bold")
+        panels[-1].set_xlabel("tokens of a document")
+        handles = panels[0].get_legend_handles_labels()[0]
+        figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=9)
+        partial = out.with_name(f".partial-{out.name}")
+        try:
+            figure.savefig(partial)
+            os.replace(partial, out)
+        finally:
+            partial.unlink(missing_ok=True)
+
+
+def _draw_panel(axes: Axes, summary: Summary) -> None:
+    """Which share of the documents, and of the tokens, lies in documents of a length; empty ones are left out."""
+    lengths = summary.lengths
+    edges = bin_edges(lengths.quantile(0), lengths.quantile(1))
+    documents, _ = np.histogram(lengths.values, edges, weights=lengths.counts)
+    tokens, _ = np.histogram(lengths.values, edges, weights=lengths.counts * lengths.values)
+    share = 100 * documents / max(lengths.total, 1)
+    axes.stairs(share, edges, fill=True, color=DOCUMENTS, alpha=0.75, label="documents")
+    axes.stairs(100 * tokens / max(summary.tokens, 1), edges, color=TOKENS, linewidth=1.8, label="tokens")
+    if lengths.total:
+        _mark_quantiles(axes, summary)
+    axes.margins(y=0.25)
+    axes.set_ylim(bottom=0)
+    axes.set_xscale("log")
+    narrow = edges[-1] < 20 * edges[0]
+    axes.xaxis.set_major_formatter(lambda value, _: compact(value, trim=True))
+    axes.xaxis.set_minor_formatter(lambda value, _: compact(value, trim=True) if narrow else "")
+    axes.set_ylabel("share of all (%)")
+    right = f"{summary.documents:,} documents, {compact(summary.tokens)} tokens"
+    axes.set_title(right, loc="right", color=MUTED, fontsize=10)
+
+
+def _mark_quantiles(axes: Axes, summary: Summary) -> None:
+    height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
+    for name, quantile, style, y in QUANTILES:
+        at = summary.lengths.quantile(quantile)
+        axes.axvline(at, color=QUANTILE, linewidth=1.2, linestyle=style)
+        axes.text(at, y, f" {name} {at:,}", transform=height, va="top", fontsize=9)
+
+
+def bin_edges(shortest: int, longest: int) -> np.ndarray:
+    """Whole numbers ``[n + 1]`` whose ratios are about equal, from ``shortest`` to beyond ``longest`` (tokens)."""
+    return np.unique(np.geomspace(max(shortest, 1), longest + 1, BINS + 1).round()) if longest else np.array([1.0, 2.0])

@@ -1,0 +1,194 @@
+"""The tool that looks into token files, as a person runs it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.plain import ByteTokenizer
+from megatron.data.record import RECORD, TokenizerRecord
+from tests.unit.data.pairs import write
+from tools.inspect_dataset import main
+
+ROOT = Path(__file__).parents[3]
+TEXTS = [b"first", b"", b"a \xe2\x82\xac", b"x" * 300]
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> str:
+    """Four documents of bytes, all but the last ended, with a record."""
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        for text in TEXTS[:-1]:
+            writer.add_document([*text, 256] if text else [])
+        writer.add_document(list(TEXTS[-1]))
+        writer.add_file(RECORD, TokenizerRecord.of(ByteTokenizer()).to_bytes())
+    return str(tmp_path / "x")
+
+
+def spoil(prefix: str, number: int) -> None:
+    """Another id for the second token of the last document."""
+    path = Path(f"{prefix}.bin")
+    data = bytearray(path.read_bytes())
+    data[-598:-596] = number.to_bytes(2, "little")
+    path.write_bytes(data)
+
+
+def test_counts(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([prefix]) == 0
+    assert capsys.readouterr() == (
+        f"{prefix}\n"
+        "  documents  4 (1 empty)\n"
+        "  sequences  3 (0 empty)\n"
+        "  tokens     312 of type uint16\n"
+        "  bytes      624 .bin, 110 .idx\n"
+        "  tokens of a document that is not empty: min 6, p10 6, median 6, p90 300, p99 300, max 300, mean 104.0\n"
+        "  tokenizer  ByteTokenizer, 257 ids, 256 ends a document\n",
+        "",
+    )
+
+
+def test_ids_and_samples(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([prefix, "--verify", "--top", "2", "--samples", "4"]) == 0
+    out = capsys.readouterr().out.splitlines()[7:]
+    assert out[:4] == [
+        "  ids        12 different ids; the vocabulary has 257",
+        "  ends       2 of 3 (66.7%) of the documents that are not empty end with 256",
+        '         120             300 times  "x"',
+        '         256               2 times  "<|endoftext|>"',
+    ]
+    assert out[4:] == [
+        "  document 0 of 4: 6 tokens",
+        "    ids  102 105 114 115 116 256",
+        '    text "first<|endoftext|>"',
+        "  document 1 of 4: 0 tokens",
+        '    text ""',
+        "  document 2 of 4: 6 tokens",
+        "    ids  97 32 226 130 172 256",
+        '    text "a €<|endoftext|>"',
+        "  document 3 of 4: 300 tokens, of which the first 256",
+        "    ids  120 120 120 120 120 120 120 120 120 120 120 120 ...",
+        f'    text "{"x" * 256}"',
+    ]
+
+
+def test_an_id_that_is_none_is_told_with_its_place(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil(prefix, 257)
+    assert main([prefix]) == 0
+    assert main([prefix, "--verify", "--samples", "4"]) == 1
+    out, err = capsys.readouterr()
+    assert "    text none: the tokenizer does not have all of these ids\n" in out
+    sentence = "1 of 312 ids are below 0 or not below 257; the first: 257 is token 1 of document 3"
+    assert err == f"inspect_dataset: {prefix}: {sentence}\n"
+    assert main([prefix, "--verify", "--vocab-size", "258"]) == 0
+
+
+def test_for_machines(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    spoil(prefix, 257)
+    flags = ["--json", "--verify", "--top", "1", "--samples", "1"]
+    assert main([f"{prefix}-none", prefix, *flags]) == 1
+    missing, found = map(json.loads, capsys.readouterr().out.splitlines())
+    assert missing.keys() == {"prefix", "problem"}
+    assert missing["problem"].startswith(f"{prefix}-none.idx: No such file")
+    assert found.pop("problem").startswith(f"{prefix}: 1 of 312 ids")
+    assert found == {
+        "prefix": prefix,
+        "documents": 4,
+        "empty_documents": 1,
+        "sequences": 3,
+        "empty_sequences": 0,
+        "tokens": 312,
+        "dtype": "uint16",
+        "bin_bytes": 624,
+        "idx_bytes": 110,
+        "fingerprint": IndexedDataset(prefix).fingerprint,
+        "tokenizer": {"tokenizer_type": "ByteTokenizer", "vocab_size": 257, "eod": 256},
+        "document_tokens": {"min": 6, "p10": 6, "median": 6, "p90": 300, "p99": 300, "max": 300, "mean": 104.0},
+        "verified": {
+            "vocab_size": 257,
+            "eod": 256,
+            "wrong_ids": 1,
+            "documents_that_end": 2,
+            "share_that_ends": pytest.approx(2 / 3),
+            "different_ids": 13,
+        },
+        "most_frequent_ids": [[120, 299]],
+        "samples": [{"document": 0, "tokens": 6, "ids": [102, 105, 114, 115, 116, 256], "text": "first<|endoftext|>"}],
+    }
+
+
+def test_data_without_a_record_are_read_by_flags(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = str(write(tmp_path / "x", [[104, 105, 0]]))
+    assert main([prefix, "--verify", "--samples", "1"]) == 0
+    out = capsys.readouterr().out
+    for line in (
+        "  tokenizer  no record\n",
+        "  ids        3 different ids; nobody says how many the vocabulary has (--vocab-size N)\n",
+        "  ends       nobody says which id ends a document (--eod-id N)\n",
+        "    ids  104 105 0\n",
+    ):
+        assert line in out
+    assert "text" not in out
+    assert main([prefix, "--verify", "--samples", "1", "--tokenizer-type", "ByteTokenizer", "--eod-id", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "the vocabulary has 257\n  ends       1 of 1 (100.0%)" in out
+    assert '    text "hi\\u0000"\n' in out
+
+
+def test_one_damaged_pair_does_not_hide_the_others(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([f"{prefix}-none", prefix]) == 1
+    out, err = capsys.readouterr()
+    assert out.startswith(f"{prefix}\n")
+    assert err.startswith(f"inspect_dataset: {prefix}-none.idx: No such file or directory\n  fix: ")
+
+
+def test_floats_are_no_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prefix = str(write(tmp_path / "x", [[0.5, 2.0]], np.float32))
+    assert main([prefix, "--samples", "1"]) == 0
+    assert "    ids  0.5 2.0\n" in capsys.readouterr().out
+    assert main([prefix, "--verify"]) == 1
+    assert "x: float32 are no ids, and training refuses them\n" in capsys.readouterr().err
+
+
+def test_another_tokenizer_than_recorded_is_refused(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([prefix, "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]) == 1
+    assert "was written with another ByteTokenizer than the flags name" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--samples", "-1"], "--samples and --top are numbers of things to show"),
+        (["--top", "3"], "--top counts ids, which only --verify reads"),
+        (["--tokenizer-model", "x"], "--tokenizer-model says no type"),
+    ],
+)
+def test_flags_that_do_not_go_together(flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["x", *flags]) == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_a_picture(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([prefix, prefix, "--histogram", str(tmp_path / "h.png")]) == 0
+    assert capsys.readouterr().out.endswith(f"lengths of documents: {tmp_path}/h.png\n")
+    assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
+    assert main([prefix, "--json", "--histogram", str(tmp_path / "none" / "h.png")]) == 1
+    out, err = capsys.readouterr()
+    assert json.loads(out)["problem"] is None
+    assert "No such file" in err
+
+
+def test_help_and_counts_need_no_torch(prefix: str) -> None:
+    program = (
+        "import sys\nfrom tools.inspect_dataset import main\n"
+        "main([*sys.argv[1:], '--verify', '--samples', '1'])\nprint({'torch', 'transformers'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, prefix], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "set()"
+    command = [sys.executable, "-m", "tools.inspect_dataset", "--help"]
+    assert "--verify" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
