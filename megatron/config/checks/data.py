@@ -106,9 +106,13 @@ def _missing(prefix: str) -> list[str]:
 
 
 def _not_there(said: Words, prefix: str, missing: Sequence[str]) -> Problem:
-    def instead(other: str) -> tuple[str, ...]:
-        return said.instead([other if word.strip() == prefix else word for word in said.words])
+    def instead(*others: str) -> tuple[str, ...]:
+        changed = (others if word.strip() == prefix else (word,) for word in said.words)
+        return said.instead([word for words in changed for word in words])
 
+    if len(prefix.split()) > 1:
+        sentence = f"{said.origin}: {prefix!r} is one word, because it is quoted, and there are no files of that name"
+        return Problem("E502", sentence, instead(*prefix.split()))
     stem = re.sub(r"\.(bin|idx)$", "", prefix)
     if stem != prefix:
         return Problem("E503", f"{said.origin} {prefix} is a file; its prefix is wanted", instead(stem))

@@ -151,6 +151,7 @@ CASES = (
     Case("--data-path 1e308 no/a 1e308 no/b", base=FILES),
     Case("--data-path 0.3 '' 0.7 no/b", base=FILES),
     Case("--data-path no/a ' ' no/b", base=FILES),
+    Case("--data-path '0.3 no/a 0.7 no/b'", base=FILES),
     Case("--data-path no/such/corpus", base=FILES),
     Case("--data-path no/such/corpus_text_document", base=FILES),
     Case("--data-path no/such/corpus.bin", base=FILES),
