@@ -8,9 +8,13 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
+from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.masks import Columns, Masks
 from megatron.training.health import NonFiniteError
+from megatron.training.history import read_history
 from megatron.training.logging import RunLog
 from megatron.training.loop import train
 from megatron.training.setup import Trainer, build
@@ -122,6 +126,110 @@ def test_what_was_evaluated_at_an_exit_is_not_evaluated_again(tmp_path: Path) ->
     assert start(tiny_run(tmp_path, f"{EVALUATING.format(tmp_path)} --exit-interval 4")).status == 0
     assert start(tiny_run(tmp_path, EVALUATING.format(tmp_path))).status == 0
     assert evaluated(tmp_path) == [2, 4, 6]
+
+
+# --- several sets ---
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Flags of a run that trains on one dataset and evaluates on two others, and in the end on the first."""
+    folder, random = tmp_path_factory.mktemp("corpora"), np.random.default_rng(0)
+    for number, name in enumerate(("train", "wiki", "code")):
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for _ in range(30):
+                writer.add_document(random.integers(10 * number, 10 * number + 10, 20))
+    paths = f"--train-data-path {folder}/train --valid-data-path {folder}/wiki {folder}/code"
+    several = f"{paths} --test-data-path {folder}/train --multiple-validation-sets"
+    return f"--set data.mock_data=false {several} --eval-interval 2 --eval-iters 1"
+
+
+def evaluations(folder: Path) -> list[tuple[str, int]]:
+    """Name and step of every evaluation, in their order."""
+    found = []
+    for record in records(folder, "consumed-samples"):
+        kinds = [kind for kind in ("validation", "test") if f"lm loss {kind}" in record]
+        found += [(record.get("validation-set", kind), record["iteration"]) for kind in kinds]
+    return found
+
+
+BOTH = [("wiki", 2), ("code", 2), ("wiki", 4), ("code", 4), ("wiki", 6), ("code", 6)]
+WHOLE = [*BOTH, ("test", 6)]
+
+
+def test_every_validation_set_has_its_own_loss(tmp_path: Path, corpora: str) -> None:
+    _, trainer = trained(tmp_path, corpora)
+    assert evaluations(tmp_path) == WHOLE
+    losses = column(tmp_path, "lm loss validation", "lm loss validation")[-2:]
+    assert losses == [evaluate(trainer, split).item() for split in ("valid:wiki", "valid:code")]
+    assert losses[0] != losses[1]
+    assert column(tmp_path, "lm loss test", "lm loss test") == [evaluate(trainer, "test").item()]
+
+
+@pytest.mark.parametrize("split", ["valid:wiki", "valid:code", "test"])
+def test_a_run_killed_between_two_sets_repeats_the_step_and_no_more(tmp_path: Path, corpora: str, split: str) -> None:
+    """Nothing is known of a step, and of what was evaluated after it, that no checkpoint holds."""
+
+    def killed(trainer: Trainer, name: str) -> Any:
+        return kill(trainer) if (trainer.iteration, name) == (6, split) else evaluate(trainer, name)
+
+    config = tiny_run(tmp_path, f"{corpora} --save {tmp_path}/saved --save-interval 1")
+    assert start(config, patch("megatron.training.loop.evaluate", killed)).status is None
+    before = WHOLE[: 4 + ["valid:wiki", "valid:code", "test"].index(split)]
+    assert evaluations(tmp_path) == before
+    again = start(config)
+    assert (again.status, list(again.samples)) == (0, [6])
+    assert evaluations(tmp_path) == [*before, *WHOLE[4:]]
+    assert start(config).status == 0
+    assert evaluations(tmp_path) == [*before, *WHOLE[4:]]
+
+
+def test_a_run_stopped_before_evaluating_makes_up_for_every_set(tmp_path: Path, corpora: str) -> None:
+    """Also where it is killed between two of them: those of a step that is saved are all done again."""
+    config = tiny_run(tmp_path, f"{corpora} --save {tmp_path}/saved")
+    start(config, before_step(4, lambda trainer: signal.raise_signal(signal.SIGTERM)))
+    assert evaluations(tmp_path) == BOTH[:2]
+
+    def killed(trainer: Trainer, name: str) -> Any:
+        return kill(trainer) if name == "valid:code" else evaluate(trainer, name)
+
+    start(config, patch("megatron.training.loop.evaluate", killed))
+    start(config)
+    assert evaluations(tmp_path) == [*BOTH[:3], *WHOLE[2:]]
+    history = read_history(tmp_path / "metrics.jsonl")
+    assert [(point.name.split()[-1], point.iteration) for point in history.evaluations] == WHOLE
+
+
+def test_test_data_are_read_at_the_end_of_each_run(tmp_path: Path, corpora: str) -> None:
+    """Not where it only stops on its way."""
+    saving = f"{corpora} --save {tmp_path}/saved"
+    start(tiny_run(tmp_path, f"{saving} --exit-interval 4"))
+    assert column(tmp_path, "iteration", "lm loss test") == []
+    start(tiny_run(tmp_path, saving))
+    start(tiny_run(tmp_path, f"{saving} --train-iters 8 --load {tmp_path}/saved --resume-mode new-schedule"))
+    assert column(tmp_path, "iteration", "lm loss test") == [6, 8]
+
+
+def test_a_set_that_is_new_is_evaluated(tmp_path: Path, corpora: str) -> None:
+    """After the step that a finished run ended with."""
+    one = corpora.replace("--multiple-validation-sets", "")
+    assert start(tiny_run(tmp_path, f"{one} --save {tmp_path}/saved")).status == 0
+    told = start(tiny_run(tmp_path, f"{corpora} --save {tmp_path}/saved"))
+    assert (told.status, told.samples) == (0, {})
+    assert evaluations(tmp_path)[-3:] == [("test", 6), ("wiki", 6), ("code", 6)]
+
+
+def test_where_no_label_counts_there_is_no_loss_and_no_harm(tmp_path: Path) -> None:
+    def masked(masks: Masks, tokens: Any, labels: Any) -> Columns:
+        return Columns(tokens, labels, np.zeros(tokens.shape, dtype=np.float32), None, None)
+
+    with patch.object(Masks, "columns", masked):
+        status, trainer = trained(tmp_path, "--eval-iters 1")
+    assert status == 0
+    assert column(tmp_path, "lm loss") == [0.0] * 6
+    assert column(tmp_path, "grad-norm") == [0.0] * 6
+    assert column(tmp_path, "lm loss validation", "lm loss validation") == [None]
+    assert all(p.isfinite().all() for p in trainer.chunk.parameters())
 
 
 def test_evaluation_changes_nothing(tmp_path: Path) -> None:
