@@ -2,6 +2,10 @@
 
 The rules are Megatron-LM's. With weights every source gives its share of the samples asked for, rounded up, and is
 laid out for 0.5 % more. Without weights every source is laid out for one epoch and gives in proportion to its length.
+
+Rounded up, the shares of many sources may be much more than was asked for, and a small source too short for its part
+of that. Megatron-LM stops there; here such a blend ends before the first sample that a source does not have. It has
+the samples asked for: among these, no source is ever asked for more than its share.
 """
 
 from __future__ import annotations
@@ -10,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from megatron.data.blend import BlendedDataset, BlendIndex, blend_index, exhaustive_index, normalised
+from megatron.data.blend import BlendedDataset, BlendIndex, blend_index, exhaustive_index, normalised, within
 from megatron.data.cache import Cache, Tables
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
@@ -43,7 +47,7 @@ def build_stretch(
         cache: keeps the tables; None: they are built in memory.
 
     Raises:
-        DataError: when a source holds no sample, a weight is not above 0, or the blend asks for more than it has.
+        DataError: when a source holds no sample, a weight is not above 0, or numba is needed and missing.
         ValueError: when there are weights, but no number of samples.
     """
     builder = _Builder(seq_length, seed % SEEDS, cache)
@@ -112,7 +116,8 @@ class _Builder:
         weights: Sequence[float] | None,
     ) -> BlendedDataset:
         tables = self._tables(kind, facts, lambda: dict(zip(("datasets", "samples"), build())))
-        return BlendedDataset(datasets, tables["datasets"], tables["samples"], weights)
+        index = within((tables["datasets"], tables["samples"]), list(map(len, datasets)))
+        return BlendedDataset(datasets, *index, weights)
 
     def _tables(self, kind: str, facts: Mapping[str, object], build: Callable[[], Tables], source: str = "") -> Tables:
         return build() if self.cache is None else self.cache.tables(kind, facts, build, source)

@@ -3,21 +3,18 @@
 The documents of a split are laid end to end, ``epochs`` times, each epoch shuffled; the line is cut every
 ``seq_length`` tokens (neighbouring samples share one token: the last label of one is the first token of the next),
 and the samples are shuffled. Three tables say all this (`SampleOrder`); building them is separate from reading.
-
-How many samples were asked for decides the order, so a run that goes on for longer than it was planned for does not
-ask anew: it appends an order of its own seed (`extend_order`), and no earlier sample changes its place.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from functools import cached_property, reduce
+from functools import cached_property
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import DTypeLike, NDArray
 
 from megatron.data.dataset import Dataset, Reading, Sample
 from megatron.data.digest import fingerprint, mix
@@ -26,6 +23,7 @@ from megatron.data.indexed import IndexedDataset
 
 SPLITS = ("train", "valid", "test")
 SEPARATE_BELOW = 0.80  # share of an epoch's samples below which a cut-off last epoch is shuffled apart
+SEQUENCES_AT_ONCE = 1 << 16  # few enough that what is computed from them stays in the processor's cache
 
 
 class SampleOrder(NamedTuple):
@@ -34,7 +32,7 @@ class SampleOrder(NamedTuple):
     Attributes:
         documents: int32 ``[epochs * sequences]``, sequence numbers in the order they are read.
         samples: int ``[n + 1, 2]``, sample ``j`` starts in the sequence at place ``samples[j, 0]`` of ``documents``,
-            at token ``samples[j, 1]``, and ends where row ``j + 1`` says. (One row more for every order appended.)
+            at token ``samples[j, 1]``, and ends where row ``j + 1`` says.
         shuffle: uint32 ``[n]``, the sample at each place of the stream.
         epochs: passes over the split that were laid end to end.
         tokens: tokens of one pass.
@@ -145,45 +143,9 @@ def build_order(
     apart = _samples_before_last_epoch(tokens, epochs, num_samples, seq_length)
     random = np.random.RandomState(seed)  # this generator is part of the order
     documents = _document_index(part, epochs, apart is not None, random)
-    samples = _sample_index(lengths[documents], (epochs * tokens - 1) // seq_length, seq_length)
+    samples = _sample_index(lengths, documents, (epochs * tokens - 1) // seq_length, seq_length)
     shuffle = _shuffle_index(len(samples) - 1, apart, random)
     return SampleOrder(documents, samples, shuffle, epochs, tokens, part, seq_length)
-
-
-def extend_order(
-    lengths: NDArray[np.int32], part: range, stretches: Sequence[int], used: int, seq_length: int, seed: int
-) -> tuple[SampleOrder, tuple[int, ...]]:
-    """The orders made for ``stretches`` samples each, end to end, and one more where they hold fewer than ``used``.
-
-    Stretch ``i`` is `build_order` with ``seed + i``; all its samples count, also those beyond the number it was made
-    for, so that what was begun of an epoch is read to its end. Returns the stretches with the one that was added.
-
-    Raises:
-        DataError: as `build_order`.
-    """
-    orders = [build_order(lengths, part, n, seq_length, _stretch_seed(seed, i)) for i, n in enumerate(stretches)]
-    missing = used - sum(len(order.shuffle) for order in orders)
-    if missing <= 0:
-        return reduce(_append, orders), tuple(stretches)
-    orders.append(build_order(lengths, part, missing, seq_length, _stretch_seed(seed, len(stretches))))
-    return reduce(_append, orders), (*stretches, missing)
-
-
-def _stretch_seed(seed: int, stretch: int) -> int:
-    return (seed + stretch) % 2**32
-
-
-def _append(one: SampleOrder, other: SampleOrder) -> SampleOrder:
-    """Two orders of one split, end to end; the rows of each point into its own part of the tables."""
-    documents = np.concatenate((one.documents, other.documents))
-    samples = np.concatenate((one.samples, other.samples + np.array((len(one.documents), 0))))
-    shuffle = np.concatenate((one.shuffle, other.shuffle + np.int64(len(one.samples))))
-    return one._replace(
-        documents=documents,
-        samples=samples.astype(_sample_dtype(len(documents))),
-        shuffle=shuffle.astype(_shuffle_dtype(len(samples))),
-        epochs=one.epochs + other.epochs,
-    )
 
 
 def _epochs(tokens: int, num_samples: int | None, seq_length: int) -> int:
@@ -206,39 +168,43 @@ def _samples_before_last_epoch(tokens: int, epochs: int, num_samples: int | None
 
 
 def _document_index(part: range, epochs: int, apart: bool, random: np.random.RandomState) -> NDArray[np.int32]:
-    once = np.arange(part.start, part.stop, dtype=np.int32)
+    once = np.arange(part.start, part.stop)
     runs = [np.tile(once, n) for n in ((epochs - 1, 1) if apart else (epochs,))]
-    for run in runs:
-        random.shuffle(run)
-    return np.concatenate(runs)
+    return _shuffled(runs, np.int32, random)
 
 
-def _sample_index(lengths: NDArray[np.int32], samples: int, seq_length: int) -> NDArray[Any]:
-    """Place and offset where each of ``samples`` samples starts, and where the last ends.
+def _sample_index(
+    lengths: NDArray[np.int32], documents: NDArray[np.int32], samples: int, seq_length: int
+) -> NDArray[Any]:
+    """Place and offset where each of ``samples`` samples starts, and where the last ends: int ``[samples + 1, 2]``.
 
-    ``lengths`` are those of the sequences in reading order. Sample ``j`` starts at token ``j * seq_length`` of the
-    line, which lies in the first sequence that ends beyond it.
+    ``lengths`` are those of all sequences, ``documents`` the sequences in reading order. Sample ``j`` starts at token
+    ``j * seq_length`` of the line. So ``ceil(end / seq_length)`` samples start before a sequence's end; those that did
+    not start before its begin start in it.
     """
-    ends = np.cumsum(lengths, dtype=np.int64)
-    starts = np.arange(samples + 1, dtype=np.int64) * seq_length
-    places = np.searchsorted(ends, starts, side="right")
-    places[0] = 0  # where an empty sequence comes first, the first sample starts in it
-    offsets = starts - (ends[places] - lengths[places])
-    return np.stack((places, offsets), axis=1).astype(_sample_dtype(len(lengths)))
-
-
-def _sample_dtype(documents: int) -> type[np.signedinteger[Any]]:
-    return np.int32 if documents < 2**31 else np.int64
-
-
-def _shuffle_dtype(samples: int) -> type[np.integer[Any]]:
-    return np.uint32 if samples < 2**32 - 2 else np.int64
+    rows = np.empty((samples + 1, 2), np.int32 if len(documents) < 2**31 else np.int64)
+    begin = started = 0
+    for place in range(0, len(documents), SEQUENCES_AT_ONCE):
+        block = lengths[documents[place : place + SEQUENCES_AT_ONCE]]
+        ends = begin + np.cumsum(block, dtype=np.int64)
+        upto = -(-ends // seq_length)
+        counts = np.diff(upto, prepend=started)
+        here = slice(started, int(upto[-1]))
+        rows[here, 0] = np.repeat(np.arange(place, place + len(block)), counts)
+        rows[here, 1] = np.arange(here.start, here.stop) * seq_length - np.repeat(ends - block, counts)
+        begin, started = int(ends[-1]), here.stop
+    rows[0, 0] = 0  # where an empty sequence comes first, the first sample starts in it
+    return rows
 
 
 def _shuffle_index(samples: int, apart: int | None, random: np.random.RandomState) -> NDArray[Any]:
-    dtype = _shuffle_dtype(samples)
     cuts = (0, samples) if apart is None else (0, apart, samples)
-    runs = [np.arange(begin, end, dtype=dtype) for begin, end in zip(cuts, cuts[1:])]
+    runs = [np.arange(begin, end) for begin, end in zip(cuts, cuts[1:])]
+    return _shuffled(runs, np.uint32 if samples < 2**32 - 2 else np.int64, random)
+
+
+def _shuffled(runs: Sequence[NDArray[np.int64]], dtype: DTypeLike, random: np.random.RandomState) -> NDArray[Any]:
+    """Each run shuffled, end to end. The order is the same for every type, and numpy is fastest at 64 bits."""
     for run in runs:
         random.shuffle(run)
-    return np.concatenate(runs)
+    return np.concatenate(runs, dtype=dtype, casting="unsafe")

@@ -1,8 +1,10 @@
-"""The sample order against Megatron-LM's own tables, and against its loop written out."""
+"""The sample order against Megatron-LM's own tables, and against its description followed step by step."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,22 +13,28 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import SPLITS, GPTDataset, build_order, extend_order, split_ranges
+from megatron.data.gpt_dataset import SEQUENCES_AT_ONCE, SPLITS, GPTDataset, SampleOrder, build_order, split_ranges
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from tests.unit.data import megatron_order
 
-GOLDEN = Path(__file__).parents[2] / "golden" / "megatron" / "case0"
+GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
+CASES = {f"case{case['case']}": case for case in json.loads((GOLDEN / "cases.json").read_text())["cases"]}
+ASKED = {"train": "n", "valid": "nv", "test": "nt"}
 A = np.array([5, 3, 8, 1, 7, 4, 6, 2, 9, 5], dtype=np.int32)
 
 
 # --- what Megatron-LM gave ---
 
 
-@pytest.mark.parametrize(("split", "samples"), [("train", 400), ("valid", 20), ("test", 5)])
-def test_tables_and_samples_of_megatron(split: str, samples: int) -> None:
-    golden = np.load(GOLDEN.with_suffix(".npz"))
-    indexed = IndexedDataset(GOLDEN)
-    part = split_ranges("90,8,2", len(indexed))[SPLITS.index(split)]
-    order = build_order(indexed.lengths, part, samples, 32, 1234)
+@pytest.mark.parametrize(
+    ("name", "split"), [(name, split) for name, case in CASES.items() for split in SPLITS if case[ASKED[split]]]
+)
+def test_tables_and_samples_of_megatron(name: str, split: str) -> None:
+    case: dict[str, Any] = CASES[name]
+    golden = np.load(GOLDEN / f"{name}.npz")
+    indexed = IndexedDataset(GOLDEN / name)
+    part = split_ranges(case["split"], len(indexed))[SPLITS.index(split)]
+    order = build_order(indexed.lengths, part, case[ASKED[split]], case["seq"], case["seed"])
     for name, table in (("document", order.documents), ("sample", order.samples), ("shuffle", order.shuffle)):
         expected = golden[f"{split}_{name}_index"]
         assert table.dtype == expected.dtype
@@ -64,67 +72,66 @@ def test_order_with_a_last_epoch_shuffled_apart() -> None:
 # --- the format description, step by step ---
 
 
-def walk(lengths: list[int], samples: int, seq_length: int) -> list[list[int]]:
-    """Sample starts by walking from document to document, as the description's loop does."""
-    rows, place, offset = [[0, 0]], 0, 0
-    for _ in range(samples):
-        remaining = seq_length + 1
-        while remaining:
-            length = lengths[place] - offset
-            remaining -= length
-            if remaining <= 0:
-                offset += remaining + length - 1
-                remaining = 0
-            else:
-                place, offset = place + 1, 0
-        rows.append([place, offset])
-    return rows
-
-
-def smallest_epochs(tokens: int, needed: int) -> int:
-    epochs = 1
-    while epochs * tokens < needed:
-        epochs += 1
-    return epochs
+def equal(order: SampleOrder, expected: megatron_order.Tables) -> bool:
+    return (
+        order.epochs == expected.epochs
+        and order.documents.tolist() == expected.documents.tolist()
+        and order.samples.tolist() == [list(row) for row in expected.samples]
+        and order.shuffle.tolist() == expected.shuffle
+        and [table.dtype for table in order.tables.values()] == [np.int32, np.int32, np.uint32]
+    )
 
 
 @settings(max_examples=300, deadline=None)
 @given(
     lengths=st.lists(st.integers(0, 12), min_size=1, max_size=12),
+    ends=st.tuples(st.integers(0, 12), st.integers(0, 12)),
     samples=st.one_of(st.none(), st.integers(1, 40)),
     seq_length=st.integers(1, 20),
     seed=st.integers(0, 2**32 - 1),
 )
-def test_tables_equal_the_description(lengths: list[int], samples: int | None, seq_length: int, seed: int) -> None:
-    tokens = sum(lengths)
-    assume(tokens > (seq_length if samples is None else 0))
-    order = build_order(np.array(lengths, dtype=np.int32), range(len(lengths)), samples, seq_length, seed)
-
-    epochs = 1 if samples is None else smallest_epochs(tokens, samples * seq_length + 1)
-    apart = None
-    if samples is not None and epochs > 1:
-        before = ((epochs - 1) * tokens - 1) // seq_length
-        assert 0 <= samples - before <= (tokens - 1) // seq_length + 1
-        if samples - before < int(0.80 * ((tokens - 1) // seq_length)):
-            apart = before
-    random = np.random.RandomState(seed)
-    documents = np.tile(np.arange(len(lengths), dtype=np.int32), epochs if apart is None else epochs - 1)
-    random.shuffle(documents)
-    if apart is not None:
-        last = np.arange(len(lengths), dtype=np.int32)
-        random.shuffle(last)
-        documents = np.concatenate([documents, last])
-    count = (epochs * tokens - 1) // seq_length
-    first, rest = np.arange(0, count if apart is None else apart), np.arange(count if apart is None else apart, count)
-    random.shuffle(first)
-    if len(rest):
-        random.shuffle(rest)
-
-    assert order.epochs == epochs
-    assert order.documents.tolist() == documents.tolist()
-    assert order.samples.tolist() == walk([lengths[d] for d in documents], count, seq_length)
-    assert order.shuffle.tolist() == [*first, *rest]
+def test_tables_equal_the_description(
+    lengths: list[int], ends: tuple[int, int], samples: int | None, seq_length: int, seed: int
+) -> None:
+    part = range(min(*ends, len(lengths)), min(max(ends), len(lengths)))
+    assume(sum(lengths[i] for i in part) > (seq_length if samples is None else 0))
+    order = build_order(np.array(lengths, dtype=np.int32), part, samples, seq_length, seed)
+    assert equal(order, megatron_order.tables(lengths, list(part), samples, seq_length, seed))
     assert samples is None or len(order.shuffle) >= samples
+
+
+@pytest.mark.parametrize("seq_length", [3, 100])
+def test_tables_of_more_sequences_than_are_counted_at_once(seq_length: int) -> None:
+    lengths = np.random.RandomState(5).randint(0, 9, 2 * SEQUENCES_AT_ONCE + 7).astype(np.int32)
+    part, size = range(3, len(lengths) - 2), int(lengths.sum()) // seq_length + 5
+    order = build_order(lengths, part, size, seq_length, 7)
+    assert order.epochs == 2
+    assert equal(order, megatron_order.tables(lengths.tolist(), list(part), size, seq_length, 7))
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.integers(0, 12), min_size=2, max_size=12),
+    samples=st.integers(1, 30),
+    seq_length=st.integers(1, 20),
+)
+def test_samples_equal_the_description(
+    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], samples: int, seq_length: int
+) -> None:
+    assume(sum(lengths))
+    texts = [[100 * i + n for n in range(length)] for i, length in enumerate(lengths)]
+    prefix = tmp_path_factory.mktemp("text") / "x"
+    with IndexedDatasetWriter(prefix, np.int32) as writer:
+        for text in texts:
+            writer.add_sequence(text)
+            writer.end_document()
+    indexed = IndexedDataset(prefix)
+    dataset = GPTDataset(indexed, build_order(indexed.lengths, range(len(lengths)), samples, seq_length, 7))
+    expected = megatron_order.tables(lengths, list(range(len(lengths))), samples, seq_length, 7)
+    for i in range(len(dataset)):
+        ids = megatron_order.item(texts, expected, i)
+        assert dataset[i].tokens.tolist() == ids[:-1]
+        assert dataset[i].labels.tolist() == ids[1:]
 
 
 @settings(max_examples=60, deadline=None)
@@ -155,7 +162,7 @@ def test_samples_are_the_stretches_of_the_line(
 
 
 def test_a_sample_outside_is_refused() -> None:
-    indexed = IndexedDataset(GOLDEN)
+    indexed = IndexedDataset(GOLDEN / "case0")
     dataset = GPTDataset(indexed, build_order(indexed.lengths, range(200), None, 32, 1))
     for i in (-1, len(dataset)):
         with pytest.raises(IndexError, match=f"sample {i} of a dataset of {len(dataset)}"):
@@ -173,64 +180,20 @@ def test_a_tiny_split_is_repeated_as_often_as_needed() -> None:
     assert (order.epochs, len(order.shuffle)) == (25, 3)
 
 
-# --- an order that grows ---
+def test_tables_from_a_cache_are_the_order_again() -> None:
+    order = build_order(A, range(2, 9), 20, 8, 1234)
+    again = SampleOrder.of(order.tables, A, range(2, 9), 8)
+    assert again[3:] == order[3:]
+    assert all(one is other for one, other in zip(again[:3], order[:3]))
 
 
-def starts_by_hand(lengths: list[int], stretches: list[int], seq_length: int, seed: int) -> list[list[int]]:
-    """Ids of all samples in the order of the stream, each stretch read from its own tables."""
-    texts = [[1000 * d + i for i in range(length)] for d, length in enumerate(lengths)]
-    samples = []
-    for index, count in enumerate(stretches):
-        order = build_order(np.array(lengths, dtype=np.int32), range(len(lengths)), count, seq_length, seed + index)
-        line = [token for d in order.documents for token in texts[d]]
-        samples += [line[j * seq_length : (j + 1) * seq_length] for j in order.shuffle.tolist()]
-    return samples
-
-
-@settings(max_examples=40, deadline=None)
-@given(
-    lengths=st.lists(st.integers(1, 12), min_size=1, max_size=8),
-    begun=st.lists(st.integers(1, 20), min_size=1, max_size=3),
-    used=st.integers(1, 120),
-    seq_length=st.integers(1, 9),
-)
-def test_a_longer_run_appends_and_changes_nothing_before(
-    tmp_path_factory: pytest.TempPathFactory, lengths: list[int], begun: list[int], used: int, seq_length: int
-) -> None:
-    prefix = tmp_path_factory.mktemp("grow") / "x"
-    with IndexedDatasetWriter(prefix, np.int32) as writer:
-        for i, length in enumerate(lengths):
-            writer.add_document(np.arange(length) + 1000 * i)
-    indexed = IndexedDataset(prefix)
-    part = range(len(lengths))
-    before, same = extend_order(indexed.lengths, part, begun, 1, seq_length, 7)
-    order, stretches = extend_order(indexed.lengths, part, begun, used, seq_length, 7)
-    held = len(before.shuffle)
-    assert same == tuple(begun)
-    assert stretches == tuple(begun) + ((used - held,) if used > held else ())
-    dataset = GPTDataset(indexed, order)
-    assert len(dataset) >= used
-    expected = starts_by_hand(lengths, list(stretches), seq_length, 7)
-    assert [dataset[i].tokens.tolist() for i in range(len(dataset))] == expected
-    first = GPTDataset(indexed, before)
-    assert [first[i].tokens.tolist() for i in range(held)] == expected[:held]
-    places = np.arange(held)
-    assert first.identities(places).tolist() == dataset.identities(places).tolist()
-    again, kept = extend_order(indexed.lengths, part, stretches, used, seq_length, 7)
-    assert kept == stretches, "what was appended is frozen in its turn"
-    assert all(np.array_equal(a, b) for a, b in zip(order[:3], again[:3]))
-    assert [t.dtype for t in order[:3]] == [np.int32, np.int32, np.uint32]
-
-
-def test_a_longer_run_first_reads_what_is_left_of_the_epoch() -> None:
-    order, stretches = extend_order(A, range(10), (2,), 6, 8, 1234)
-    assert stretches == (2,)
-    assert np.array_equal(order.shuffle, build_order(A, range(10), 2, 8, 1234).shuffle)
-    order, stretches = extend_order(A, range(10), (2,), 7, 8, 1234)
-    assert stretches == (2, 1)
-    assert order.epochs == 2
-    last, _ = extend_order(A, range(10), (1, 1), 7, 8, 2**32 - 1)  # the last seed there is, and the one after it
-    assert np.array_equal(last.documents[10:], build_order(A, range(10), 1, 8, 0).documents)
+def test_what_is_read() -> None:
+    indexed = IndexedDataset(GOLDEN / "case0")
+    dataset = GPTDataset(indexed, build_order(indexed.lengths, range(200), 400, 32, 1))
+    (reading,) = dataset.readings(100)
+    assert reading == (str(GOLDEN / "case0"), 3200, indexed.num_tokens)
+    assert dataset.epochs(100) == 3200 / indexed.num_tokens
+    assert dataset.describe(3200) == f"3,200 tokens = 0.50 epochs of {indexed.num_tokens:,} in {GOLDEN / 'case0'}"
 
 
 # --- splits ---

@@ -24,6 +24,14 @@ def test_a_sample_depends_on_its_key_only() -> None:
     assert first[0].tokens.dtype == np.int64
 
 
+def test_a_later_part_of_a_stream() -> None:
+    whole, rest = MockDataset(1000, 64, 50, 7, 1), MockDataset(1000, 64, 10, 7, 1, first=40)
+    assert [ids(rest, i) for i in range(10)] == [ids(whole, 40 + i) for i in range(10)]
+    assert rest.identities(np.arange(10)).tolist() == list(range(40, 50))
+    assert rest.fingerprint == whole.fingerprint
+    assert rest.seq_length == 64
+
+
 def test_index_seed_and_stream_change_the_sample() -> None:
     keys = [(7, 0, 0), (7, 0, 1), (7, 1, 0), (8, 0, 0)]
     samples = {tuple(ids(MockDataset(1000, 64, 5, seed, stream), i)) for seed, stream, i in keys}

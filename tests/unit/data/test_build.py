@@ -1,0 +1,211 @@
+"""Stretches of one or several sources against Megatron-LM's rules followed step by step, in memory and from a cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron.data.blend import BlendedDataset
+from megatron.data.build import Part, build_stretch
+from megatron.data.cache import Cache
+from megatron.data.dataset import Dataset
+from megatron.data.errors import DataError
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from tests.unit.data import megatron_order
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
+
+
+def written(folder: Path, lengths: list[list[int]]) -> tuple[list[Part], list[list[list[int]]]]:
+    """Token files of sequences of the given lengths, all of whose ids differ; what they hold, file by file."""
+    parts, texts = [], []
+    for k, of_file in enumerate(lengths):
+        texts.append([[10_000 * k + 100 * i + n for n in range(length)] for i, length in enumerate(of_file)])
+        with IndexedDatasetWriter(folder / str(k), np.int32) as writer:
+            for text in texts[-1]:
+                writer.add_sequence(text)
+                writer.end_document()
+        parts.append((IndexedDataset(folder / str(k)), range(len(of_file))))
+    return parts, texts
+
+
+def expected_samples(
+    lengths: list[list[int]],
+    texts: list[list[list[int]]],
+    weights: list[float] | None,
+    size: int | None,
+    seq_length: int,
+    seed: int,
+) -> list[list[int]]:
+    """The ids of every sample of a blend, from the description."""
+    blend = megatron_order.Blend.of(weights, len(lengths), size)
+    made = [
+        megatron_order.tables(of_file, list(range(len(of_file))), asked, seq_length, seed)
+        for of_file, asked in zip(lengths, blend.asked)
+    ]
+    places = blend.places(size, [len(tables.shuffle) for tables in made])
+    return [megatron_order.item(texts[k], made[k], j) for k, j in places]
+
+
+def ids(dataset: Dataset) -> list[list[int]]:
+    return [[*sample.tokens.tolist(), int(sample.labels[-1])] for sample in (dataset[i] for i in range(len(dataset)))]
+
+
+LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=8)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    sources=st.lists(st.tuples(LENGTHS, st.sampled_from([0.1, 0.3, 1.0, 1.0, 7.0])), min_size=1, max_size=5),
+    weighted=st.booleans(),
+    size=st.one_of(st.none(), st.integers(1, 60)),
+    seq_length=st.integers(1, 9),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_blends_equal_the_description(
+    tmp_path_factory: pytest.TempPathFactory,
+    sources: list[tuple[list[int], float]],
+    weighted: bool,
+    size: int | None,
+    seq_length: int,
+    seed: int,
+) -> None:
+    lengths, weights = [lengths for lengths, _ in sources], [weight for _, weight in sources] if weighted else None
+    assume(weighted or len(sources) > 1)
+    assume(size is not None or not weighted)
+    assume(all(sum(of_file) > (0 if weighted else seq_length) for of_file in lengths))
+    folder = tmp_path_factory.mktemp("blend")
+    parts, texts = written(folder, lengths)
+    expected = expected_samples(lengths, texts, weights, size, seq_length, seed)
+    assert size is None or not weighted or len(expected) >= size
+    for _ in range(2):  # built, then read
+        cache = Cache(folder / "cache")
+        dataset = build_stretch(parts, weights, size, seq_length, seed, cache)
+        assert isinstance(dataset, BlendedDataset)
+        assert ids(dataset) == expected
+        assert cache.notes == []
+    assert ids(build_stretch(parts, weights, size, seq_length, seed, None)) == expected
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=LENGTHS,
+    ends=st.tuples(st.integers(0, 8), st.integers(0, 8)),
+    size=st.one_of(st.none(), st.integers(1, 60)),
+    seq_length=st.integers(1, 9),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_one_source_without_weight_is_read_alone(
+    tmp_path_factory: pytest.TempPathFactory,
+    lengths: list[int],
+    ends: tuple[int, int],
+    size: int | None,
+    seq_length: int,
+    seed: int,
+) -> None:
+    part = range(min(*ends, len(lengths)), min(max(ends), len(lengths)))
+    assume(sum(lengths[i] for i in part) > (seq_length if size is None else 0))
+    folder = tmp_path_factory.mktemp("alone")
+    ((indexed, _),), (texts,) = written(folder, [lengths])
+    made = megatron_order.tables(lengths, list(part), size, seq_length, seed)
+    expected = [megatron_order.item(texts, made, i) for i in range(len(made.shuffle))]
+    for cache in (Cache(folder / "cache"), Cache(folder / "cache"), None):
+        dataset = build_stretch([(indexed, part)], None, size, seq_length, seed, cache)
+        assert isinstance(dataset, GPTDataset)
+        assert (ids(dataset), dataset.order.epochs) == (expected, made.epochs)
+
+
+def golden_parts(*cases: int) -> list[Part]:
+    files = [IndexedDataset(GOLDEN / f"case{i}") for i in cases]
+    return [(indexed, range(len(indexed))) for indexed in files]
+
+
+def test_thousands_of_samples_equal_the_description() -> None:
+    parts = golden_parts(0, 1, 2)
+    weights, size = [0.001, 1.0, 5.0], 5000
+    blend = megatron_order.Blend.of(weights, 3, size)
+    made = [
+        megatron_order.tables(indexed.lengths.tolist(), list(part), asked, 48, 1234)
+        for (indexed, part), asked in zip(parts, blend.asked)
+    ]
+    texts = [[indexed[i].tolist() for i in part] for indexed, part in parts]
+    dataset = build_stretch(parts, weights, size, 48, 1234, None)
+    places = blend.places(size, [len(tables.shuffle) for tables in made])
+    assert len(dataset) == len(places) == 5001
+    for i in range(0, len(dataset), 7):
+        k, j = places[i]
+        assert dataset[i].tokens.tolist() == megatron_order.item(texts[k], made[k], j)[:-1]
+
+
+def test_sizes_of_the_description() -> None:
+    """Weights .7 and .3 and 20 samples: 15 and 7 are laid out, 14 and 6 are read."""
+    dataset = build_stretch(golden_parts(0, 1), [0.7, 0.3], 20, 32, 1234, None)
+    assert isinstance(dataset, BlendedDataset)
+    assert len(dataset) == 20
+    assert [reading.tokens for reading in dataset.readings(20)] == [14 * 32, 6 * 32]
+    one = build_stretch(golden_parts(1), [3.0], 20, 32, 1234, None)
+    assert isinstance(one, BlendedDataset), "one source with a weight is a blend"
+    assert len(one) == 20
+
+
+def test_a_blend_of_many_sources_ends_where_a_source_does_and_holds_what_was_asked(tmp_path: Path) -> None:
+    """Shares rounded up are 1.5 times the 100 samples, of which the largest source would give more than it has."""
+    lengths = [[9]] * 60
+    parts, _ = written(tmp_path, lengths)
+    weights = [30.0] + [0.5] * 59
+    dataset = build_stretch(parts, weights, 100, 4, 1, None)
+    assert 100 <= len(dataset) < 34 + 86
+    places = megatron_order.interleaved(megatron_order.normalised(megatron_order.normalised(weights)), len(dataset))
+    assert isinstance(dataset, BlendedDataset)
+    assert np.bincount([k for k, _ in places], minlength=60).tolist() == [
+        r.tokens // 4 for r in dataset.readings(len(dataset))
+    ]
+
+
+def test_seeds_are_counted_modulo_the_largest() -> None:
+    one = build_stretch(golden_parts(0), None, 50, 32, 2**32 + 5, None)
+    other = build_stretch(golden_parts(0), None, 50, 32, 5, None)
+    assert ids(one) == ids(other)
+
+
+def test_splits_and_settings_have_entries_of_their_own(tmp_path: Path) -> None:
+    (indexed, _), *_ = golden_parts(0)
+    asked = [(range(180), 400, 32, 1), (range(180, 200), 400, 32, 1), (range(180), 401, 32, 1)]
+    asked += [(range(180), 400, 33, 1), (range(180), 400, 32, 2), (range(180), None, 32, 1)]
+    for _ in range(2):
+        for part, size, seq_length, seed in asked:
+            cached = build_stretch([(indexed, part)], None, size, seq_length, seed, Cache(tmp_path))
+            assert ids(cached) == ids(build_stretch([(indexed, part)], None, size, seq_length, seed, None))
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == len(asked)
+
+
+def test_another_corpus_under_the_same_name_is_built_anew_and_told(tmp_path: Path) -> None:
+    one, _ = written(tmp_path, [[5, 9, 9, 4]])
+    build_stretch(one, None, 10, 4, 1, Cache(tmp_path / "cache"))
+    other, texts = written(tmp_path, [[5, 9, 8, 5]])
+    cache = Cache(tmp_path / "cache")
+    dataset = build_stretch(other, None, 10, 4, 1, cache)
+    made = megatron_order.tables([5, 9, 8, 5], [0, 1, 2, 3], 10, 4, 1)
+    assert ids(dataset) == [megatron_order.item(texts[0], made, i) for i in range(len(dataset))]
+    assert len(cache.notes) == 1
+    assert f"{tmp_path / '0'} is not what it was" in cache.notes[0]
+
+
+def test_a_source_without_a_sample_is_named(tmp_path: Path) -> None:
+    parts, _ = written(tmp_path, [[5, 6], [0], [3]])
+    with pytest.raises(DataError, match=f"{tmp_path / '1'}: a part of the data with 0 tokens"):
+        build_stretch(parts, [1, 1, 1], 10, 4, 1, None)
+    with pytest.raises(DataError, match=f"{tmp_path / '2'}: a part of the data with 3 tokens"):
+        build_stretch([parts[0], parts[2]], None, 10, 4, 1, None)
+
+
+def test_weights_need_a_number_of_samples() -> None:
+    with pytest.raises(ValueError, match="needs a number of samples"):
+        build_stretch(golden_parts(0, 1), [1, 2], None, 32, 1, None)
+    with pytest.raises(DataError, match=r"weight 2 of a blend is 0\.0"):
+        build_stretch(golden_parts(0, 1), [1, 0], 10, 32, 1, None)
