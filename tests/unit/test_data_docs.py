@@ -1,0 +1,116 @@
+"""Every command of docs/data.md runs, in order, and prints what the page shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "data.md"
+FENCE = re.compile(r"^```(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
+MEASURED = re.compile(r"\d[\d.,]*[kKMG]?(?= ?(?:s|ms|MB/s|MB|tok/s|tokens/s)\b)|(?<=gigatoken )[\d.]+")
+"""Numbers that differ from machine to machine: seconds, speeds, and the engine's version."""
+
+ANY = "..."
+
+
+@dataclass(frozen=True)
+class Block:
+    """Commands of the page: what they print (None: the page does not show it), and whether the last one is refused."""
+
+    line: int
+    commands: str
+    output: str | None
+    refused: bool
+
+
+def blocks(text: str) -> Iterator[Block]:
+    """The ``bash`` blocks; a block without a language right after one is its output."""
+    fences = list(FENCE.finditer(text))
+    for fence, following in zip(fences, [*fences[1:], None], strict=True):
+        language, commands = fence.group(1), fence.group(2)
+        if language.split()[:1] != ["bash"]:
+            continue
+        shown = following is not None and not following.group(1) and not text[fence.end() : following.start()].strip()
+        output = following.group(2) if shown and following else None
+        yield Block(text.count("\n", 0, fence.start()) + 1, commands, output, language == "bash refused")
+
+
+def matches(shown: str, real: str) -> bool:
+    """Whether the output is the one shown; there, a line of dots stands for any lines, dots in a line for any text."""
+    lines = [MEASURED.sub("#", line) for line in shown.splitlines()]
+    patterns = ["(?:.*\n)*?" if line == ANY else re.escape(line).replace(re.escape(ANY), ".*") + "\n" for line in lines]
+    return re.fullmatch("".join(patterns), MEASURED.sub("#", real)) is not None
+
+
+@pytest.fixture
+def checkout(tmp_path: Path) -> Path:
+    """A folder like a checkout, in which what the commands write is removed with it."""
+    for name in ("megatron", "tools", "pretrain_gpt.py"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    return tmp_path
+
+
+def run(block: Block, folder: Path) -> subprocess.CompletedProcess[str]:
+    binaries = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    environment = {**os.environ, "PATH": binaries, "PYTHONPATH": ".", "PYTHONUNBUFFERED": "1"}
+    return subprocess.run(
+        ["bash", "-euo", "pipefail", "-c", block.commands],
+        cwd=folder,
+        env=environment,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def test_every_command_does_what_the_page_shows(checkout: Path) -> None:
+    found = list(blocks(PAGE.read_text()))
+    assert len(found) > 10
+    for block in found:
+        done = run(block, checkout)
+        told = f"docs/data.md:{block.line}\n{block.commands}\nstatus {done.returncode}, printed:\n{done.stdout}"
+        assert (done.returncode != 0) == block.refused, told
+        assert "Traceback" not in done.stdout, told
+        assert block.output is None or matches(block.output, done.stdout), f"{told}\nshown:\n{block.output}"
+
+
+def test_no_command_on_the_page_is_left_out() -> None:
+    text = PAGE.read_text()
+    fences = FENCE.findall(text)
+    assert {language for language, _ in fences} <= {"bash", "bash refused", ""}
+    outside = FENCE.sub("", text) + "".join(body for language, body in fences if not language)
+    assert not re.search(r"^(\$ )?(python|bash|torchrun) ", outside, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("shown", "real", "same"),
+    [
+        ("a 1\nb\n", "a 1\nb\n", True),
+        ("a 1\nb\n", "a 2\nb\n", False),
+        ("a\n", "a\nb\n", False),
+        ("a\n...\n", "a\nb\nc\n", True),
+        ("...\nb\n", "a\nb\n", True),
+        ("...\nb\n", "a\nc\n", False),
+        ("a ... b\n", "a 1 2 b\n", True),
+        ("a ...\nb\n", "a 1 2\nb\n", True),
+        ("a ...\nb\n", "a 1\n2\nb\n", False),
+        ("took 1.2 s, 3 MB/s\n", "took 40 s, 1,234.5 MB/s\n", True),
+        ("took 1.2 s, 3 documents\n", "took 1.2 s, 4 documents\n", False),
+    ],
+)
+def test_output_is_compared(shown: str, real: str, same: bool) -> None:
+    assert matches(shown, real) == same
+
+
+def test_a_block_is_read_with_its_output() -> None:
+    page = "text\n```bash\na\n```\n\n```\n1\n```\n```\nof nothing\n```\n```bash refused\nb\n```\nmore\n```\n2\n```\n"
+    assert list(blocks(page)) == [Block(2, "a\n", "1\n", False), Block(12, "b\n", None, True)]
