@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from megatron.config.data_paths import data_sources
 from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
+from megatron.data.huggingface import CONFIG, SPECIAL, special_token
 from megatron.data.tokenizer import (
+    FOLDER,
     Tokenizer,
     TokenizerChoice,
     TokenizerRecord,
@@ -22,6 +25,9 @@ FILES = ("tokenizer_model", "vocab_file", "merge_file")
 
 TOLD_SIZE = ("NullTokenizer", "TikTokenizer")
 """Tokenizers to which the vocabulary's size is told."""
+
+ROLES = ("bos_token", "eos_token", "unk_token", "cls_token", "sep_token", "mask_token")
+"""What else the token that fills up a sample may stand for."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +123,7 @@ def known_tokenizer(data: DataConfig, vocab_size: int | None) -> Known | None:
     _must_agree(records)
     named = named_tokenizer(data, vocab_size) if _has_files(data) or not records else None
     if not records:
-        return None if named is None else _known(TokenizerRecord.of(named))
+        return None if named is None else _known(TokenizerRecord.of(named), named.files)
     prefix, record = max(records.items(), key=lambda item: item[1].special_ids is not None)  # older ones say less
     if named is not None and named.fingerprint != record.fingerprint:
         flags = " ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in FILES if getattr(data, name))
@@ -126,7 +132,7 @@ def known_tokenizer(data: DataConfig, vocab_size: int | None) -> Known | None:
             " ".join(f"--set data.{name}=null" for name in FILES if getattr(data, name)),
             "write the dataset anew with tools/preprocess_data.py",
         )
-    return _known(record, prefix)
+    return _known(record, {} if record.pad is None else _role_files(prefix), prefix)
 
 
 def named_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
@@ -199,6 +205,16 @@ def _shown(record: TokenizerRecord) -> str:
     return f"{record.tokenizer_type} {record.fingerprint} of {record.vocab_size:,} ids, {record.eod} at the end"
 
 
-def _known(record: TokenizerRecord, prefix: str | None = None) -> Known:
-    pad = None if record.pad == record.eod else record.pad
+def _known(record: TokenizerRecord, files: Mapping[str, bytes], prefix: str | None = None) -> Known:
+    """What a record says; the files of its tokenizer say what its padding means besides."""
+    pad = record.pad
+    word = special_token(files, "pad_token")
+    if pad == record.eod or (word is not None and any(special_token(files, role) == word for role in ROLES)):
+        pad = None
     return Known(record.tokenizer_type, record.vocab_size, record.eod, pad, prefix)
+
+
+def _role_files(prefix: str) -> dict[str, bytes]:
+    """The files beside a dataset that give special tokens their roles, as far as there are any."""
+    paths = [Path(f"{prefix}.{FOLDER}") / name for name in (CONFIG, SPECIAL)]
+    return {path.name: path.read_bytes() for path in paths if path.is_file()}

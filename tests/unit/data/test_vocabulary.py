@@ -14,6 +14,7 @@ from megatron.data.errors import DataError
 from megatron.data.huggingface import bytes_as_ids
 from megatron.data.huggingface import tokenizer_files as files_of
 from megatron.data.tokenizer import (
+    FOLDER,
     RECORD,
     ByteTokenizer,
     HuggingFaceTokenizer,
@@ -182,3 +183,15 @@ def test_padding_that_is_also_the_end_of_a_document_is_none(tmp_path: Path, pad:
     assert known_tokenizer(DataConfig(data_path=(prefix,)), None) == Known(
         "HuggingFaceTokenizer", 257, 256, meant, prefix
     )
+
+
+@pytest.mark.parametrize(("role", "meant"), [("unk_token", None), ("bos_token", None), ("made_up", 7)])
+def test_padding_that_has_another_role_is_none(tmp_path: Path, role: str, meant: int | None) -> None:
+    facts = TokenizerRecord("HuggingFaceTokenizer", 257, 256, "0" * 16, pad=7)
+    (tmp_path / f"x.{RECORD}").write_bytes(facts.to_bytes())
+    folder = tmp_path / f"x.{FOLDER}"
+    folder.mkdir()
+    (folder / "tokenizer_config.json").write_text(json.dumps({"pad_token": {"content": "<p>"}, role: "<p>"}))
+    known = known_tokenizer(DataConfig(data_path=(str(tmp_path / "x"),)), None)
+    assert known is not None
+    assert known.pad == meant
