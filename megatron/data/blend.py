@@ -110,7 +110,12 @@ def _compiled() -> Any:
 
 
 class BlendedDataset(Dataset):
-    """Samples of several datasets in the order of a `BlendIndex`."""
+    """Samples of several datasets in the order of a `BlendIndex`.
+
+    Attributes:
+        datasets: the sources.
+        index: int16 ``[n]``, the number of the source at each place.
+    """
 
     def __init__(
         self,
@@ -126,7 +131,7 @@ class BlendedDataset(Dataset):
         """
         self.datasets = tuple(datasets)
         self.seq_length = self.datasets[0].seq_length
-        self._index = dataset_index
+        self.index = dataset_index
         self._sample_index = dataset_sample_index
         self._weights = None if weights is None else tuple(weights)
         for dataset, asked in zip(self.datasets, _counts(dataset_index, len(datasets))):
@@ -137,16 +142,16 @@ class BlendedDataset(Dataset):
                 )
 
     def __len__(self) -> int:
-        return len(self._index)
+        return len(self.index)
 
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a blend of {len(self)}")
-        return self.datasets[int(self._index[i])][int(self._sample_index[i])]
+        return self.datasets[int(self.index[i])][int(self._sample_index[i])]
 
     def readings(self, samples: int) -> tuple[Reading, ...]:
         """What the first ``samples`` samples read of each dataset."""
-        counts = _counts(self._index[:samples], len(self.datasets))
+        counts = _counts(self.index[:samples], len(self.datasets))
         return tuple(reading for dataset, n in zip(self.datasets, counts) for reading in dataset.readings(n))
 
     @cached_property
@@ -157,7 +162,7 @@ class BlendedDataset(Dataset):
     def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Which dataset each of the samples ``places [n]`` is from, mixed with its identity there."""
         found = np.empty(len(places), dtype=np.uint64)
-        numbers, samples = self._index[places], self._sample_index[places]
+        numbers, samples = self.index[places], self._sample_index[places]
         by_dataset = np.argsort(numbers, kind="stable")
         used, begins = np.unique(numbers[by_dataset], return_index=True)
         for k, at in zip(used.tolist(), np.split(by_dataset, begins[1:])):

@@ -151,6 +151,14 @@ class Cache:
             self.notes.append(sentence)
 
 
+def entry_of(table: NDArray[Any]) -> Path | None:
+    """The entry that a table is mapped from; None for one in memory."""
+    base: Any = table
+    while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
+        base = base.base
+    return Path(base.filename).parent if isinstance(base, np.memmap) and base.filename is not None else None
+
+
 def _identity(path: Path) -> Identity:
     try:
         status = path.stat()

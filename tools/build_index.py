@@ -1,0 +1,157 @@
+"""Lay out the samples of a run before it starts: ``python tools/build_index.py FLAGS --data-cache-path FOLDER``.
+
+FLAGS are those of pretrain_gpt.py, the same as for the run: which samples it reads depends on its data, length, batch,
+seed and splits. --world-size N says how many ranks it will have; only the default of --global-batch-size depends on it.
+The tables of every split go into FOLDER, where all ranks of the run find them and none has to build any. A run that
+would go on from a checkpoint gets the tables that it needs from there on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from numpy.typing import NDArray
+
+from megatron.checkpoint.manifest import Manifest
+from megatron.config.arguments import parse
+from megatron.config.problems import UserError
+from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.data.blend import BlendedDataset
+from megatron.data.cache import entry_of
+from megatron.data.chain import ChainedDataset
+from megatron.data.dataset import Dataset
+from megatron.data.errors import DataError
+from megatron.data.gpt_dataset import GPTDataset
+from megatron.data.loader import DataSource, build_data
+from megatron.data.vocabulary import vocabulary
+from megatron.training.origin import look, place_of
+from megatron.training.preview import recall
+
+NUMBERS = range(2, 7)  # columns aligned on the right
+NOT_KEPT = "not kept"
+
+Identity = tuple[str, int]
+
+
+class Row(NamedTuple):
+    """A line of the table, in people's words."""
+
+    split: str
+    source: str
+    sequences: str = ""
+    tokens: str = ""
+    epochs: str = ""
+    samples: str = ""
+    megabytes: str = ""
+    tables: str = ""
+
+
+HEAD = Row("split", "source", "sequences", "tokens", "epochs", "samples", "MB", "tables")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Build what is missing and print what there is.
+
+    Returns:
+        The exit status: 1 when the folder does not hold all tables in the end, 2 for flags or data that are refused.
+    """
+    if {"-h", "--help"} & {*argv}:
+        print(__doc__)
+        return 0
+    try:
+        parsed = parse([*argv, "--check-config"], recall=recall)
+        folder = cache_folder(parsed.config)
+        before = {identity(path) for path in folder.glob("*/")}
+        source = laid_out(parsed.config, parsed.world_size)
+    except (UserError, DataError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    rows = [row for split, dataset in source.datasets.items() for row in rows_of(split, dataset, before)]
+    print("\n".join(aligned([HEAD, *rows])))
+    for note in (*parsed.notes, *source.notes):
+        print(f"note: {note}", file=sys.stderr)
+    return int(any(row.tables == NOT_KEPT for row in rows))
+
+
+def cache_folder(config: RunConfig) -> Path:
+    """Where the tables go.
+
+    Raises:
+        DataError: when nothing says it, or there are none to build.
+    """
+    if config.data.mock_data:
+        raise DataError("generated samples need no tables", "leave out --mock-data and say --data-path PREFIX")
+    if config.data.data_cache_path is None:
+        raise DataError("nothing says where the tables are kept", "--data-cache-path FOLDER")
+    return Path(config.data.data_cache_path)
+
+
+def laid_out(config: RunConfig, world_size: int) -> DataSource:
+    """The samples of a run with so many ranks, from where it will begin.
+
+    Raises:
+        UserError: when it would begin with a checkpoint that there is not.
+        DataError: as `build_data`.
+    """
+    begin, stretches = begins(config.checkpoint)
+    vocab_size = vocabulary(config.data, config.model.vocab_size)
+    ranks = config.parallel.data_parallel_size(world_size)
+    return build_data(config.data, config.training, vocab_size, ranks, stretches=stretches, begin=begin)
+
+
+def begins(options: CheckpointConfig) -> tuple[tuple[int, int], Mapping[str, Sequence[int]] | None]:
+    """Steps and samples before the run, and how its data were laid out for them."""
+    origin = look(options)
+    if not origin.paths or origin.mode == "weights-only":
+        return (0, 0), None
+    manifest = Manifest.open(origin.paths[0])
+    return place_of(manifest), manifest.state["data"]["stretches"]
+
+
+def rows_of(split: str, dataset: Dataset, before: Collection[Identity]) -> Iterator[Row]:
+    """Lines of a split; ``before`` are the entries that were there already."""
+    stretches = dataset.stretches if isinstance(dataset, ChainedDataset) else (dataset,)
+    for number, stretch in enumerate(stretches, 1):
+        title = split if len(stretches) == 1 else f"{split} {number}/{len(stretches)}"
+        if isinstance(stretch, GPTDataset):
+            yield _alone(title, stretch, before)
+        elif isinstance(stretch, BlendedDataset):
+            yield from (_alone(title, source, before) for source in stretch.datasets)
+            size, state = _kept(stretch.index, before)
+            name = f"blend of {len(stretch.datasets)}"
+            yield Row(title, name, samples=f"{len(stretch):,}", megabytes=size, tables=state)
+
+
+def _alone(title: str, dataset: GPTDataset, before: Collection[Identity]) -> Row:
+    order = dataset.order
+    sequences, tokens, epochs, samples = (f"{n:,}" for n in (len(order.part), order.tokens, order.epochs, len(dataset)))
+    return Row(title, dataset.source, sequences, tokens, epochs, samples, *_kept(order.documents, before))
+
+
+def _kept(table: NDArray[Any], before: Collection[Identity]) -> tuple[str, str]:
+    """Megabytes of the entry that a table lies in, and whether it was there already."""
+    entry = entry_of(table)
+    if entry is None:
+        return "-", NOT_KEPT
+    size = sum(file.stat().st_size for file in entry.iterdir())
+    return f"{size / 1e6:,.1f}", "found" if identity(entry) in before else "built"
+
+
+def identity(entry: Path) -> Identity:
+    """What tells an entry from one that replaces it."""
+    return entry.name, entry.stat().st_mtime_ns
+
+
+def aligned(rows: Sequence[Row]) -> Iterator[str]:
+    """Lines with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for row in rows:
+        cells = (cell.rjust(w) if i in NUMBERS else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths)))
+        yield "  ".join(cells).rstrip()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
