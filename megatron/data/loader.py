@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from megatron.parallel.microbatch import MicroBatch
 
 PLAIN = Masks()
+MOST_LINES = 10
 FEW_EPOCHS = 4  # up to here repeated text is worth almost as much as new text (Muennighoff et al., arXiv 2305.16264)
 
 
@@ -64,14 +65,22 @@ class DataSource:
     def summary(self) -> list[str]:
         """Lines in the form of the configuration's summary: a split's samples and where they come from, then notes."""
         lines = [line for name, count in self.used.items() for line in self._summary_of(name, count)]
+        documents = self.masks.describe()
+        lines += [f"{'documents':<11}{documents}"] if documents else []
         return lines + [f"{'note':<11}{note}" for note in self.notes]
 
     def _summary_of(self, name: str, count: int) -> list[str]:
-        """A line for a split of one source; with several, a line for each below it."""
-        where, title = self.datasets[name].describe(count * self.seq_length).splitlines(), f"{name:<10}"
-        if len(where) == 1:
-            return [f"{title} {count:,} samples, {where[0]}"]
-        return [f"{title} {count:,} samples of {len(where)} sources", *(f"{'':<13}{line}" for line in where)]
+        """A line for a split of one source; with several, a line for each of the most read ones below it."""
+        title, dataset = f"{name:<10} {count:,} samples", self.datasets[name]
+        readings = sorted(dataset.readings(count), key=lambda reading: -reading.tokens)
+        if len(readings) <= 1:
+            return [f"{title}, {dataset.describe(count * self.seq_length)}"]
+        rest = readings[MOST_LINES:]
+        more = [f"{sum(reading.tokens for reading in rest):,} tokens of {len(rest)} others"] if rest else []
+        return [
+            f"{title} of {len(readings)} sources",
+            *(f"{'':<13}{line}" for line in [*map(str, readings[:MOST_LINES]), *more]),
+        ]
 
     @property
     def fingerprints(self) -> dict[str, str]:

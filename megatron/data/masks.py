@@ -57,6 +57,19 @@ class Masks:
         if self.eod is None and (self.reset_positions or self.reset_attention or self.drop_eod):
             raise ValueError("masks of documents need the id of the end of a document")
 
+    def describe(self) -> str | None:
+        """What is made of documents, for people; None where nothing is."""
+        done = [
+            words
+            for flag, words in (
+                (self.reset_attention, "attention stays within one"),
+                (self.reset_positions, "positions start anew in each"),
+                (self.drop_eod, "what follows an end does not count"),
+            )
+            if flag
+        ]
+        return f"end with id {self.eod}: {', '.join(done)}" if done else None
+
     def columns(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> Columns:
         """The micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not changed."""
         counts = np.ones(tokens.shape, dtype=np.float32)

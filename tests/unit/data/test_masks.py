@@ -91,6 +91,12 @@ def test_without_flags_special_ids_are_ids(eod: int | None) -> None:
     assert (got.loss_mask.tolist(), got.positions, got.documents) == ([[1, 1, 1]], None, None)
 
 
+def test_what_is_told() -> None:
+    assert Masks(EOD, PAD).describe() is None
+    told = Masks(EOD, PAD, reset_attention=True, drop_eod=True).describe()
+    assert told == "end with id 3: attention stays within one, what follows an end does not count"
+
+
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_mask_of_documents_needs_their_end(flag: str) -> None:
     with pytest.raises(ValueError, match="end of a document"):

@@ -155,6 +155,29 @@ def test_generated_samples_have_every_split() -> None:
         assert read(source, split, 8) == texts(MockDataset(500, SEQ, 8, TRAINING.seed, stream), 8)
 
 
+def test_the_summary_has_a_line_per_source(corpora: dict[str, str]) -> None:
+    wiki, code, _ = corpora.values()
+    source = build(DataConfig(data_path=("3", wiki, "7", code), split="8,1,1", eod_id=3, eod_mask_loss=True))
+    once = [int(plain(prefix, None, 0, "8,1,1").order.tokens) for prefix in (wiki, code)]
+    assert source.summary()[:3] == [
+        "train      80 samples of 2 sources",
+        f"             {56 * SEQ:,} tokens = {56 * SEQ / once[1]:.2f} epochs of {once[1]:,} in {code}",
+        f"             {24 * SEQ:,} tokens = {24 * SEQ / once[0]:.2f} epochs of {once[0]:,} in {wiki}",
+    ]
+    assert source.summary()[3].startswith("valid      8 samples of 2 sources")
+    assert "documents  end with id 3: what follows an end does not count" in source.summary()
+
+
+def test_the_summary_of_many_sources_is_short(corpora: dict[str, str]) -> None:
+    source = build(DataConfig(train_data_path=tuple(corpora.values()) * 5), eval_iters=0)
+    lines = source.summary()
+    assert lines[0] == "train      80 samples of 15 sources"
+    assert len(lines) == 12
+    tokens = [int(line.split()[0].replace(",", "")) for line in lines[1:]]
+    assert sum(tokens) == 80 * SEQ
+    assert lines[-1] == f"             {tokens[-1]:,} tokens of 5 others"
+
+
 # --- splits that round to nothing ---
 
 
