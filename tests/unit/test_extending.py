@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -13,6 +14,7 @@ from megatron.config.run import MOMENTS, OptimizerConfig, ParallelConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource
+from megatron.data.stretches import lay_out
 from megatron.layers.mlp import ACTIVATIONS
 from megatron.optim.rules import RULES
 from megatron.parallel.build import BuildContext
@@ -104,3 +106,12 @@ def test_dataset(page: dict[str, Any]) -> None:
     assert list(source.fingerprints) == ["train"]
     with pytest.raises(DataError, match="this run has 100"):
         source.share("train", 99, 2, 0, 1)
+
+
+def test_dataset_of_a_run_that_is_made_longer(page: dict[str, Any]) -> None:
+    whole = page["Counting"](50, 8, 30)
+    chain, stretches = lay_out("train", page["counting"], (20,), 30)
+    assert stretches == (20, 10)
+    assert [chain[i].tokens.tolist() for i in range(30)] == [whole[i].tokens.tolist() for i in range(30)]
+    assert chain.identities(np.arange(30)).tolist() == whole.identities(np.arange(30)).tolist()
+    assert chain.fingerprint == whole.fingerprint
