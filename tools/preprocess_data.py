@@ -157,6 +157,8 @@ def run(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         useful_workers(files, args.workers),
         args.on_bad_line == "skip",
     )
+    if plan.workers == 1:
+        os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the libraries that encode would start one per core
     progress = Progress(sys.stderr, sum(file.stat().st_size for file in files), args.log_interval)
     try:
         totals, engine = write_dataset(plan, tokenizer, progress)
@@ -186,14 +188,20 @@ def main(argv: Sequence[str]) -> int:
         if getattr(args, flag[2:].replace("-", "_")) is not None:
             print(f"{flag} has no effect: {why}", file=sys.stderr)
     try:
+        with stopped_by_signals():
+            return _write(args)
+    except StoppedError as stop:
+        return _fail(f"stopped by {stop}; nothing was written under {args.output_prefix}", 128 + stop.number)
+
+
+def _write(args: argparse.Namespace) -> int:
+    """The exit status of a run that no signal ends."""
+    try:
         tokenizer = build_tokenizer(TokenizerChoice.from_args(args))
     except DataError as error:
         return _fail(str(error), 2)
     try:
-        with stopped_by_signals():
-            run(args, tokenizer)
-    except StoppedError as stop:
-        return _fail(f"stopped by {stop}; nothing was written under {args.output_prefix}", 128 + stop.number)
+        run(args, tokenizer)
     except DataError as error:
         return _fail(str(error), 1)
     except OSError as error:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -11,16 +11,23 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.blocks import Block, Lines
+from megatron.data.blocks import Block, Lines, Texts
 from megatron.data.encoded import Encoded, Tokenizer
 from megatron.data.engine import FAST, OWN, Engine, build_engine
 from megatron.data.errors import DataError
 from megatron.data.indexed import id_dtype
-from megatron.data.records import BadDocumentError, other_encoding, plain_text, texts_of_line, whole_lines
+from megatron.data.records import (
+    BadDocumentError,
+    check_utf8,
+    plain_text,
+    texts_of_good_lines,
+    texts_of_line,
+    whole_lines,
+)
 from megatron.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
 
 TOLD = 20  # bad documents of a block that are described; the others are counted
-CHECKED = 2000  # characters of a block that the tokenizer itself encodes too
+CHECKED = 2000  # bytes of a block that the tokenizer itself encodes too
 
 
 @dataclass(frozen=True)
@@ -87,12 +94,11 @@ class EncodedBlock(NamedTuple):
     differs: Bad | None
 
 
-class _Source(NamedTuple):
-    """One document: its texts, and where they were."""
+class _Documents(NamedTuple):
+    """Good documents of a block: for each key their texts in UTF-8, and for each document its file and line."""
 
-    texts: tuple[str | bytes, ...]
-    file: Path
-    line: int
+    columns: list[list[bytes]]
+    places: list[tuple[Path, int]]
 
 
 class BlockEncoder:
@@ -125,54 +131,76 @@ class BlockEncoder:
             DataError: when the block cannot be read any more, or an id is not of the tokenizer.
         """
         self._bad = []
-        lines = whole_lines(block.read()) if isinstance(block, Lines) else []
-        sources = list(self._lines(lines, block.file) if isinstance(block, Lines) else self._plain(block.files))
+        documents, lines = self._lines(block) if isinstance(block, Lines) else self._plain(block)
         try:
-            columns = self._encode(sources)
+            columns = self._encode(documents)
         except ValueError:
-            sources = [source for source in sources if self._can_be_encoded(source)]
-            columns = self._encode(sources)
+            documents = self._those_that_can_be_encoded(documents)
+            columns = self._encode(documents)
         return EncodedBlock(
             columns=tuple(self._finished(column) for column in columns),
-            lines=len(lines),
-            documents=len(sources),
+            lines=lines,
+            documents=len(documents.places),
             empty=sum(int(np.count_nonzero(column.lengths == 0)) for column in columns),
-            text_bytes=sum(_size(text) for source in sources for text in source.texts),
+            text_bytes=sum(sum(map(len, texts)) for texts in documents.columns),
             bad=len(self._bad),
             told=tuple(self._bad[:TOLD]),
-            differs=self._check(sources),
+            differs=self._check(documents),
         )
 
-    def _lines(self, lines: Sequence[bytes], file: Path) -> Iterator[_Source]:
+    def _lines(self, block: Lines) -> tuple[_Documents, int]:
+        content = block.read()
+        columns = texts_of_good_lines(content, self._job.keys)
+        if columns is not None:
+            places = [(block.file, number) for number in range(1, len(columns[0]) + 1)]
+            return _Documents(columns, places), len(places)
+        found: list[tuple[bytes, ...]] = []
+        places = []
+        lines = whole_lines(content)
         for number, line in enumerate(lines, 1):
             if not line or line.isspace():
                 continue
             try:
-                yield _Source(texts_of_line(line, self._job.keys, file), file, number)
+                found.append(tuple(text.encode() for text in texts_of_line(line, self._job.keys, block.file)))
+                places.append((block.file, number))
             except BadDocumentError as bad:
-                self._bad.append(Bad(file, number, bad.seen, bad.fixes))
+                self._bad.append(Bad(block.file, number, bad.seen, bad.fixes))
+        return _Documents(self._columns(found), places), len(lines)
 
-    def _plain(self, files: Sequence[Path]) -> Iterator[_Source]:
-        for file in files:
+    def _plain(self, block: Texts) -> tuple[_Documents, int]:
+        found: list[tuple[bytes, ...]] = []
+        places = []
+        for file in block.files:
             try:
                 content = plain_text(file)
-                yield _Source((content if self._takes_bytes else _decoded(content, file),), file, 0)
+                if not self._takes_bytes:
+                    check_utf8(content, file)
+                found.append((content,))
+                places.append((file, 0))
             except BadDocumentError as bad:
                 self._bad.append(Bad(file, 0, bad.seen, bad.fixes))
+        return _Documents(self._columns(found), places), 0
 
-    def _encode(self, sources: Sequence[_Source]) -> list[Encoded]:
-        texts = [[source.texts[column] for source in sources] for column in range(len(self._job.keys))]
-        return [self._engine.encode_batch(column) for column in texts]
+    def _columns(self, rows: Sequence[tuple[bytes, ...]]) -> list[list[bytes]]:
+        return [[row[column] for row in rows] for column in range(len(self._job.keys))]
 
-    def _can_be_encoded(self, source: _Source) -> bool:
-        try:
-            for text in source.texts:
-                self._tokenizer.encode(text)
-        except ValueError as error:
-            self._bad.append(Bad(source.file, source.line, f": {error}", ()))
-            self._bad.sort(key=lambda bad: bad.line)
-            return False
-        return True
+    def _encode(self, documents: _Documents) -> list[Encoded]:
+        return [self._engine.encode_batch(texts) for texts in documents.columns]
+
+    def _those_that_can_be_encoded(self, documents: _Documents) -> _Documents:
+        """Without the documents that the tokenizer refuses, which are bad ones."""
+        good: list[tuple[bytes, ...]] = []
+        places = []
+        for row, (file, line) in zip(zip(*documents.columns), documents.places):
+            try:
+                for text in row:
+                    self._tokenizer.encode(text)
+                good.append(row)
+                places.append((file, line))
+            except ValueError as error:
+                self._bad.append(Bad(file, line, f": {error}", ()))
+        self._bad.sort(key=lambda bad: bad.line)
+        return _Documents(self._columns(good), places)
 
     def _finished(self, column: Encoded) -> Encoded:
         """The column in the type of the files, with the ids that end documents."""
@@ -183,29 +211,18 @@ class BlockEncoder:
         ids = ids.astype(self._dtype)
         return _with_ends(ids, lengths, self._tokenizer.eod) if self._job.append_eod else Encoded(ids, lengths)
 
-    def _check(self, sources: Sequence[_Source]) -> Bad | None:
+    def _check(self, documents: _Documents) -> Bad | None:
         """A little of the block, encoded by the tokenizer itself too."""
-        if not self._engine.name.startswith(FAST) or not sources:
+        if not self._engine.name.startswith(FAST) or not documents.places:
             return None
-        source = Random(len(sources)).choice(sources)
-        text = max(source.texts, key=len)
+        which = Random(len(documents.places)).randrange(len(documents.places))
+        text = max((texts[which] for texts in documents.columns), key=len)
         start = Random(len(text)).randrange(max(1, len(text) - CHECKED))
-        piece = text[start : start + CHECKED]
+        piece = text[start : start + CHECKED].decode(errors="ignore")
         if np.array_equal(self._engine.encode_batch([piece]).ids, self._tokenizer.encode(piece)):
             return None
         seen = f": {self._engine.name} and {self._tokenizer.library} give different ids for part of it"
-        return Bad(source.file, source.line, seen, (f"--engine {OWN}",))
-
-
-def _decoded(content: bytes, file: Path) -> str:
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise other_encoding(file, error) from error
-
-
-def _size(text: str | bytes) -> int:
-    return len(text) if isinstance(text, bytes) or text.isascii() else len(text.encode())
+        return Bad(*documents.places[which], seen, (f"--engine {OWN}",))
 
 
 def _with_ends(ids: NDArray[Any], lengths: NDArray[np.int64], end: int) -> Encoded:

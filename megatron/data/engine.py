@@ -61,7 +61,8 @@ class Engine:
     Attributes:
         name: library and version; for `build_engine`, and for people.
         reason: why it was chosen, in a sentence.
-        encode_batch: texts to ids, equal to those of the tokenizer's own ``encode_batch``.
+        encode_batch: texts to ids, equal to those of the tokenizer's own ``encode_batch``; bytes, where all texts are,
+            must be UTF-8, which is not looked at.
     """
 
     name: str
@@ -150,6 +151,8 @@ def _without_special_tokens(content: bytes) -> bytes:
 
 
 def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> Encoded:
+    if texts and all(isinstance(text, bytes) for text in texts):
+        return _flat(fast.encode_batch(texts).layout)
     characters = [text.decode() if isinstance(text, bytes) else text for text in texts]
     try:
         layout = fast.encode_batch(characters).layout
@@ -157,6 +160,10 @@ def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> Encoded:
         for text in characters:
             unicode_text(text)
         raise
+    return _flat(layout)
+
+
+def _flat(layout: Any) -> Encoded:
     offsets: NDArray[np.int64] = layout.offsets.data
     return Encoded(layout.content.data[offsets[0] : offsets[-1]], np.diff(offsets))
 

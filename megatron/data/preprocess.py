@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -91,6 +92,9 @@ def write_dataset(plan: Plan, tokenizer: Tokenizer, listener: Listener) -> tuple
     job = Job(plan.keys, plan.choice, tokenizer.fingerprint, engine.name, plan.append_eod)
     account = _Account(plan.skip_bad, listener)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
+    for key in plan.keys:
+        for path in remove_leftovers(output_prefix(plan.prefix, key)):
+            listener.say(f"removed {path}, which a run that was killed had left")
     with ExitStack() as stack:
         writers = [stack.enter_context(_open(output_prefix(plan.prefix, key), tokenizer)) for key in plan.keys]
         encoded = stack.enter_context(closing(_encoded(plan, job, tokenizer, engine)))
@@ -104,6 +108,17 @@ def write_dataset(plan: Plan, tokenizer: Tokenizer, listener: Listener) -> tuple
             seen = f"the documents of the input are all empty ({account.totals.documents:,})"
             raise DataError(seen, "another --input")
     return account.totals, engine
+
+
+def remove_leftovers(prefix: str) -> list[Path]:
+    """Remove the unfinished files ``<prefix>.*.<process>.part`` of processes that are no more; returns which they were."""
+    found = []
+    for path in Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}.*.part"):
+        process = path.suffixes[-2][1:]
+        if process.isdigit() and not Path(f"/proc/{process}").exists():
+            path.unlink()
+            found.append(path)
+    return found
 
 
 def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
