@@ -11,11 +11,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from megatron.checkpoint.lock import hold
 from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.data.indexed import IndexedDatasetWriter
 from tests.distributed.grid import FACTORS
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.resume import (
@@ -30,7 +32,7 @@ from tests.distributed.resume import (
     save_and_go_on,
 )
 from tests.distributed.sites import ROOT
-from tests.runs import FLAGS, Told, checkpoint, differences, saved_steps, start, steps, tiny_run
+from tests.runs import FLAGS, Told, checkpoint, differences, records, saved_steps, start, steps, tiny_run
 
 PAIRS = [random_pair(seed) for seed in range(9)] + [random_pair(seed, on_four=True) for seed in (0, 9)]
 
@@ -103,6 +105,34 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path
     for rank in (0, 1):
         assert killed[rank].samples | again[rank].samples == whole[rank].samples
     check_same(tmp_path / "parts", tmp_path / "whole")
+
+
+def write_corpora(folder: Path) -> str:
+    """Flags that blend two datasets of documents that end with id 0."""
+    random = np.random.default_rng(2)
+    for name in ("wiki", "code"):
+        with IndexedDatasetWriter(folder / name, np.uint16) as writer:
+            for length in random.integers(1, 12, 40):
+                writer.add_document([*random.integers(1, 31, length).tolist(), 0])
+    blend = f"--data-path 0.7 {folder}/wiki 0.3 {folder}/code --split 8,1,1 --multiple-validation-sets"
+    return f"--set data.mock_data=false {blend} --reset-position-ids --reset-attention-mask --eod-mask-loss --eod-id 0"
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_run_on_a_blend_of_documents(pool: Pool, tmp_path: Path, layout: str) -> None:
+    """With a cache that the ranks share; the whole run has none."""
+    flags = f"{LAYOUTS[layout]} {write_corpora(tmp_path)} --eval-interval 3 --eval-iters 1"
+    cached = f"{flags} --data-cache-path {tmp_path}/cache"
+    whole = go_on(pool, run_of(tmp_path / "whole", flags))
+    killed = go_on(pool, run_of(tmp_path / "parts", cached), "kill", 4)
+    again = go_on(pool, run_of(tmp_path / "parts", cached))
+    assert [(told.status, told.err) for told in [*whole, *again]] == [(0, "")] * 4
+    for rank in (0, 1):
+        assert killed[rank].samples | again[rank].samples == whole[rank].samples
+    check_same(tmp_path / "parts", tmp_path / "whole")
+    names = [record.get("validation-set") for record in records(tmp_path / "whole", "lm loss validation")]
+    assert names == ["wiki", "code"] * 2
+    assert len(records(tmp_path / "whole", "lm loss test")) == 1
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGTERM, 143), (signal.SIGINT, 130), (signal.SIGUSR1, 138)])
