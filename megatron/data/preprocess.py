@@ -111,7 +111,7 @@ def write_dataset(plan: Plan, tokenizer: Tokenizer, listener: Listener) -> tuple
 
 
 def remove_leftovers(prefix: str) -> list[Path]:
-    """Remove the unfinished files ``<prefix>.*.<process>.part`` of processes that are no more; returns which they were."""
+    """Remove the unfinished files ``<prefix>.*.<process>.part`` of processes that are no more; returns them."""
     found = []
     for path in Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}.*.part"):
         process = path.suffixes[-2][1:]

@@ -53,7 +53,7 @@ def texts_of_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ..
     """
     try:
         record = _reader()(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         record = _read_slowly(line, file)
     if not isinstance(record, dict):
         hint = (f"jq -c '.[]' {shlex.quote(str(file))} > lines.jsonl",) if isinstance(record, list) else ()
@@ -71,7 +71,7 @@ def texts_of_good_lines(content: bytes, keys: Sequence[str]) -> list[list[bytes]
     try:
         records: list[Any] = list(map(_reader(), whole_lines(content)))
         return [[record[key].encode() for record in records] for key in keys]
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         return None
 
 
@@ -81,7 +81,7 @@ def _reader() -> Callable[[bytes], object]:
     try:
         import orjson
     except ImportError:
-        return json.loads
+        return lambda line: json.loads(line.decode())
     return orjson.loads
 
 
