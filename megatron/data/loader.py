@@ -220,6 +220,7 @@ def build_data(
     """
     known = known_tokenizer(data, vocab_size)
     fitting(known, vocab_size)
+    masks = masks_of(data, known, vocab_size)
     requested, used = requested_samples(training, dp_size, begin), used_samples(training, dp_size, begin)
     frozen = {name: tuple(counts) for name, counts in (stretches or {}).items()}
     names = split_names(data, training.eval_iters > 0) if splits is None else splits
@@ -246,7 +247,7 @@ def build_data(
         training.seq_length,
         training.micro_batch_size,
         vocab_size,
-        masks_of(data, known, vocab_size),
+        masks,
         tuple(note for note in told if note),
     )
 

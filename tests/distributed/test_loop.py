@@ -12,11 +12,15 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext, redirect_stderr
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 
 from megatron.config.run import RunConfig
+from megatron.data.gpt_dataset import SampleOrder, build_order
+from megatron.data.indexed import IndexedDatasetWriter
 from megatron.training import main
 from megatron.training.setup import Trainer
 from tests.distributed.pool import Pool
@@ -82,6 +86,36 @@ def test_a_bad_number_on_one_rank_is_skipped_by_all(pool: Pool, tmp_path: Path, 
     assert pool.run(2, run_rank, config, "NaN in step 3") == [(0, ""), (0, "")]
     assert column(tmp_path, "skipped-iterations") == [[], [], [3], [], [], []]
     assert column(tmp_path, "consumed-samples") == [4, 8, 12, 16, 20, 24]
+
+
+SLOW, TIMEOUT = 8.0, 5.0
+"""Seconds that one rank builds a table, and that a collective may wait."""
+
+
+def run_with_a_slow_table(rank: int, world_size: int, config: RunConfig) -> tuple[int, str, int]:
+    """As `run_rank`, and how many tables this rank built; the first takes longer than a collective may wait."""
+    built: list[float] = []
+
+    def slowly(*arguments: Any) -> SampleOrder:
+        if not built:
+            time.sleep(SLOW)
+        built.append(time.monotonic())
+        return build_order(*arguments)
+
+    with patch("megatron.data.build.build_order", slowly):
+        return *run_rank(rank, world_size, config, "nothing"), len(built)
+
+
+@pytest.mark.slow
+def test_ranks_wait_for_a_table_outside_of_collectives(pool: Pool, tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        for _ in range(20):
+            writer.add_document([1, 2, 3, 4, 5, 6, 7])
+    data = f"--set data.mock_data=false --data-path {tmp_path}/x --split 1 --data-cache-path {tmp_path}/cache"
+    config = tiny_run(tmp_path, f"{data} --distributed-timeout-minutes {TIMEOUT / 60}", 2)
+    ranks = pool.run(2, run_with_a_slow_table, config, timeout=120.0)
+    assert [(status, told) for status, told, _ in ranks] == [(0, ""), (0, "")]
+    assert sorted(built for _, _, built in ranks) == [0, 1], "one builds, the other reads"
 
 
 DAMAGED = """
