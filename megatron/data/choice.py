@@ -5,12 +5,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from pathlib import Path
 
-from megatron.config.run import DataConfig
+from megatron.config.run import OTHER_TOKENIZERS, DataConfig
 from megatron.data.encoded import Tokenizer
 from megatron.data.errors import DataError
+from megatron.data.gpt2 import GPT2BPETokenizer
 from megatron.data.huggingface import HuggingFaceTokenizer
 from megatron.data.plain import ByteTokenizer, NullTokenizer
+from megatron.data.sentencepiece_model import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
+from megatron.data.tiktoken_file import TikTokenizer
 
 
 @dataclass(frozen=True)
@@ -65,7 +69,38 @@ class TokenizerChoice:
 def _hugging_face(choice: TokenizerChoice) -> Tokenizer:
     if choice.tokenizer_model is None:
         raise DataError("HuggingFaceTokenizer must be told where it is", "--tokenizer-model DIR_OR_tokenizer.json")
-    return HuggingFaceTokenizer(choice.tokenizer_model, choice.parse_special_tokens)
+    return _literal_text(HuggingFaceTokenizer(choice.tokenizer_model, choice.parse_special_tokens))
+
+
+def _gpt2(choice: TokenizerChoice) -> Tokenizer:
+    if choice.tokenizer_model is not None:
+        return GPT2BPETokenizer(choice.tokenizer_model, choice.parse_special_tokens)
+    if choice.vocab_file is None or choice.merge_file is None:
+        raise DataError("GPT2BPETokenizer reads two files", "--vocab-file vocab.json --merge-file merges.txt")
+    return GPT2BPETokenizer.from_vocabulary(
+        Path(choice.vocab_file), Path(choice.merge_file), choice.parse_special_tokens
+    )
+
+
+def _sentencepiece(kind: type[SentencePieceTokenizer]) -> Callable[[TokenizerChoice], Tokenizer]:
+    def build(choice: TokenizerChoice) -> Tokenizer:
+        if choice.tokenizer_model is None:
+            raise DataError(f"{kind.__name__} must be told where it is", "--tokenizer-model FILE.model")
+        return kind(choice.tokenizer_model, choice.parse_special_tokens)
+
+    return build
+
+
+def _tiktoken(choice: TokenizerChoice) -> Tokenizer:
+    if choice.tokenizer_model is None:
+        raise DataError("TikTokenizer must be told where it is", "--tokenizer-model FILE.tiktoken")
+    return TikTokenizer(
+        choice.tokenizer_model,
+        choice.tiktoken_pattern,
+        choice.tiktoken_num_special_tokens,
+        choice.vocab_size,
+        choice.parse_special_tokens,
+    )
 
 
 def _bytes(choice: TokenizerChoice) -> Tokenizer:
@@ -80,23 +115,40 @@ def _null(choice: TokenizerChoice) -> Tokenizer:
 
 BUILDERS: dict[str, Callable[[TokenizerChoice], Tokenizer]] = {
     "HuggingFaceTokenizer": _hugging_face,
+    "GPT2BPETokenizer": _gpt2,
+    "SentencePieceTokenizer": _sentencepiece(SentencePieceTokenizer),
+    "GPTSentencePieceTokenizer": _sentencepiece(GPTSentencePieceTokenizer),
+    "Llama2Tokenizer": _sentencepiece(Llama2Tokenizer),
+    "TikTokenizer": _tiktoken,
     "ByteTokenizer": _bytes,
     "NullTokenizer": _null,
 }
 TOKENIZER_TYPES = tuple(BUILDERS)
+
+_FILE = ("tokenizer_model", "parse_special_tokens")
+READS: dict[str, tuple[str, ...]] = {
+    "HuggingFaceTokenizer": _FILE,
+    "GPT2BPETokenizer": (*_FILE, "vocab_file", "merge_file"),
+    "SentencePieceTokenizer": _FILE,
+    "GPTSentencePieceTokenizer": _FILE,
+    "Llama2Tokenizer": _FILE,
+    "TikTokenizer": (*_FILE, "tiktoken_pattern", "tiktoken_num_special_tokens"),
+    "ByteTokenizer": (),
+    "NullTokenizer": (),
+}
+"""What each type reads of a choice, besides its name and size; any other setting is refused."""
 
 
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     """The tokenizer of a choice.
 
     Raises:
-        DataError: when the name is not known, or what it needs is missing or damaged, or it reads no file, or has
-            another number of ids than the choice says.
+        DataError: when the name is not known, or what it needs is missing or damaged, or it is told what it does not
+            read, or has another number of ids than the choice says.
     """
     if choice.tokenizer_type not in BUILDERS:
         raise _unknown(choice.tokenizer_type)
-    if choice.tokenizer_model is not None and choice.tokenizer_type in ("ByteTokenizer", "NullTokenizer"):
-        raise DataError(f"{choice.tokenizer_type} reads no file", "leave out --tokenizer-model")
+    _refuse_what_is_not_read(choice)
     tokenizer = BUILDERS[choice.tokenizer_type](choice)
     if choice.vocab_size not in (None, tokenizer.vocab_size):
         seen = f"{choice.tokenizer_type} has {tokenizer.vocab_size} ids, not {choice.vocab_size}"
@@ -104,10 +156,41 @@ def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     return tokenizer
 
 
+def _refuse_what_is_not_read(choice: TokenizerChoice) -> None:
+    read = {"tokenizer_type", "vocab_size", *READS[choice.tokenizer_type]}
+    for field in fields(choice):
+        if field.name in read or getattr(choice, field.name) == field.default:
+            continue
+        flag = f"--{field.name.replace('_', '-')}"
+        what = "reads no file" if field.name == "tokenizer_model" else f"does not read {flag}"
+        raise DataError(f"{choice.tokenizer_type} {what}", f"leave out {flag}")
+
+
+def _literal_text(tokenizer: HuggingFaceTokenizer) -> HuggingFaceTokenizer:
+    """The tokenizer, if a special token that is spelled out in a text stays text to it.
+
+    That is not so where its model has the token's letters as one of its words, as unigram models do.
+    """
+    if tokenizer.settings.get("parse_special_tokens"):
+        return tokenizer
+    for token, number in tokenizer.special_ids.items():
+        if number in tokenizer.encode(token):
+            raise DataError(
+                f"this tokenizer makes the special token {number} of '{token}' spelled out in a text, and cannot be "
+                "told not to",
+                "--parse-special-tokens, if that is right for these texts",
+            )
+    return tokenizer
+
+
 def _unknown(tokenizer_type: str) -> DataError:
+    if tokenizer_type in OTHER_TOKENIZERS:
+        seen = f"{tokenizer_type} of Megatron-LM is not here: it {OTHER_TOKENIZERS[tokenizer_type]}"
+    else:
+        seen = f"there is no {tokenizer_type}"
     return DataError(
-        f"there is no {tokenizer_type}: text is read by HuggingFaceTokenizer or ByteTokenizer; ids that another "
-        "tool made, by NullTokenizer (as decimal numbers) or from the .bin and .idx of Megatron-LM's preprocessing",
+        f"{seen}; text is read by {', '.join(TOKENIZER_TYPES[:-1])}; ids that another tool made, by NullTokenizer (as "
+        "decimal numbers) or from the .bin and .idx of Megatron-LM's preprocessing",
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
         "--tokenizer-type ByteTokenizer",
         "--tokenizer-type NullTokenizer --vocab-size N",

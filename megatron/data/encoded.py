@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -86,3 +88,8 @@ def from_lists(lists: Sequence[Sequence[int]]) -> Encoded:
     """The batch of lists of ids."""
     lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
     return Encoded(np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(lengths.sum())), lengths)
+
+
+def threads() -> int:
+    """How many threads a library may encode a batch on: all cores; one in a worker process, which shares them."""
+    return 1 if multiprocessing.parent_process() is not None else os.cpu_count() or 1

@@ -139,7 +139,8 @@ def _fast(tokenizer: Tokenizer) -> EncodeBatch:
     try:
         fast = gigatoken.Tokenizer.from_json(content)
     except Exception as error:  # a format that it does not know: it raises ValueError and others
-        raise _NotFastError(f"gigatoken does not read this tokenizer: {error}") from error
+        first = str(error).split("\n")[0]
+        raise _NotFastError(f"gigatoken does not read this tokenizer: {first}") from error
     return lambda texts: _encode_batch(fast, texts)
 
 

@@ -15,6 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron.data.digest import fingerprint
 from megatron.data.encoded import Encoded, from_lists, unicode_text
 from megatron.data.errors import DataError
+from megatron.data.hub import fetch, is_hub_name
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -41,16 +42,17 @@ class HuggingFaceTokenizer:
     library = "tokenizers"
 
     def __init__(self, path: str | Path, parse_special_tokens: bool = False) -> None:
-        """Read a ``tokenizer.json``, or the one in a folder, and the files beside it.
+        """Read a ``tokenizer.json``, the one in a folder, or that of ``org/name`` on the hub, and the files beside it.
 
         Args:
-            path: of the file, or of the folder.
+            path: of the file, or of the folder; or the name on the hub.
             parse_special_tokens: a special token that is spelled out in a text becomes its id.
 
         Raises:
             DataError: when there is none, it is damaged or random, or nothing says which id ends a document.
         """
-        self._load(_read_files(Path(path)), Path(path), parse_special_tokens)
+        folder = fetch(str(path), (TOKENIZER, CONFIG, SPECIAL)) if is_hub_name(str(path)) else Path(path)
+        self._load(_read_files(folder), folder, parse_special_tokens)
 
     def _load(self, files: Mapping[str, bytes], path: Path, parse_special_tokens: bool) -> None:
         """Take the files, which came from ``path``."""

@@ -76,9 +76,7 @@ def recorded_tokenizer(prefix: str | Path, tokenizer_type: str | None = None) ->
     record = read_record(prefix, tokenizer_type)
     if record is None:
         return None
-    folder = f"{prefix}.{FOLDER}" if record.tokenizer_type == "HuggingFaceTokenizer" else None
-    size = record.vocab_size if record.tokenizer_type == "NullTokenizer" else None
-    tokenizer = build_tokenizer(TokenizerChoice(record.tokenizer_type, folder, vocab_size=size))
+    tokenizer = _rebuilt(record, Path(f"{prefix}.{FOLDER}"), Path(f"{prefix}.{RECORD}"))
     now = TokenizerRecord.of(tokenizer)
     if _said(now, record) != record:
         raise DataError(
@@ -86,6 +84,17 @@ def recorded_tokenizer(prefix: str | Path, tokenizer_type: str | None = None) ->
             "write the dataset anew with tools/preprocess_data.py",
         )
     return tokenizer
+
+
+def _rebuilt(record: TokenizerRecord, folder: Path, path: Path) -> Tokenizer:
+    needs_size = record.tokenizer_type in ("NullTokenizer", "TikTokenizer")
+    model = None if record.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else str(folder)
+    size = record.vocab_size if needs_size else None
+    try:
+        choice = TokenizerChoice(record.tokenizer_type, model, vocab_size=size, **(record.settings or {}))
+    except TypeError as error:
+        raise DataError(f"{path}: {error}", "write the dataset anew with tools/preprocess_data.py") from error
+    return build_tokenizer(choice)
 
 
 def _said(now: TokenizerRecord, record: TokenizerRecord) -> TokenizerRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron.data.choice import TOKENIZER_TYPES, TokenizerChoice, add_tokenizer_flags, build_tokenizer
 from megatron.data.encoded import Encoded, Tokenizer
+from megatron.data.gpt2 import GPT2BPETokenizer
 from megatron.data.huggingface import END_OF_DOCUMENT, HuggingFaceTokenizer
 from megatron.data.plain import ByteTokenizer, NullTokenizer
 from megatron.data.record import (
@@ -14,6 +15,8 @@ from megatron.data.record import (
     recorded_tokenizer,
     tokenizer_files,
 )
+from megatron.data.sentencepiece_model import GPTSentencePieceTokenizer, Llama2Tokenizer, SentencePieceTokenizer
+from megatron.data.tiktoken_file import TikTokenizer
 
 __all__ = [
     "END_OF_DOCUMENT",
@@ -22,8 +25,13 @@ __all__ = [
     "TOKENIZER_TYPES",
     "ByteTokenizer",
     "Encoded",
+    "GPT2BPETokenizer",
+    "GPTSentencePieceTokenizer",
     "HuggingFaceTokenizer",
+    "Llama2Tokenizer",
     "NullTokenizer",
+    "SentencePieceTokenizer",
+    "TikTokenizer",
     "Tokenizer",
     "TokenizerChoice",
     "TokenizerRecord",

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import pickle
 import shutil
-from dataclasses import fields
+from dataclasses import fields, replace
+from importlib.metadata import version
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import models
 
 from megatron.config.run import DataConfig
 from megatron.data import huggingface
@@ -25,11 +30,13 @@ from megatron.data.tokenizer import (
     Tokenizer,
     TokenizerChoice,
     TokenizerRecord,
+    add_tokenizer_flags,
     build_tokenizer,
     read_record,
     recorded_tokenizer,
     tokenizer_files,
 )
+from tests.unit.data.made_tokenizers import apart, choice
 
 
 @settings(deadline=None)
@@ -78,23 +85,48 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def choice(name: str, model: Path) -> TokenizerChoice:
-    """The least that each type must be told."""
-    size = 300 if name == "NullTokenizer" else None
-    return TokenizerChoice(name, str(model) if name == "HuggingFaceTokenizer" else None, vocab_size=size)
-
-
 @pytest.mark.parametrize("name", TOKENIZER_TYPES)
-def test_every_name_builds_a_tokenizer_of_that_name(name: str, model: Path) -> None:
-    tokenizer = build_tokenizer(choice(name, model))
+def test_every_name_builds_a_tokenizer_of_that_name(name: str, tmp_path: Path) -> None:
+    told = choice(name, tmp_path)
+    assert pickle.loads(pickle.dumps(told)) == told
+    tokenizer = build_tokenizer(told)
     assert type(tokenizer).__name__ == name
     assert 0 <= tokenizer.eod < tokenizer.vocab_size
     ids = tokenizer.encode("7 8")
     assert ids.dtype.kind in "iu"
     batch = tokenizer.encode_batch(["7 8", b"", "3"])
-    assert batch.lengths.tolist() == [len(ids), 0, 1]
+    assert batch.lengths.tolist() == [len(ids), 0, len(tokenizer.encode("3"))]
     assert batch.ids.tolist() == [*ids.tolist(), *tokenizer.encode("3").tolist()]
     assert np.iinfo(batch.ids.dtype).max >= tokenizer.vocab_size - 1
+    assert tokenizer.decode(ids) == "7 8"
+    assert apart(tokenizer.encode_batch([])) == []
+    assert version(tokenizer.library)
+
+
+TEXTUAL = [name for name in TOKENIZER_TYPES if name not in ("ByteTokenizer", "NullTokenizer")]
+
+
+@pytest.mark.parametrize("name", TEXTUAL)
+def test_special_tokens_spelled_out_are_text_unless_asked_for(name: str, tmp_path: Path) -> None:
+    told = choice(name, tmp_path)
+    tokenizer, parsing = build_tokenizer(told), build_tokenizer(replace(told, parse_special_tokens=True))
+    assert tokenizer.special_ids
+    assert tokenizer.fingerprint != parsing.fingerprint
+    for token, number in tokenizer.special_ids.items():
+        text = f"so {token}{token} it is"
+        ids, parsed = tokenizer.encode(text).tolist(), parsing.encode(text).tolist()
+        assert not set(ids) & set(tokenizer.special_ids.values())
+        assert parsed.count(number) == 2
+        assert tokenizer.decode(ids) == parsing.decode(parsed) == text
+    ends = tokenizer.decode([tokenizer.eod])
+    assert tokenizer.special_ids[ends] == tokenizer.eod
+
+
+@pytest.mark.parametrize("name", TEXTUAL)
+@pytest.mark.parametrize("bad", [b"caf\xe9", "half a pair: \ud800"])
+def test_what_is_no_unicode_is_refused(name: str, bad: str | bytes, tmp_path: Path) -> None:
+    with pytest.raises(UnicodeError):
+        build_tokenizer(choice(name, tmp_path)).encode_batch(["good", bad])
 
 
 def test_the_option_of_a_run_knows_the_same_names() -> None:
@@ -105,7 +137,11 @@ def test_the_option_of_a_run_knows_the_same_names() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("GPT2BPE", None, "there is no GPT2BPE: text is read by HuggingFaceTokenizer or ByteTokenizer"),
+        ("GPT2BPE", None, "there is no GPT2BPE; text is read by HuggingFaceTokenizer, GPT2BPETokenizer, "),
+        ("BertWordPieceCase", None, "BertWordPieceCase of Megatron-LM is not here: it serves BERT; text is read by"),
+        ("GPT2BPETokenizer", None, "reads two files\n  fix: --vocab-file vocab.json --merge-file merges.txt"),
+        ("SentencePieceTokenizer", None, "must be told where it is\n  fix: --tokenizer-model FILE.model"),
+        ("TikTokenizer", None, "must be told where it is\n  fix: --tokenizer-model FILE.tiktoken"),
         ("HuggingFaceTokenizer", None, "must be told where it is"),
         ("NullTokenizer", None, "must be told how many ids"),
         ("NullTokenizer", 0, "must be told how many ids"),
@@ -115,6 +151,51 @@ def test_what_cannot_be_built_is_refused(name: str, size: int | None, message: s
     with pytest.raises(DataError) as caught:
         build_tokenizer(TokenizerChoice(name, vocab_size=size))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TEXTUAL)
+def test_another_number_of_ids_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r" ids, not 9,?999\n  fix: .*leave out --vocab-size"):
+        build_tokenizer(replace(choice(name, tmp_path), vocab_size=9999))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (TokenizerChoice("ByteTokenizer", merge_file="m"), "ByteTokenizer does not read --merge-file"),
+        (TokenizerChoice("HuggingFaceTokenizer", "m", vocab_file="v"), "does not read --vocab-file"),
+        (TokenizerChoice("Llama2Tokenizer", "m", tiktoken_pattern="v1"), "does not read --tiktoken-pattern"),
+        (TokenizerChoice("NullTokenizer", parse_special_tokens=True), "does not read --parse-special-tokens"),
+        (TokenizerChoice("GPT2BPETokenizer", tiktoken_num_special_tokens=7), "--tiktoken-num-special-tokens"),
+    ],
+)
+def test_a_flag_that_nothing_reads_is_refused(told: TokenizerChoice, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(told)
+
+
+def test_flags_and_configuration_say_the_same() -> None:
+    parser = argparse.ArgumentParser()
+    add_tokenizer_flags(parser)
+    words = "--tokenizer-type TikTokenizer --tokenizer-model m --tiktoken-pattern v1 --tiktoken-num-special-tokens 9"
+    from_flags = TokenizerChoice.from_args(parser.parse_args([*words.split(), "--vocab-size", "500"]))
+    data = DataConfig(
+        tokenizer_type="TikTokenizer", tokenizer_model="m", tiktoken_pattern="v1", tiktoken_num_special_tokens=9
+    )
+    assert from_flags == TokenizerChoice.of(data, 500) == TokenizerChoice("TikTokenizer", "m", None, None, 500, "v1", 9)
+    with pytest.raises(DataError, match="nothing names the tokenizer"):
+        TokenizerChoice.of(DataConfig(), None)
+
+
+def test_a_special_token_that_is_a_word_of_the_model_is_refused(tmp_path: Path) -> None:
+    """A unigram model of Hugging Face finds its own ``</s>`` in a text, whatever it is told."""
+    unigram = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("b", -2.0)], unk_id=0))
+    unigram.add_special_tokens(["</s>"])
+    unigram.save(str(tmp_path / "tokenizer.json"))
+    told = TokenizerChoice("HuggingFaceTokenizer", str(tmp_path))
+    with pytest.raises(DataError, match="makes the special token 1 of '</s>' spelled out in a text"):
+        build_tokenizer(told)
+    assert build_tokenizer(replace(told, parse_special_tokens=True)).encode("a</s>b").tolist() == [2, 1, 3]
 
 
 @pytest.mark.parametrize("name", ["ByteTokenizer", "NullTokenizer"])
@@ -175,17 +256,70 @@ def test_a_damaged_record_is_named(prefix: Path, content: str) -> None:
         read_record(prefix)
 
 
+@pytest.mark.parametrize("parse", [False, True])
+@pytest.mark.parametrize("name", TOKENIZER_TYPES)
+def test_every_type_is_built_again_from_what_lies_beside_the_data(name: str, parse: bool, tmp_path: Path) -> None:
+    told = choice(name, tmp_path / "where it came from")
+    if parse and name in TEXTUAL:
+        told = replace(told, parse_special_tokens=True)
+    written = build_tokenizer(told)
+    prefix = record(tmp_path / "x", written)
+    shutil.rmtree(tmp_path / "where it came from", ignore_errors=True)
+    again = recorded_tokenizer(prefix, name)
+    assert again is not None
+    assert TokenizerRecord.of(again) == TokenizerRecord.of(written) == read_record(prefix)
+    text = "7 8" if name == "NullTokenizer" else "caf\u00e9 <|endoftext|> </s> 7"
+    assert again.encode(text).tolist() == written.encode(text).tolist()
+
+
+@pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"])
+def test_an_older_record_says_less_and_is_read(name: str, tmp_path: Path) -> None:
+    prefix = record(tmp_path / "x", build_tokenizer(choice(name, tmp_path / "files")))
+    path = Path(f"{prefix}.{RECORD}")
+    older = {key: json.loads(path.read_text())[key] for key in ("tokenizer_type", "vocab_size", "eod", "fingerprint")}
+    path.write_text(json.dumps(older))
+    found = read_record(prefix)
+    assert found is not None
+    assert (found.pad, found.special_ids, found.settings) == (None, None, None)
+    assert recorded_tokenizer(prefix) is not None
+
+
+def test_a_pad_that_is_the_end_of_a_document_is_recorded_as_such(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pads"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / huggingface.CONFIG).read_text()) | {"pad_token": huggingface.END_OF_DOCUMENT}
+    (folder / huggingface.CONFIG).write_text(json.dumps(config))
+    found = read_record(record(tmp_path / "x", HuggingFaceTokenizer(folder)))
+    assert found is not None
+    assert (found.pad, found.eod, found.special_ids) == (256, 256, {"<|endoftext|>": 256})
+    plain = read_record(record(tmp_path / "y", HuggingFaceTokenizer(model)))
+    assert plain is not None
+    assert plain.pad is None
+
+
+@pytest.mark.parametrize(("field", "value"), [("pad", 7), ("special_ids", {"</s>": 3}), ("settings", {"colour": 1})])
+def test_a_record_of_something_else_is_refused(model: Path, tmp_path: Path, field: str, value: object) -> None:
+    prefix = record(tmp_path / "x", HuggingFaceTokenizer(model))
+    path = Path(f"{prefix}.{RECORD}")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(DataError, match=r"that tokenizer is now|unexpected keyword argument 'colour'"):
+        recorded_tokenizer(prefix)
+
+
 # --- what goes with a model ---
 
 
 def record(prefix: Path, tokenizer: Tokenizer) -> Path:
+    """What preprocessing leaves beside a dataset."""
     Path(f"{prefix}.{RECORD}").write_bytes(TokenizerRecord.of(tokenizer).to_bytes())
+    for name, content in tokenizer.files.items():
+        Path(f"{prefix}.{FOLDER}").mkdir(exist_ok=True)
+        Path(f"{prefix}.{FOLDER}", name).write_bytes(content)
     return prefix
 
 
 def test_a_tokenizer_of_hugging_face_lies_beside_its_data(model: Path, tmp_path: Path) -> None:
     prefix = record(tmp_path / "x", HuggingFaceTokenizer(model))
-    shutil.copytree(model, f"{prefix}.{FOLDER}")
     for name in (None, "HuggingFaceTokenizer"):
         tokenizer = recorded_tokenizer(prefix, name)
         assert isinstance(tokenizer, HuggingFaceTokenizer)
