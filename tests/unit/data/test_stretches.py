@@ -153,6 +153,9 @@ def test_generated_samples_have_every_split() -> None:
     assert source.used == {"train": 80, "valid": 8, "test": 8}
     for stream, split in enumerate(source.used):
         assert read(source, split, 8) == texts(MockDataset(500, SEQ, 8, TRAINING.seed, stream), 8)
+    longer = build(DataConfig(mock_data=True), source.stretches, train_iters=20)
+    assert longer.stretches["train"] == (80, 80)
+    assert read(longer, "train", 160) == texts(MockDataset(500, SEQ, 160, TRAINING.seed), 160), "as made in one piece"
 
 
 def test_the_summary_has_a_line_per_source(corpora: dict[str, str]) -> None:

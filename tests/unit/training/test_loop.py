@@ -13,6 +13,7 @@ import pytest
 
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.data.masks import Columns, Masks
+from megatron.training.checkpointing import state
 from megatron.training.health import NonFiniteError
 from megatron.training.history import read_history
 from megatron.training.logging import RunLog
@@ -217,6 +218,23 @@ def test_a_set_that_is_new_is_evaluated(tmp_path: Path, corpora: str) -> None:
     told = start(tiny_run(tmp_path, f"{corpora} --save {tmp_path}/saved"))
     assert (told.status, told.samples) == (0, {})
     assert evaluations(tmp_path)[-3:] == [("test", 6), ("wiki", 6), ("code", 6)]
+
+
+def test_a_checkpoint_of_one_evaluation_only_is_gone_on_from(tmp_path: Path) -> None:
+    """Older ones have one number for the validation data, and know of no test data."""
+
+    def older(trainer: Trainer) -> dict[str, Any]:
+        now = state(trainer)
+        del now["data"]["stretches"]["test"], now["data"]["fingerprints"]["test"]
+        return now | {"evaluated": now["evaluated"]["valid"]}
+
+    config = tiny_run(tmp_path, EVALUATING.format(tmp_path))
+    stopping = tiny_run(tmp_path, f"{EVALUATING.format(tmp_path)} --exit-interval 4")
+    start(stopping, patch("megatron.training.checkpointing.state", older))
+    assert start(config).status == 0
+    assert evaluations(tmp_path) == [("validation", 2), ("validation", 4), ("validation", 6), ("test", 6)]
+    start(tiny_run(tmp_path / "whole", EVALUATING.format(tmp_path / "whole")))
+    assert differences(tmp_path / "saved/iter_0000006", tmp_path / "whole/saved/iter_0000006") == []
 
 
 def test_where_no_label_counts_there_is_no_loss_and_no_harm(tmp_path: Path) -> None:
