@@ -97,6 +97,7 @@ DAMAGE = {
     "magic": (0, b"MMIDIDY", r"small\.idx: first 9 bytes is .*MMIDIDY.*expected .*MMIDIDX"),
     "version": (9, struct.pack("<Q", 2), r"small\.idx: version is 2, expected 1"),
     "code unknown": (17, b"\x09", r"small\.idx: type code is 9, expected one of 1 \(uint8\)"),
+    "code 0": (17, b"\x00", r"small\.idx: type code is 0, expected one of"),
     "code unknown, the last": (17, b"\xff", r"small\.idx: type code is 255"),
     "code of another size": (17, b"\x04", r"small\.idx: pointer of sequence 1 is 4, expected 8"),
     "sequences": (18, struct.pack("<Q", 4), r"small\.idx: size is 142 bytes, expected 130"),
@@ -136,7 +137,7 @@ def test_a_damaged_field_is_named(small: Path, field: str) -> None:
     assert peak < 100_000  # bytes: nothing is made as large as a header says
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(at=st.integers(0, 141), data=st.binary(min_size=1, max_size=12))
 def test_any_bytes_in_an_index_are_refused_or_read(
     tmp_path_factory: pytest.TempPathFactory, at: int, data: bytes
@@ -151,10 +152,18 @@ def test_any_bytes_in_an_index_are_refused_or_read(
 def test_damage_far_into_a_large_index_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron.data.indexed.ENTRIES_PER_CHECK", 3)
     prefix = write(tmp_path / "x", [[1]] * 10)
+    whole = prefix.with_suffix(".idx").read_bytes()
     assert IndexedDataset(prefix).num_tokens == 10
-    corrupt(prefix, ".idx", HEADER.size + 40 + 8 * 7, struct.pack("<q", 0))
-    with pytest.raises(DataError, match="pointer of sequence 7 is 0, expected 14"):
-        IndexedDataset(prefix)
+    for i in range(10):
+        corrupt(prefix, ".idx", HEADER.size + 40 + 8 * i, struct.pack("<q", 99))
+        with pytest.raises(DataError, match=f"pointer of sequence {i} is 99, expected {2 * i}"):
+            IndexedDataset(prefix)
+        prefix.with_suffix(".idx").write_bytes(whole)
+    for i in range(1, 10):
+        corrupt(prefix, ".idx", HEADER.size + 120 + 8 * i, struct.pack("<q", i - 2))
+        with pytest.raises(DataError, match=f"boundary {i} of the documents is {i - 2}, expected {i - 1} or more"):
+            IndexedDataset(prefix)
+        prefix.with_suffix(".idx").write_bytes(whole)
 
 
 @pytest.mark.parametrize("suffix", [".bin", ".idx"])

@@ -50,7 +50,7 @@ def numbers(code: int) -> st.SearchStrategy[float]:
     return st.floats(width=64 if code == 6 else 32)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=50, deadline=None, derandomize=True)
 @given(code=st.sampled_from(sorted(LETTERS)), data=st.data(), halves=st.integers(0, 6))
 def test_documents_of_sequences_of_every_type_have_the_bytes_of_the_format(
     tmp_path_factory: pytest.TempPathFactory, code: int, data: st.DataObject, halves: int

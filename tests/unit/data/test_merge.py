@@ -161,6 +161,8 @@ def test_an_output_that_would_be_an_input_is_refused(tmp_path: Path) -> None:
             output_of(folder, output)
     with pytest.raises(DataError, match="lies in"):
         output_of(folder, f"{tmp_path}/link/b")
+    with pytest.raises(DataError, match="lies in"):
+        output_of(tmp_path / "link", f"{folder}/b")
     with pytest.raises(DataError, match=r"is a folder\n  fix: --output-prefix .*/merged"):
         output_of(folder, f"{tmp_path}/")
     output_of(folder, f"{tmp_path}/new/all")
