@@ -155,6 +155,13 @@ def test_identities_tell_samples_and_datasets_apart() -> None:
     assert not np.array_equal(other.identities(places), found)
 
 
+def test_the_same_files_twice_are_two_datasets() -> None:
+    _, (part, _) = blended([1, 1], 50)
+    dataset = BlendedDataset([part, part], *blend_index([1, 1], 50))
+    assert dataset[0].tokens.tolist() == dataset[1].tokens.tolist()
+    assert len(set(dataset.identities(np.arange(50)).tolist())) == 50
+
+
 def test_the_fingerprint_is_of_datasets_order_and_weights() -> None:
     dataset, parts = blended([0.7, 0.3], 50)
     longer, _ = blended([0.7, 0.3], 60)

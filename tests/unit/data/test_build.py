@@ -153,6 +153,16 @@ def test_sizes_of_the_description() -> None:
     assert len(one) == 20
 
 
+def test_weights_are_divided_by_their_sum_twice() -> None:
+    """The last bit of a weight decides ties: here at place 5 already."""
+    weights = [2.8, 0.7]
+    once = megatron_order.normalised(weights)
+    dataset = build_stretch(golden_parts(0, 1), weights, 20, 32, 1234, None)
+    assert isinstance(dataset, BlendedDataset)
+    assert dataset.index.tolist() == [k for k, _ in megatron_order.interleaved(megatron_order.normalised(once), 20)]
+    assert dataset.index.tolist() != [k for k, _ in megatron_order.interleaved(once, 20)]
+
+
 def test_a_blend_of_many_sources_ends_where_a_source_does_and_holds_what_was_asked(tmp_path: Path) -> None:
     """Shares rounded up are 1.5 times the 100 samples, of which the largest source would give more than it has."""
     lengths = [[9]] * 60

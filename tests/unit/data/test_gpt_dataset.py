@@ -100,6 +100,15 @@ def test_tables_equal_the_description(
     assert samples is None or len(order.shuffle) >= samples
 
 
+@pytest.mark.parametrize(("size", "apart"), [(179, True), (180, False)])
+def test_a_last_epoch_is_shuffled_apart_below_four_fifths(size: int, apart: bool) -> None:
+    """100 samples to an epoch, so 79 and 80 of the second one."""
+    order = build_order(np.array([1001], dtype=np.int32), range(1), size, 10, 3)
+    assert order.epochs == 2
+    assert (set(order.shuffle[:100].tolist()) == set(range(100))) == apart
+    assert equal(order, megatron_order.tables([1001], [0], size, 10, 3))
+
+
 @pytest.mark.parametrize("seq_length", [3, 100])
 def test_tables_of_more_sequences_than_are_counted_at_once(seq_length: int) -> None:
     lengths = np.random.RandomState(5).randint(0, 9, 2 * SEQUENCES_AT_ONCE + 7).astype(np.int32)
