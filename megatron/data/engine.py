@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
@@ -131,7 +130,7 @@ def _fast(tokenizer: Tokenizer) -> EncodeBatch:
     if content is None:
         raise _NotFastError("this tokenizer has no tokenizer.json, which gigatoken reads")
     try:
-        gigatoken = import_module(FAST)
+        import gigatoken
     except ImportError:
         raise _NotFastError("gigatoken is not installed (pip install gigatoken)") from None
     if not tokenizer.settings.get("parse_special_tokens"):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from importlib import import_module
 from pathlib import Path
 
 from megatron.data.errors import DataError
@@ -24,13 +23,13 @@ def fetch(name: str, files: Sequence[str]) -> Path:
         DataError: when it cannot be had.
     """
     try:
-        hub = import_module("huggingface_hub")
+        import huggingface_hub
     except ImportError as error:
         raise DataError(
             f"huggingface_hub is needed for {name}: there is no such folder here", "pip install huggingface_hub"
         ) from error
     try:
-        return Path(hub.snapshot_download(name, allow_patterns=list(files)))
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(files)))
     except Exception as error:  # of the hub's, the network's and the disk's many kinds
         wanted = " ".join(f"--include '{file}'" for file in files)
         first = str(error).strip().splitlines() or [type(error).__name__]

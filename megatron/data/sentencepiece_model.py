@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +143,10 @@ def _model(content: bytes, file: Path) -> Model:
 
 def _processor(content: bytes, file: Path) -> Any:
     try:
-        library = import_module("sentencepiece")
+        import sentencepiece
     except ImportError as error:
         raise DataError(f"sentencepiece is needed for {file}", "pip install sentencepiece") from error
     try:
-        return library.SentencePieceProcessor(model_proto=content)
+        return sentencepiece.SentencePieceProcessor(model_proto=content)
     except Exception as error:  # RuntimeError, or whatever its binding raises
         raise DataError(f"{file} is no model that SentencePiece reads: {error}", "copy it again") from error

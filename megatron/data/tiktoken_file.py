@@ -8,7 +8,6 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -260,6 +259,7 @@ def _special_first(
 
 def _library(file: Path) -> Any:
     try:
-        return import_module("tiktoken")
+        import tiktoken
     except ImportError as error:
         raise DataError(f"tiktoken is needed for {file}", "pip install tiktoken") from error
+    return tiktoken
