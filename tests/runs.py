@@ -45,7 +45,7 @@ def tiny_run(folder: Path, flags: str = "", world_size: int = 1) -> RunConfig:
 
 
 def records(folder: Path, kind: str = "lm loss") -> list[dict[str, Any]]:
-    """The records of a run that have ``kind``: ``lm loss``, ``lm loss validation``, ``text`` (of notes)."""
+    """The records of a run that have ``kind``: ``lm loss``, also with ``validation`` or ``test``; ``text`` (of notes)."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     return [line for line in lines if kind in line]
 
@@ -164,6 +164,7 @@ NUMBERS = {
     "loss-scale",
     "skipped-iterations",
     "lm loss validation",
+    "lm loss test",
 }
 """What a run records that is not time or memory."""
 
@@ -171,8 +172,9 @@ NUMBERS = {
 def steps(folder: Path) -> dict[int, dict[str, Any]]:
     """``NUMBERS`` of every step and evaluation that a run recorded; what was done twice as it was the last time."""
     taken: dict[int, dict[str, Any]] = {}
-    for record in [*records(folder), *records(folder, "lm loss validation")]:
-        numbers = {name: value for name, value in record.items() if name in NUMBERS}
+    for record in [r for kind in ("lm loss", "lm loss validation", "lm loss test") for r in records(folder, kind)]:
+        of = record.get("validation-set", "")
+        numbers = {f"{name} {of}".strip(): value for name, value in record.items() if name in NUMBERS}
         taken[record["iteration"]] = taken.get(record["iteration"], {}) | numbers
     return taken
 

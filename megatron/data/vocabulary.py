@@ -150,7 +150,9 @@ def named_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | Non
 
 
 def carried_tokenizer(data: DataConfig, vocab_size: int | None) -> Mapping[str, bytes]:
-    """Contents by name of the files that a model trained on the data carries; see `tokenizer_files`.
+    """Contents by name of the files that a model trained on the data carries; none for generated tokens.
+
+    See `tokenizer_files`.
 
     Raises:
         DataError: when the tokenizer cannot be built, or is not what was recorded.
@@ -159,7 +161,7 @@ def carried_tokenizer(data: DataConfig, vocab_size: int | None) -> Mapping[str, 
     recorded = next((prefix for prefix, record in _records(data).items() if record is not None), None)
     if recorded is not None:
         return tokenizer_files(recorded)
-    named = named_tokenizer(data, vocab_size)
+    named = None if data.mock_data else named_tokenizer(data, vocab_size)
     return {} if named is None else named.hugging_face_files()
 
 

@@ -159,6 +159,7 @@ def test_without_a_record_the_named_tokenizer_says_everything(tmp_path: Path, mo
     assert known_tokenizer(data, None) == Known("HuggingFaceTokenizer", 257, 256)
     assert carried_tokenizer(data, None) == {file.name: file.read_bytes() for file in Path(models[0]).iterdir()}
     assert (known_tokenizer(bare, None), dict(carried_tokenizer(bare, None))) == (None, {})
+    assert carried_tokenizer(DataConfig(mock_data=True, tokenizer_type="ByteTokenizer"), None) == {}
 
 
 def test_the_end_of_a_document() -> None:
