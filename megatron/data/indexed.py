@@ -18,9 +18,18 @@ from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
 from megatron.data.indexed_format import CODES, HEADER, MAGIC, VERSION, id_dtype
-from megatron.data.indexed_writer import IndexedDatasetWriter
+from megatron.data.indexed_writer import IndexedDatasetWriter, remove_leftovers
 
-__all__ = ["BLOCKS", "BLOCK_BYTES", "CODES", "HEADER", "IndexedDataset", "IndexedDatasetWriter", "id_dtype"]
+__all__ = [
+    "BLOCKS",
+    "BLOCK_BYTES",
+    "CODES",
+    "HEADER",
+    "IndexedDataset",
+    "IndexedDatasetWriter",
+    "id_dtype",
+    "remove_leftovers",
+]
 
 ENTRIES_PER_CHECK = 1 << 20
 BLOCK_BYTES, BLOCKS = 4096, 64  # the sample of .bin that a fingerprint reads; a smaller file is read whole

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fcntl
+import glob
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, NoReturn, Self
@@ -50,6 +52,8 @@ class IndexedDatasetWriter:
             self._lengths: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
             self._boundaries: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
             self._bin: IO[bytes] = files.enter_context(open(self._part("bin"), "wb"))
+            with suppress(OSError):  # where files cannot be locked, nobody takes this one for a leftover
+                fcntl.flock(self._bin, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._open = files.pop_all()
         self._boundaries.write(np.zeros(1, "<i8").data)
 
@@ -238,6 +242,22 @@ class IndexedDatasetWriter:
             start = int(ends[-1])
         self._boundaries.seek(0)
         shutil.copyfileobj(self._boundaries, file)
+
+
+def remove_leftovers(prefix: str | Path) -> list[Path]:
+    """Remove what writers of a pair left behind that were killed; returns it.
+
+    A writer locks its ids while it lives, on whatever machine that is. Where files cannot be locked, nothing goes.
+    """
+    removed = []
+    for ids in glob.glob(f"{glob.escape(str(prefix))}.bin.*.part"):
+        with suppress(OSError), open(ids, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            process = ids.split(".")[-2]
+            for path in map(Path, glob.glob(f"{glob.escape(str(prefix))}.*.{process}.part")):
+                path.unlink()
+                removed.append(path)
+    return removed
 
 
 def _sync(file: IO[bytes]) -> None:

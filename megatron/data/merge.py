@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from megatron.data.errors import DataError
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, remove_leftovers
 from megatron.data.record import FOLDER, RECORD, TokenizerRecord, read_record
 
 INDEX_BYTES = 20  # of a sequence that is a document: length, pointer and boundary
@@ -168,6 +168,7 @@ def merge(parts: Sequence[Part], output: str, report: Callable[[int], None] = la
         DataError: when a part is no longer what it was.
         OSError: when the disk refuses; nothing is left behind then.
     """
+    remove_leftovers(output)
     with IndexedDatasetWriter(output, parts[0].dtype) as writer:
         for part in parts:
             data = IndexedDataset(part.prefix, floats=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from megatron.data.corpus import check_plain
 from megatron.data.encoded import Tokenizer
 from megatron.data.engine import Engine, choose_engine
 from megatron.data.errors import DataError
-from megatron.data.indexed import IndexedDatasetWriter, id_dtype
+from megatron.data.indexed import IndexedDatasetWriter, id_dtype, remove_leftovers
 from megatron.data.progress import Totals
 from megatron.data.records import BadDocumentError, no_document, plain_text, texts_of_line, whole_lines
 from megatron.data.tokenizer import FOLDER, RECORD, TokenizerChoice, TokenizerRecord
@@ -108,17 +107,6 @@ def write_dataset(plan: Plan, tokenizer: Tokenizer, listener: Listener) -> tuple
             seen = f"the documents of the input are all empty ({account.totals.documents:,})"
             raise DataError(seen, "another --input")
     return account.totals, engine
-
-
-def remove_leftovers(prefix: str) -> list[Path]:
-    """Remove the unfinished files ``<prefix>.*.<process>.part`` of processes that are no more; returns them."""
-    found = []
-    for path in Path(prefix).parent.glob(f"{glob.escape(Path(prefix).name)}.*.part"):
-        process = path.suffixes[-2][1:]
-        if process.isdigit() and not Path(f"/proc/{process}").exists():
-            path.unlink()
-            found.append(path)
-    return found
 
 
 def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:

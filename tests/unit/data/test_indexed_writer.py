@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, id_dtype
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, id_dtype, remove_leftovers
 from tests.unit.data.pairs import LETTERS, NAMES, content, packed, pair, write
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
@@ -202,7 +202,8 @@ def test_an_interrupted_writer_leaves_the_old_pair_alone(small: Path) -> None:
     assert content(small.parent) == before
 
 
-def test_a_killed_writer_leaves_no_pair(tmp_path: Path) -> None:
+def killed(prefix: Path) -> None:
+    """Write ``prefix`` in a process that is killed before it is whole."""
     script = (
         "import os, signal, sys\n"
         "from megatron.data.indexed import IndexedDatasetWriter\n"
@@ -210,11 +211,24 @@ def test_a_killed_writer_leaves_no_pair(tmp_path: Path) -> None:
         "    writer.add_document(range(1000))\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    root = Path(__file__).parents[3]
-    subprocess.run([sys.executable, "-c", script, str(tmp_path / "x")], cwd=root, check=False)
-    assert [name.split(".")[1::2] for name in os.listdir(tmp_path)] == [["bin", "part"]]
+    subprocess.run([sys.executable, "-c", script, str(prefix)], cwd=Path(__file__).parents[3], check=False)
+
+
+def test_a_killed_writer_leaves_no_pair_and_what_it_leaves_can_be_removed(tmp_path: Path) -> None:
+    killed(tmp_path / "x")
+    (left,) = tmp_path.iterdir()
+    assert left.name.split(".")[1::2] == ["bin", "part"]
     with pytest.raises(DataError, match="No such file"):
         IndexedDataset(tmp_path / "x")
+    process = left.name.split(".")[-2]
+    (tmp_path / f"x.idx.{process}.part").touch()
+    assert remove_leftovers(tmp_path / "other") == []
+    with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+        assert sorted(remove_leftovers(tmp_path / "x")) == [left, tmp_path / f"x.idx.{process}.part"]
+        writer.add_document([7])
+        assert remove_leftovers(tmp_path / "x") == []
+    assert IndexedDataset(tmp_path / "x").num_tokens == 1
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_writer_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:

@@ -101,6 +101,7 @@ def test_killed_it_leaves_no_pair_and_can_be_run_again(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="No such file"):
         IndexedDataset(tmp_path / "all")
     assert main(flags) == 0
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "all.bin", "all.idx", "b.bin", "b.idx"]
     assert pair(tmp_path / "all") == pair(write(tmp_path / "expected", [[1] * 1000] * 2))
 
 
