@@ -175,10 +175,8 @@ def tell(found: Inspection, args: argparse.Namespace) -> None:
     print(f"  bytes      {s.bin_bytes:,} .bin, {s.idx_bytes:,} .idx")
     lengths = ", ".join(f"{name} {value:,}" for name, value in statistics(s).items())
     print(f"  tokens of a document that is not empty: {lengths}")
-    wrote = (
-        f"{record.tokenizer_type}, {record.vocab_size:,} ids, {record.eod} ends a document" if record else "no record"
-    )
-    print(f"  tokenizer  {wrote}")
+    wrote = record and f"{record.tokenizer_type}, {record.vocab_size:,} ids, {record.eod} ends a document"
+    print(f"  tokenizer  {wrote or 'no record'}")
     if found.findings is not None:
         tell_findings(found, found.findings, args.top)
     for sample in found.samples:
@@ -227,7 +225,6 @@ def main(argv: Sequence[str]) -> int:
         check_flags(args)
     except DataError as error:
         return _fail(error, 2)
-    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     status, inspections = 0, []
     for prefix in args.prefixes:
         try:
@@ -261,5 +258,7 @@ def _fail(problem: object, status: int) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly when nobody reads on
+    for ending in (signal.SIGPIPE, signal.SIGINT):
+        signal.signal(ending, signal.SIG_DFL)  # ends quietly when nobody reads on, and on Ctrl-C
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(main(sys.argv[1:]))

@@ -202,5 +202,6 @@ def _sample(data: IndexedDataset, document: int, tokenizer: Tokenizer | None) ->
     tokens = int(data.lengths[first:last].sum(dtype=np.int64))
     start = int(data.pointers[first]) // data.dtype.itemsize if tokens else 0
     ids = data.tokens[start : start + min(tokens, SAMPLE_TOKENS)].tolist()
-    known = tokenizer is not None and all(0 <= i < tokenizer.vocab_size for i in ids)
-    return Sample(document, tokens, ids, tokenizer.decode(ids) if tokenizer is not None and known else None)
+    if tokenizer is None or not all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids):
+        return Sample(document, tokens, ids, None)
+    return Sample(document, tokens, ids, tokenizer.decode(ids))

@@ -53,7 +53,7 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
     Raises:
         DataError: when a folder holds none, or traces of one that is not finished, or a pair is named twice.
     """
-    prefixes = [prefix for one in inputs for prefix in (_in_folder(Path(one)) if os.path.isdir(one) else [one])]
+    prefixes = [prefix for one in inputs for prefix in (_in_folder(Path(one)) if _is_folder(one) else [one])]
     seen: dict[str, str] = {}
     for prefix in prefixes:
         path = os.path.realpath(f"{prefix}.bin")
@@ -64,6 +64,11 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
             )
         seen[path] = prefix
     return prefixes
+
+
+def _is_folder(one: str) -> bool:
+    """Megatron-LM keeps the cache of a pair in a folder of the pair's name: then the pair is meant."""
+    return os.path.isdir(one) and not os.path.isfile(f"{one}.idx")
 
 
 def _in_folder(folder: Path) -> list[str]:
@@ -137,7 +142,7 @@ def check_output(inputs: Sequence[str], parts: Sequence[Part], output: str) -> N
         if os.path.realpath(f"{output}.bin") == os.path.realpath(f"{part.prefix}.bin"):
             raise DataError(f"--output-prefix {output} is one of the pairs to merge", "another --output-prefix")
     for one in inputs:
-        if os.path.isdir(one) and os.path.realpath(one) == folder:
+        if _is_folder(one) and os.path.realpath(one) == folder:
             raise DataError(
                 f"--output-prefix {output} lies in {one}, whose pairs are merged: next time it would be one of them",
                 f"--output-prefix {os.path.join(os.path.dirname(folder), os.path.basename(output))}",

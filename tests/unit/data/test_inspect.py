@@ -152,3 +152,9 @@ def test_a_long_sample_is_cut_and_a_strange_one_not_decoded(tmp_path: Path) -> N
     long, strange = samples(IndexedDataset(tmp_path / "x"), 2, ByteTokenizer())
     assert (long.tokens, long.ids, long.text) == (SAMPLE_TOKENS + 1, [97] * SAMPLE_TOKENS, "a" * SAMPLE_TOKENS)
     assert (strange.ids, strange.text) == ([97, 257], None)
+
+
+def test_numbers_that_are_no_ids_are_not_decoded(tmp_path: Path) -> None:
+    write(tmp_path / "x", [[97.0, 0.5]], np.float32)
+    (sample,) = samples(IndexedDataset(tmp_path / "x", floats=True), 1, ByteTokenizer())
+    assert (sample.ids, sample.text) == ([97.0, 0.5], None)

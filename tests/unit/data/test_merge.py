@@ -65,6 +65,15 @@ def test_folders_are_read_by_name_and_prefixes_as_they_are_given(tmp_path: Path)
     assert find_prefixes([f"{tmp_path}/b", f"{tmp_path}/a"]) == [f"{tmp_path}/b", f"{tmp_path}/a"]
 
 
+def test_a_pair_beside_a_folder_of_its_name_is_a_pair(tmp_path: Path) -> None:
+    a = str(write(tmp_path / "a", [[1]]))
+    (tmp_path / "a" / "cache").mkdir(parents=True)
+    write(tmp_path / "a" / "b", [[1]])
+    assert find_prefixes([a]) == [a]
+    assert find_prefixes([f"{a}/"]) == [f"{a}/b"]
+    check_output([a], [Part.of(a)], f"{a}/all")
+
+
 def test_half_a_pair_in_a_folder_is_no_pair_to_leave_out(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1]])
     (tmp_path / "b.bin").write_bytes(b"xx")
