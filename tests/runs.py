@@ -45,7 +45,7 @@ def tiny_run(folder: Path, flags: str = "", world_size: int = 1) -> RunConfig:
 
 
 def records(folder: Path, kind: str = "lm loss") -> list[dict[str, Any]]:
-    """The records of a run that have ``kind``: ``lm loss``, also with ``validation`` or ``test``; ``text`` (of notes)."""
+    """The records of a run with ``kind``: ``lm loss``, alone or with ``validation`` or ``test``; ``text`` of notes."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").open()]
     return [line for line in lines if kind in line]
 
