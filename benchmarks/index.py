@@ -1,0 +1,208 @@
+"""Speed of laying out samples: ours beside the description of the order followed step by step, and samples per second.
+
+    python -m benchmarks.index            # prints; --write keeps the result
+
+Both sides make the same tables from the same lengths, are compared entry by entry, and take turns; a ratio is the
+median over rounds. The larger shapes are ours alone: one process, one core, in memory, without a cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numba
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.blend import blend_index, normalised
+from megatron.data.gpt_dataset import build_order
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
+from tests.unit.data import megatron_order
+
+RESULTS = Path(__file__).parent / "results"
+TITLE = "# Laying out samples, one core, in memory"
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+SEED = 1234
+
+SHAPES = {
+    "2 M sequences of 640, sample of 128": (2_000_000, 640, 128, 9_900_000),
+    "1 M sequences of 20,000, sample of 1,024": (1_000_000, 20_000, 1024, 10_000_000),
+    "0.5 M sequences of 50,000, sample of 4,096": (500_000, 50_000, 4096, 10_000_000),
+    "10 M sequences of 1,000, sample of 4,096": (10_000_000, 1_000, 4096, 6_000_000),
+}
+"""Sequences, mean tokens of one, tokens of a sample, samples asked for."""
+
+BLENDS = {"2 sources": 2, "10 sources": 10, "50 sources": 50, "300 sources": 300}
+
+
+def lengths(sequences: int, mean: int) -> NDArray[np.int32]:
+    """Lengths as of web text: most are short, a few are very long."""
+    drawn = np.random.RandomState(0).lognormal(np.log(mean) - 0.5, 1.0, sequences)
+    return np.clip(drawn, 1, 2**30).astype(np.int32)
+
+
+def weights_of(sources: int) -> list[float]:
+    """Weights that differ."""
+    return normalised(np.random.RandomState(sources).random_sample(sources) + 0.1).tolist()
+
+
+def take_turns(
+    rounds: int, clock: Callable[[], float], ours: Callable[[], object], theirs: Callable[[], object]
+) -> list[float]:
+    """How many times as long ``theirs`` takes as ``ours``, in each round."""
+    ratios = []
+    for _ in range(rounds):
+        seconds = [timed(clock, action) for action in (ours, theirs)]
+        ratios.append(seconds[1] / seconds[0])
+    return ratios
+
+
+def timed(clock: Callable[[], float], action: Callable[[], object]) -> float:
+    """Seconds an action takes."""
+    start = clock()
+    action()
+    return clock() - start
+
+
+def against_description(rounds: int, clock: Callable[[], float]) -> dict[str, list[float]]:
+    """Ratios of one round after another, by what is made.
+
+    Raises:
+        RuntimeError: when the two sides do not make the same.
+    """
+    held, size, seq_length = lengths(100_000, 640), 400_000, 128
+    listed, part = held.tolist(), range(len(held))
+    order = build_order(held, part, size, seq_length, SEED)
+    expected = megatron_order.tables(listed, list(part), size, seq_length, SEED)
+    weights, places = weights_of(10), 200_000
+    index = blend_index(weights, places)
+    agree = [
+        order.documents.tolist() == expected.documents.tolist(),
+        order.samples.tolist() == [list(row) for row in expected.samples],
+        order.shuffle.tolist() == expected.shuffle,
+        list(zip(*(column.tolist() for column in index)))
+        == megatron_order.interleaved(megatron_order.normalised(weights), places),
+    ]
+    if not all(agree):
+        raise RuntimeError(f"the two sides do not make the same: {agree}")
+    return {
+        "tables of 400,000 samples": take_turns(
+            rounds,
+            clock,
+            lambda: build_order(held, part, size, seq_length, SEED),
+            lambda: megatron_order.tables(listed, list(part), size, seq_length, SEED),
+        ),
+        "blend of 10 sources, 200,000 samples": take_turns(
+            rounds,
+            clock,
+            lambda: blend_index(weights, places),
+            lambda: megatron_order.interleaved(weights, places),
+        ),
+    }
+
+
+def tables_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, dict[str, float]]:
+    """Medians by shape: million samples a second, million entries of all tables a second, and how many there are."""
+    found = {}
+    for name, (sequences, mean, seq_length, size) in SHAPES.items():
+        held = lengths(sequences, mean)
+        build = partial(build_order, held, range(len(held)), size, seq_length, SEED)
+        seconds = statistics.median(timed(clock, build) for _ in range(rounds))
+        order = build()
+        samples, entries = len(order.shuffle), len(order.shuffle) + len(order.samples) + len(order.documents)
+        found[name] = {
+            "samples": samples / 1e6,
+            "epochs": order.epochs,
+            "samples/s": samples / seconds / 1e6,
+            "entries/s": entries / seconds / 1e6,
+        }
+    return found
+
+
+def blends_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, float]:
+    """Medians by number of sources: million samples a second."""
+    found = {}
+    for name, sources in BLENDS.items():
+        weights, places = weights_of(sources), max(200_000, 20_000_000 // sources)
+        blend_index(weights, 1)  # compiles
+        blend = partial(blend_index, weights, places)
+        seconds = statistics.median(timed(clock, blend) for _ in range(rounds))
+        found[name] = places / seconds / 1e6
+    return found
+
+
+def machine() -> dict[str, str]:
+    """What the figures were measured with."""
+    processor, info = platform.processor(), Path("/proc/cpuinfo")
+    if info.exists():  # Linux says no more than the architecture elsewhere
+        named = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        processor = named[0] if named else processor
+    return {
+        "processor": f"{processor}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+    }
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The page of results."""
+    text = [TITLE, "", "| ratio of times, description / ours | median | lowest | highest |", "|---|---|---|---|"]
+    for name, ratios in result["ratios"].items():
+        text.append(f"| {name} | {statistics.median(ratios):.0f} | {min(ratios):.0f} | {max(ratios):.0f} |")
+    text += ["", "| documents, samples and shuffle | M samples | epochs | M samples/s | M entries/s |"]
+    text += ["|---|---|---|---|---|"]
+    for name, row in result["tables"].items():
+        speeds = f"{row['samples/s']:.1f} | {row['entries/s']:.1f}"
+        text.append(f"| {name} | {row['samples']:.1f} | {row['epochs']} | {speeds} |")
+    text += ["", "| blend | M samples/s |", "|---|---|"]
+    text += [f"| {name} | {speed:.1f} |" for name, speed in result["blends"].items()]
+    versions = ", ".join(f"{key} {result[key]}" for key in ("python", "numpy", "numba"))
+    text += [
+        "",
+        "An entry is a row of one of the three tables. Where a sample is longer than most sequences, shuffling these "
+        "takes most of the time; that generator is part of the order and cannot be another.",
+        "",
+        f"Median of {result['rounds']} alternating rounds, {result['clock']} time; {result['processor']}, "
+        f"load {result['load']:.1f} before the start; {versions}.",
+    ]
+    return "\n".join(text)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: where others use the machine too")
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    args = parser.parse_args(argv)
+    clock, load = CLOCKS[args.clock], os.getloadavg()[0]
+    result: dict[str, Any] = {
+        "ratios": against_description(args.repeats, clock),
+        "tables": tables_per_second(args.repeats, clock),
+        "blends": blends_per_second(args.repeats, clock),
+        "rounds": args.repeats,
+        "clock": args.clock,
+        "load": load,
+    } | machine()
+    print(report(result))
+    if args.write:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "index.json").write_text(json.dumps(result, indent=2) + "\n")
+        (RESULTS / "index.md").write_text(report(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
