@@ -166,12 +166,19 @@ class DataSource:
         sample = self.datasets[split][i]
         low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
         if low < 0 or high >= self.vocab_size:
+            source = source_of(self.datasets[split], i)
             raise DataError(
                 f"{spoken(split)} sample {i} holds id {low if low < 0 else high}, "
-                f"but the vocabulary has ids 0..{self.vocab_size - 1}",
+                f"but the vocabulary has ids 0..{self.vocab_size - 1}" + (f"; it is from {source}" if source else ""),
                 f"--vocab-size {high + 1} or more, or the data of this model's tokenizer",
             )
         return sample
+
+
+def source_of(dataset: Dataset, i: int) -> str | None:
+    """The source of which sample ``i`` reads; None where it is generated."""
+    pairs = zip(dataset.readings(i), dataset.readings(i + 1))
+    return next((after.source for before, after in pairs if after.tokens > before.tokens), None)
 
 
 def requested_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, int] = (0, 0)) -> dict[str, int]:

@@ -16,7 +16,7 @@ from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset, build_order, split_ranges
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.loader import DataSource, build_data
+from megatron.data.loader import DataSource, build_data, source_of
 from megatron.data.mock import MockDataset
 from megatron.data.stretches import lay_out
 
@@ -108,6 +108,16 @@ def test_paths_of_their_own_are_read_whole(corpora: dict[str, str]) -> None:
     assert read(source, "train", 80) == blended([wiki, code], [3, 1], 80, "1", 0)[:80]
     assert read(source, "valid", 8) == texts(plain(tiny, 24), 8), "a single prefix is no blend, whatever its weight"
     assert read(source, "test", 8) == texts(plain(code, 8), 8)
+
+
+def test_the_source_of_an_id_beyond_the_vocabulary_is_named(corpora: dict[str, str]) -> None:
+    wiki, code, _ = corpora.values()
+    source = build_data(DataConfig(data_path=("1", wiki, "9", code), split="8,1,1"), TRAINING, 200, 1)
+    wrong = next(i for i in range(80) if source.datasets["train"][i].tokens[0] >= 200)
+    with pytest.raises(DataError, match=rf"sample {wrong} holds id 2\d\d, but the vocabulary .*; it is from {code}\n"):
+        source.micro_batch("train", range(wrong, wrong + 1), step=0)
+    right = next(i for i in range(80) if source.datasets["train"][i].tokens[0] < 200)
+    assert (source_of(source.datasets["train"], right), source_of(MockDataset(9, 4, 5, 0), 0)) == (wiki, None)
 
 
 def test_one_pair_is_a_blend_of_one(corpora: dict[str, str]) -> None:
