@@ -49,7 +49,20 @@ class SentencePieceTokenizer:
             DataError: when there is none, it is damaged, or it has no piece that ends a document.
         """
         file = Path(path, MODEL) if Path(path).is_dir() else Path(path)
-        content = _read(file)
+        self._load(_read(file), file, parse_special_tokens)
+
+    @classmethod
+    def of(cls, content: bytes, file: Path) -> SentencePieceTokenizer:
+        """The tokenizer of a file's ``content``.
+
+        Raises:
+            DataError: as the constructor.
+        """
+        new = cls.__new__(cls)
+        new._load(content, file, parse_special_tokens=False)
+        return new
+
+    def _load(self, content: bytes, file: Path, parse_special_tokens: bool) -> None:
         self.files: Mapping[str, bytes] = {MODEL: content}
         self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
         self._model = _model(content, file)

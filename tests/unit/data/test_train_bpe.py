@@ -9,22 +9,37 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import pre_tokenizers
 
-from megatron.data import huggingface
-from megatron.data import train_bpe as train_bpe_module
+from megatron.data import learnt as learnt_module
 from megatron.data.corpus import Document
 from megatron.data.errors import DataError
-from megatron.data.huggingface import END_OF_DOCUMENT, HuggingFaceTokenizer, byte_letters
-from megatron.data.train_bpe import SMALLEST, save_tokenizer, train_bpe
+from megatron.data.huggingface import (
+    END_OF_DOCUMENT,
+    TOKENIZER,
+    HuggingFaceTokenizer,
+    byte_letters,
+    bytes_as_ids,
+    tokenizer_files,
+)
+from megatron.data.learnt import Learnt, save_files
+from megatron.data.train_bpe import SMALLEST, train_bpe
 
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "there", "then", "hat", "naïve", "x = x + 1", "\n\t"]
 
 
 def documents(texts: list[str]) -> list[Document]:
     return [Document((text,), f"d{i}", len(text)) for i, text in enumerate(texts)]
+
+
+FILES = tokenizer_files(bytes_as_ids())
+
+
+def made(learnt: Learnt) -> tokenizers.Tokenizer:
+    return tokenizers.Tokenizer.from_str(learnt.files[TOKENIZER].decode())
 
 
 def some_texts(seed: int, count: int) -> list[str]:
@@ -73,16 +88,16 @@ def merged(word: tuple[str, ...], pair: tuple[str, str]) -> tuple[str, ...]:
 def test_merges_are_those_of_the_algorithm(seed: int) -> None:
     texts = some_texts(seed, 30)
     trained = train_bpe(documents(texts), SMALLEST + 40)
-    merges = [tuple(pair) for pair in json.loads(trained.tokenizer.to_str())["model"]["merges"]]
+    merges = [tuple(pair) for pair in json.loads(made(trained).to_str())["model"]["merges"]]
     assert merges == merges_by_hand(texts, 40)
-    assert trained.tokenizer.get_vocab_size() == SMALLEST + len(merges)
+    assert made(trained).get_vocab_size() == SMALLEST + len(merges)
     assert (trained.documents, trained.text_bytes) == (30, sum(len(t.encode()) for t in texts))
 
 
 def test_it_depends_on_the_texts_and_not_on_their_order() -> None:
     texts = some_texts(1, 200)
     first, again, other = (
-        train_bpe(documents(t), 400).tokenizer.to_str() for t in (texts, texts[::-1], some_texts(2, 200))
+        train_bpe(documents(t), 400).files[TOKENIZER] for t in (texts, texts[::-1], some_texts(2, 200))
     )
     assert first == again != other
 
@@ -90,7 +105,7 @@ def test_it_depends_on_the_texts_and_not_on_their_order() -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text_comes_back(text: str) -> None:
-    tokenizer = train_bpe(documents(["abc"]), 300).tokenizer
+    tokenizer = made(train_bpe(documents(["abc"]), 300))
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
@@ -98,11 +113,11 @@ def test_bytes_per_token_are_those_of_the_sample(monkeypatch: pytest.MonkeyPatch
     texts = some_texts(3, 50)
     trained = train_bpe(documents(texts), 300)
     assert trained.sample_bytes == trained.text_bytes
-    assert trained.sample_tokens == sum(len(trained.tokenizer.encode(t).ids) for t in texts)
-    monkeypatch.setattr(train_bpe_module, "SAMPLE_BYTES", len(texts[0].encode()))
+    assert trained.sample_tokens == sum(len(made(trained).encode(t).ids) for t in texts)
+    monkeypatch.setattr(learnt_module, "SAMPLE_BYTES", len(texts[0].encode()))
     small = train_bpe(documents(texts), 300)
     assert (small.text_bytes, small.sample_bytes) == (trained.text_bytes, len(texts[0].encode()))
-    assert small.sample_tokens == len(trained.tokenizer.encode(texts[0]).ids)
+    assert small.sample_tokens == len(made(trained).encode(texts[0]).ids)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +136,7 @@ def test_what_nothing_can_be_learnt_from_is_named(text: str | bytes, message: st
 def test_a_vocabulary_holds_all_bytes() -> None:
     with pytest.raises(DataError, match="a vocabulary of 256 does not hold the 256 bytes"):
         train_bpe(documents(["text"]), SMALLEST - 1)
-    smallest = train_bpe(documents(["text text text"]), SMALLEST).tokenizer
+    smallest = made(train_bpe(documents(["text text text"]), SMALLEST))
     assert smallest.get_vocab_size() == SMALLEST
     assert sorted(smallest.get_vocab()) == sorted([*byte_letters(), END_OF_DOCUMENT])
 
@@ -130,10 +145,11 @@ def test_a_vocabulary_holds_all_bytes() -> None:
 
 
 def test_a_saved_tokenizer_is_read(tmp_path: Path) -> None:
-    tokenizer = train_bpe(documents(some_texts(1, 40)), 300).tokenizer
+    learnt = train_bpe(documents(some_texts(1, 40)), 300)
+    tokenizer = made(learnt)
     (tmp_path / "empty").mkdir()
     for folder in (tmp_path / "new" / "bpe", tmp_path / "empty"):
-        save_tokenizer(tokenizer, folder)
+        save_files(learnt.files, folder)
         read = HuggingFaceTokenizer(folder)
         assert read.encode("the cat").tolist() == tokenizer.encode("the cat").ids
         assert read.eod == tokenizer.token_to_id(END_OF_DOCUMENT)
@@ -144,7 +160,7 @@ def test_a_saved_tokenizer_is_read(tmp_path: Path) -> None:
 def test_what_is_there_is_not_overwritten(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("mine")
     with pytest.raises(DataError, match=f"is there already.* {message}"):
-        save_tokenizer(huggingface.bytes_as_ids(), tmp_path)
+        save_files(FILES, tmp_path)
     assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
 
 
@@ -159,8 +175,8 @@ def test_a_disk_that_refuses_leaves_nothing(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setattr(os, "fsync", full)
     if failing < 2:
         with pytest.raises(OSError, match="No space left"):
-            save_tokenizer(huggingface.bytes_as_ids(), tmp_path / "bpe")
+            save_files(FILES, tmp_path / "bpe")
         assert list(tmp_path.iterdir()) == []
     else:
-        save_tokenizer(huggingface.bytes_as_ids(), tmp_path / "bpe")
+        save_files(FILES, tmp_path / "bpe")
         assert len(list((tmp_path / "bpe").iterdir())) == 2
