@@ -69,8 +69,10 @@ def _sentencepiece(flags: tuple[tuple[str, Any], ...]) -> bytes:
         "remove_extra_whitespaces": False,
         "num_threads": 1,
         "minloglevel": 2,
+        "hard_vocab_limit": False,
     }
-    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT), model_writer=file, **(llama | dict(flags)))
+    given = {name: list(value) if isinstance(value, tuple) else value for name, value in flags}
+    sentencepiece.SentencePieceTrainer.train(sentence_iterator=iter(TEXT), model_writer=file, **(llama | given))
     return file.getvalue()
 
 
