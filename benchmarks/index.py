@@ -24,8 +24,9 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data import gpt_dataset
 from megatron.data.blend import blend_index, normalised
-from megatron.data.gpt_dataset import build_order
+from megatron.data.gpt_dataset import SampleOrder, build_order
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
 from tests.unit.data import megatron_order
@@ -42,6 +43,8 @@ SHAPES = {
     "10 M sequences of 1,000, sample of 4,096": (10_000_000, 1_000, 4096, 6_000_000),
 }
 """Sequences, mean tokens of one, tokens of a sample, samples asked for."""
+
+TABLES = ("documents", "samples", "shuffle")
 
 BLENDS = {"2 sources": 2, "10 sources": 10, "50 sources": 50, "300 sources": 300}
 
@@ -113,21 +116,30 @@ def against_description(rounds: int, clock: Callable[[], float]) -> dict[str, li
 
 
 def tables_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, dict[str, float]]:
-    """Medians by shape: million samples a second, million entries of all tables a second, and how many there are."""
+    """By shape: how many million samples, and medians in millions a second: samples, then rows of each table."""
     found = {}
     for name, (sequences, mean, seq_length, size) in SHAPES.items():
         held = lengths(sequences, mean)
         build = partial(build_order, held, range(len(held)), size, seq_length, SEED)
-        seconds = statistics.median(timed(clock, build) for _ in range(rounds))
         order = build()
-        samples, entries = len(order.shuffle), len(order.shuffle) + len(order.samples) + len(order.documents)
-        found[name] = {
-            "samples": samples / 1e6,
-            "epochs": order.epochs,
-            "samples/s": samples / seconds / 1e6,
-            "entries/s": entries / seconds / 1e6,
-        }
+        whole = statistics.median(timed(clock, build) for _ in range(rounds))
+        samples = len(order.shuffle) / 1e6
+        found[name] = {"millions": samples, "epochs": order.epochs, "all": samples / whole}
+        for table, make in separately(held, order, size).items():
+            seconds = statistics.median(timed(clock, make) for _ in range(rounds))
+            found[name][table] = len(order.tables[table]) / seconds / 1e6
     return found
+
+
+def separately(held: NDArray[np.int32], order: SampleOrder, size: int) -> dict[str, Callable[[], object]]:
+    """What makes each table of an order by itself."""
+    seq_length, samples, random = order.seq_length, len(order.shuffle), np.random.RandomState(SEED)
+    apart = gpt_dataset._samples_before_last_epoch(order.tokens, order.epochs, size, seq_length)
+    return {
+        "documents": partial(gpt_dataset._document_index, order.part, order.epochs, apart is not None, random),
+        "samples": partial(gpt_dataset._sample_index, held, order.documents, samples, seq_length),
+        "shuffle": partial(gpt_dataset._shuffle_index, samples, apart, random),
+    }
 
 
 def blends_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, float]:
@@ -161,18 +173,18 @@ def report(result: Mapping[str, Any]) -> str:
     text = [TITLE, "", "| ratio of times, description / ours | median | lowest | highest |", "|---|---|---|---|"]
     for name, ratios in result["ratios"].items():
         text.append(f"| {name} | {statistics.median(ratios):.0f} | {min(ratios):.0f} | {max(ratios):.0f} |")
-    text += ["", "| documents, samples and shuffle | M samples | epochs | M samples/s | M entries/s |"]
-    text += ["|---|---|---|---|---|"]
+    columns = ("millions", "epochs", "all", *TABLES)
+    heads = ("M samples", "epochs", "M samples/s", *(f"M rows/s of {table}" for table in TABLES))
+    text += ["", f"| shape | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name, row in result["tables"].items():
-        speeds = f"{row['samples/s']:.1f} | {row['entries/s']:.1f}"
-        text.append(f"| {name} | {row['samples']:.1f} | {row['epochs']} | {speeds} |")
+        text.append(f"| {name} | {' | '.join(f'{row[column]:.3g}' for column in columns)} |")
     text += ["", "| blend | M samples/s |", "|---|---|"]
     text += [f"| {name} | {speed:.1f} |" for name, speed in result["blends"].items()]
     versions = ", ".join(f"{key} {result[key]}" for key in ("python", "numpy", "numba"))
     text += [
         "",
-        "An entry is a row of one of the three tables. Where a sample is longer than most sequences, shuffling these "
-        "takes most of the time; that generator is part of the order and cannot be another.",
+        "Documents, samples and shuffle are the tables of an order. Where a sample is longer than most sequences, "
+        "shuffling the sequences takes most of the time; that generator is part of the order and cannot be another.",
         "",
         f"Median of {result['rounds']} alternating rounds, {result['clock']} time; {result['processor']}, "
         f"load {result['load']:.1f} before the start; {versions}.",

@@ -124,10 +124,10 @@ class BlendedDataset(Dataset):
         dataset_sample_index: NDArray[np.int64],
         weights: Sequence[float] | None = None,
     ) -> None:
-        """Blend ``datasets``; ``weights`` are those asked for, if any were.
+        """Blend ``datasets``; ``weights`` are those asked for over their sum, if any were.
 
         Raises:
-            DataError: when a dataset is asked for more samples than it has.
+            ValueError: when a dataset is asked for more samples than it has.
         """
         self.datasets = tuple(datasets)
         self.seq_length = self.datasets[0].seq_length
@@ -136,10 +136,7 @@ class BlendedDataset(Dataset):
         self._weights = None if weights is None else tuple(weights)
         for dataset, asked in zip(self.datasets, _counts(dataset_index, len(datasets))):
             if asked > len(dataset):
-                raise DataError(
-                    f"the blend asks for {asked:,} samples of {dataset.source}, which holds {len(dataset):,}",
-                    "leave out its last places",
-                )
+                raise ValueError(f"{asked:,} samples of {dataset.source}, which holds {len(dataset):,}")
 
     def __len__(self) -> int:
         return len(self.index)
@@ -156,8 +153,9 @@ class BlendedDataset(Dataset):
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the datasets, in their order, and of the weights."""
-        return fingerprint("blend", self._weights, *(dataset.fingerprint for dataset in self.datasets))
+        """Of the datasets, in their order, and of the weights, whichever multiple of them was given."""
+        weights = None if self._weights is None else [f"{weight:.12g}" for weight in self._weights]
+        return fingerprint("blend", weights, *(dataset.fingerprint for dataset in self.datasets))
 
     def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Which dataset each of the samples ``places [n]`` is from, mixed with its identity there."""

@@ -85,7 +85,7 @@ class Cache:
                 built = build()
                 _publish(path, about, built, seen)
         except OSError as error:
-            self._note(f"{self.folder} takes no tables ({error.strerror}): they are built in memory")
+            self._note(f"{self.folder} takes no tables ({error.strerror or error}): they are built in memory")
             return built or build()
         return self._read(path, about) or built
 
@@ -181,13 +181,10 @@ def _prove(path: Path, size: int, checksum: str) -> None:
     held = path.stat().st_size
     if held != size:
         raise ValueError(f"{path.name} has {held:,} bytes instead of {size:,}")
-    if _checksum(path) != checksum:
-        raise ValueError(f"{path.name} has another checksum")
-
-
-def _checksum(path: Path) -> str:
     with open(path, "rb") as file:
-        return hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+        found = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
+    if found != checksum:
+        raise ValueError(f"{path.name} has another checksum")
 
 
 def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Identity) -> None:
@@ -197,10 +194,10 @@ def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Iden
         folder.mkdir()
         written = {}
         for name, table in tables.items():
-            file = folder / f"{name}.npy"
-            with _synced(file) as stream:
-                np.save(stream, table, allow_pickle=False)
-            written[name] = (file.stat().st_size, _checksum(file))
+            with _synced(folder / f"{name}.npy") as stream:
+                counted = _Counted(stream)
+                np.save(counted, table, allow_pickle=False)
+            written[name] = counted.size, counted.checksum.hexdigest()
         with _synced(folder / ABOUT) as stream:
             stream.write(json.dumps({**about, "tables": written}, indent=2).encode())
         if damaged is not None and _identity(path) == damaged:
@@ -210,6 +207,24 @@ def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Iden
         _sync(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Counted:
+    """Hands on what is written, and keeps its size and checksum: of what should be in the file, not of what is.
+
+    It is no file to numpy, which would write into one past Python and not hear of a disk that is full.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self._stream = stream
+        self.size = 0
+        self.checksum = xxhash.xxh3_64()
+
+    def write(self, content: bytes) -> int:
+        """Write on."""
+        self.size += len(content)
+        self.checksum.update(content)
+        return self._stream.write(content)
 
 
 def _give_name(folder: Path, path: Path) -> None:

@@ -181,5 +181,5 @@ def test_a_dataset_asked_for_more_than_it_has_is_refused() -> None:
     files = IndexedDataset(GOLDEN / "case0")
     part = GPTDataset(files, build_order(files.lengths, range(3), 2, 32, 7))
     size = len(part) + 1
-    with pytest.raises(DataError, match=f"asks for {size} samples of {part.source}, which holds {size - 1}"):
+    with pytest.raises(ValueError, match=f"{size} samples of {part.source}, which holds {size - 1}"):
         BlendedDataset([part], *blend_index([1.0], size))

@@ -7,6 +7,7 @@ import fcntl
 import json
 import multiprocessing
 import os
+import resource
 import shutil
 import signal
 import time
@@ -195,6 +196,18 @@ def test_a_folder_that_cannot_be_written(
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [], "nothing half-written is left"
     monkeypatch.undo()
     assert is_mapped(Cache(tmp_path).tables("order", FACTS, example)["a"])
+
+
+def test_a_file_that_cannot_grow_any_more(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    cache = Cache(tmp_path)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, limits[1]))
+        assert same(cache.tables("order", FACTS, example), example())
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert cache.notes == [f"{tmp_path} takes no tables (File too large): they are built in memory"]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_a_folder_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
