@@ -18,7 +18,6 @@ import hashlib
 import json
 import os
 import shutil
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -66,17 +65,17 @@ class Cache:
             source: name of these files. It is written down and decides nothing.
 
         Returns:
-            Read-only memory maps, or what ``build()`` gave where the folder cannot be written.
+            Read-only memory maps, or what ``build()`` gave where the folder cannot be used.
         """
         about = {"format": FORMAT, "kind": kind, "facts": json.loads(json.dumps(facts)), "source": source}
         path = self.folder / f"{kind}-{fingerprint(FORMAT, json.dumps(facts, sort_keys=True))}"
-        seen = _identity(path)
-        found = self._read(path, about) if seen else None
-        if found is not None:
-            return found
-        self._note_changed(about)
         built = None
         try:
+            seen = _identity(path)
+            found = self._read(path, about) if seen else None
+            if found is not None:
+                return found
+            self._note_changed(about)
             self.folder.mkdir(parents=True, exist_ok=True)
             with open(f"{path}.lock", "a") as lock:
                 found = self._wait(lock, path, about, seen) if self._has_locks(lock) else None
@@ -84,10 +83,10 @@ class Cache:
                     return found
                 built = build()
                 _publish(path, about, built, seen)
+            return self._read(path, about) or built
         except OSError as error:
-            self._note(f"{self.folder} takes no tables ({error.strerror or error}): they are built in memory")
+            self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory")
             return built or build()
-        return self._read(path, about) or built
 
     def _wait(self, lock: IO[str], path: Path, about: Mapping[str, Any], seen: Identity) -> Tables | None:
         """The entry as soon as another process has built it, or None as soon as it is this one's turn to build.
@@ -122,7 +121,11 @@ class Cache:
         return True
 
     def _read(self, path: Path, about: Mapping[str, Any]) -> Tables | None:
-        """The tables of an entry, proved; None, and a note, when it cannot be trusted."""
+        """The tables of an entry, proved; None, and a note, when it is damaged.
+
+        Raises:
+            OSError: when it cannot be read: it may be whole, and others may be reading it.
+        """
         try:
             written = json.loads((path / ABOUT).read_bytes())
             if any(written[name] != about[name] for name in ("format", "kind", "facts")):
@@ -130,7 +133,7 @@ class Cache:
             for name, (size, checksum) in written["tables"].items():
                 _prove(path / f"{name}.npy", size, checksum)
             return {name: np.asarray(np.load(path / f"{name}.npy", mmap_mode="r")) for name in written["tables"]}
-        except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
             self._note(f"the tables in {path} are damaged and not used: {error}")
             return None
 
@@ -189,9 +192,9 @@ def _prove(path: Path, size: int, checksum: str) -> None:
 
 def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Identity) -> None:
     """Write an entry, and give it its name when all of it is on the disk; the ``damaged`` one in its place goes."""
-    folder = Path(f"{path}.{socket.gethostname()}.{os.getpid()}{BUILDING}")
+    folder = Path(f"{path}.{os.urandom(8).hex()}{BUILDING}")
+    folder.mkdir()
     try:
-        folder.mkdir()
         written = {}
         for name, table in tables.items():
             with _synced(folder / f"{name}.npy") as stream:

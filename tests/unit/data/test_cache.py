@@ -182,7 +182,7 @@ def test_a_missing_folder_that_cannot_be_made(tmp_path: Path) -> None:
         assert same(found, example())
         assert not is_mapped(found["a"])
     (note,) = cache.notes
-    assert note == f"{tmp_path / 'file' / 'folder'} takes no tables (Not a directory): they are built in memory"
+    assert note == f"{tmp_path / 'file' / 'folder'} cannot be used (Not a directory): tables are built in memory"
 
 
 @pytest.mark.parametrize(("call", "error"), [("mkdir", errno.EROFS), ("fsync", errno.ENOSPC), ("rename", errno.EIO)])
@@ -192,7 +192,7 @@ def test_a_folder_that_cannot_be_written(
     unwritable(monkeypatch, call, error)
     cache = Cache(tmp_path)
     assert same(cache.tables("order", FACTS, example), example())
-    assert cache.notes == [f"{tmp_path} takes no tables ({os.strerror(error)}): they are built in memory"]
+    assert cache.notes == [f"{tmp_path} cannot be used ({os.strerror(error)}): tables are built in memory"]
     assert [path for path in tmp_path.iterdir() if path.is_dir()] == [], "nothing half-written is left"
     monkeypatch.undo()
     assert is_mapped(Cache(tmp_path).tables("order", FACTS, example)["a"])
@@ -206,7 +206,7 @@ def test_a_file_that_cannot_grow_any_more(tmp_path: Path) -> None:
         assert same(cache.tables("order", FACTS, example), example())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert cache.notes == [f"{tmp_path} takes no tables (File too large): they are built in memory"]
+    assert cache.notes == [f"{tmp_path} cannot be used (File too large): tables are built in memory"]
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
@@ -227,6 +227,22 @@ def test_a_folder_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.Monk
     assert same(cache.tables("order", FACTS, example), example())
     assert "damaged" in cache.notes[0]
     assert "Read-only file system" in cache.notes[1]
+
+
+def test_an_entry_that_cannot_be_read_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A failing disk or server is no damage; other runs may have the entry open."""
+    entry = fill(tmp_path)
+
+    def fail(path: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(Path, "read_bytes", fail)
+    cache = Cache(tmp_path)
+    assert not is_mapped(cache.tables("order", FACTS, example)["a"])
+    assert cache.notes == [f"{tmp_path} cannot be used (Input/output error): tables are built in memory"]
+    monkeypatch.undo()
+    assert is_mapped(Cache(tmp_path).tables("order", FACTS, refuse)["a"])
+    assert entry.is_dir()
 
 
 def test_an_error_of_the_build_is_passed_on_and_leaves_the_turn(tmp_path: Path) -> None:

@@ -86,7 +86,7 @@ def test_a_folder_that_takes_nothing_is_a_failure(tmp_path: Path, capsys: pytest
     assert main([*RUN, "--data-path", CASES[0], "--data-cache-path", str(tmp_path / "file" / "folder")]) == 1
     shown = capsys.readouterr()
     assert [row[-2:] for row in table(shown.out)[1:]] == [["not", "kept"]] * 3
-    assert "takes no tables (Not a directory)" in shown.err
+    assert "cannot be used (Not a directory)" in shown.err
 
 
 @pytest.mark.parametrize(
