@@ -115,13 +115,15 @@ class TikTokenizer:
         content = _read(file)
         self.files: Mapping[str, bytes] = {file.name: content}
         self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
-        ranks = _ranks(content, file)
         encoding = ENCODINGS.get(file.stem) if file.suffix == RANKS and pattern is None else None
         if encoding is None:
             pattern = _pattern(pattern, file)
-            self.settings = {**self.settings, "tiktoken_pattern": pattern}
-            self.settings = {**self.settings, "tiktoken_num_special_tokens": num_special_tokens}
+            first = {"tiktoken_pattern": pattern, "tiktoken_num_special_tokens": num_special_tokens}
+            self.settings = {**self.settings, **first}
+            ranks = _ranks(content, file)
             ranks, encoding = _special_first(ranks, PATTERNS[pattern], num_special_tokens, vocab_size, file)
+        else:
+            ranks = _ranks(content, file)
         self._ranks, self._pattern, self.special_ids = ranks, encoding.pattern, encoding.special_ids
         self._known = frozenset(ranks.values()) | frozenset(self.special_ids.values())
         self.vocab_size = 1 + max(self._known)
