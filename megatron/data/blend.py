@@ -19,6 +19,7 @@ from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset
 
 MAX_DATASETS = 32_766
+WORTH_COMPILING = 1_000_000  # comparisons
 PLACES_PER_BLOCK = 1 << 20  # counted at once: numpy counts in a copy of eight bytes per place
 
 BlendIndex = tuple[NDArray[np.int16], NDArray[np.int64]]
@@ -48,20 +49,20 @@ def blend_index(weights: ArrayLike, size: int) -> BlendIndex:
     where the weights are divided by their sum and ``taken`` counts the places given to a dataset before.
 
     Raises:
-        DataError: as `normalised`, or when numba is not installed.
+        DataError: as `normalised`, or when numba is needed and not installed.
     """
-    return _compiled()(normalised(weights), np.full(np.size(weights), size, dtype=np.int64), size)
+    return _interleave(normalised(weights), np.full(np.size(weights), size, dtype=np.int64), size)
 
 
 def exhaustive_index(sizes: Sequence[int]) -> BlendIndex:
     """All samples of datasets of ``sizes`` samples, in proportion: as `blend_index`, over those not yet used up.
 
     Raises:
-        DataError: as `normalised`, or when numba is not installed.
+        DataError: as `normalised`, or when numba is needed and not installed.
     """
     weights = normalised(sizes)
     held = np.asarray(sizes, dtype=np.int64)
-    return _compiled()(weights, held, int(held.sum()))
+    return _interleave(weights, held, int(held.sum()))
 
 
 def within(index: BlendIndex, sizes: Sequence[int]) -> BlendIndex:
@@ -79,6 +80,12 @@ def _counts(datasets: NDArray[np.int16], k: int) -> list[int]:
     for at in range(0, len(datasets), PLACES_PER_BLOCK):
         counts += np.bincount(datasets[at : at + PLACES_PER_BLOCK], minlength=k)
     return counts.tolist()
+
+
+def _interleave(weights: NDArray[np.float64], sizes: NDArray[np.int64], total: int) -> BlendIndex:
+    """`_take_turns`, compiled where that does not take longer than the turns."""
+    take_turns = _take_turns if total * len(weights) < WORTH_COMPILING else _compiled()
+    return take_turns(weights, sizes, total)
 
 
 def _take_turns(weights: NDArray[np.float64], sizes: NDArray[np.int64], total: int) -> BlendIndex:
@@ -105,7 +112,7 @@ def _compiled() -> Any:
     try:
         import numba
     except ImportError as error:
-        raise DataError("numba is needed for blends of several sources", "pip install numba") from error
+        raise DataError("numba is needed for blends of so many samples", "pip install numba") from error
     return numba.njit("Tuple((int16[::1], int64[::1]))(float64[::1], int64[::1], int64)")(_take_turns)
 
 

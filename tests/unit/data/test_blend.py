@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import builtins
 import json
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -41,24 +43,33 @@ def test_blends_by_hand() -> None:
     assert exhaustive_index([1, 2, 4])[0].tolist() == [2, 1, 0, 2, 2, 1, 2]
 
 
+def compiled(worth: int) -> AbstractContextManager[object]:
+    """Blends of ``worth`` comparisons or more are compiled."""
+    return patch.object(blend, "WORTH_COMPILING", worth)
+
+
 WEIGHTS = st.one_of(
     st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=40),
     st.lists(st.integers(1, 6).map(float), min_size=1, max_size=40),  # many ties
 )
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(WEIGHTS, st.integers(1, 4000))
 def test_a_blend_equals_the_rule(weights: list[float], size: int) -> None:
     expected = megatron_order.interleaved(megatron_order.normalised(weights), size)
-    assert pairs(blend_index(weights, size)) == expected
+    for worth in (0, 10**9):
+        with compiled(worth):
+            assert pairs(blend_index(weights, size)) == expected
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.integers(1, 300), min_size=1, max_size=30))
 def test_an_exhaustive_blend_equals_the_rule_and_gives_everything_once(sizes: list[int]) -> None:
-    found = pairs(exhaustive_index(sizes))
-    assert found == megatron_order.exhausted(sizes)
+    for worth in (0, 10**9):
+        with compiled(worth):
+            found = pairs(exhaustive_index(sizes))
+        assert found == megatron_order.exhausted(sizes)
     assert sorted(found) == [(k, j) for k, size in enumerate(sizes) for j in range(size)]
 
 
@@ -66,8 +77,8 @@ def test_a_blend_of_many_sources() -> None:
     weights = np.random.RandomState(3).random_sample(700) + 1e-3
     found = pairs(blend_index(weights, 5000))
     assert found == megatron_order.interleaved(megatron_order.normalised(weights.tolist()), 5000)
-    datasets, _ = blend_index(np.ones(MAX_DATASETS), MAX_DATASETS)
-    assert np.array_equal(datasets, np.arange(MAX_DATASETS))
+    datasets, _ = blend_index(np.ones(MAX_DATASETS), 5000)
+    assert np.array_equal(datasets, np.arange(5000))
 
 
 def test_every_stretch_of_a_blend_has_the_weights() -> None:
@@ -105,8 +116,9 @@ def test_without_numba_the_package_is_named(monkeypatch: pytest.MonkeyPatch) -> 
 
     monkeypatch.setattr(builtins, "__import__", missing)
     blend._compiled.cache_clear()
+    assert len(blend_index([1, 2], 1000)[0]) == 1000
     with pytest.raises(DataError, match="numba is needed for blends") as caught:
-        blend_index([1, 2], 10)
+        blend_index([1, 2], 500_000)
     assert "pip install numba" in str(caught.value)
 
 
