@@ -26,9 +26,22 @@ from megatron.data.progress import Totals
 from megatron.data.tokenizer import TokenizerChoice, build_tokenizer, recorded_tokenizer
 from megatron.data.train_bpe import train_bpe
 
-WORDS = "the of and stream token corpus naïve Zürich 東京 ещё 123 4567 it's <|endoftext|> \r\n \t \n\n 👩‍👩‍👧 é".split(
-    " "
-)
+WORDS = [
+    "the",
+    "of",
+    "and",
+    "stream",
+    "token",
+    "naïve",
+    "Zürich",
+    "東京",
+    "ещё",
+    "123",
+    "4567",
+    "it's",
+    "<|endoftext|>",
+]
+WORDS += ["\r\n", "\t", "\n\n", "\U0001f469\u200d\U0001f467", "e\u0301", "é", "\u00a0", ""]
 BYTES = TokenizerChoice("ByteTokenizer")
 
 
@@ -210,7 +223,7 @@ def test_the_first_bad_document_ends_the_run(tmp_path: Path, workers: int) -> No
     folder = write_bad(tmp_path)
     files = find_files([str(folder)], [".jsonl"], [])
     plan = Plan(files, ("text",), str(tmp_path / "out"), BYTES, workers=workers, block_bytes=50)
-    with pytest.raises(DataError, match=rf"a\.jsonl:2 is not JSON.*\n  fix: .* \| --on-bad-line skip"):
+    with pytest.raises(DataError, match=r"a\.jsonl:2 is not JSON.*\n  fix: .* \| --on-bad-line skip"):
         run(plan)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.jsonl", "b.jsonl.gz", "c.jsonl"]
 

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
+import resource
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from random import Random
 
 import numpy as np
 import pytest
@@ -14,7 +20,7 @@ import pytest
 from megatron.data import huggingface
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizer import ByteTokenizer, TokenizerRecord, read_record, recorded_tokenizer
-from tools.preprocess_data import main
+from tools.preprocess_data import HARMLESS, REFUSED, cores, main
 
 ROOT = Path(__file__).parents[3]
 TEXTS = ["first", "", "zwölf", "x" * 300]
@@ -206,3 +212,226 @@ def test_it_starts_without_torch_and_exits_by_what_happened(tmp_path: Path) -> N
     assert "Traceback" not in done.stderr
     assert "megatron.data.indexed" in imported
     assert "torch" not in imported
+
+
+# --- Megatron-LM's flags ---
+
+
+@pytest.mark.parametrize("flag", HARMLESS)
+def test_flags_without_effect_are_taken_and_said(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    value = ["3"] if HARMLESS[flag][0] else []
+    assert run(tmp_path, "--input", str(corpus), flag, *value) == 0
+    assert f"{flag} has no effect: " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", [*REFUSED, "--max-documents=5"])
+def test_what_is_not_done_is_refused_by_name(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flag: str
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path, "--input", str(corpus), flag)
+    assert caught.value.code == 2
+    name = flag.split("=")[0]
+    assert f"error: {name}: {REFUSED[name]}" in capsys.readouterr().err
+
+
+def test_a_number_of_workers_that_cannot_be(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        run(tmp_path, "--input", str(corpus), "--workers", "0")
+    assert "--workers is 0, must be at least 1" in capsys.readouterr().err
+    assert 1 <= cores() <= (os.cpu_count() or 1)
+
+
+def test_bad_lines_are_passed_over_if_asked_to(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with corpus.open("a") as file:
+        file.write('{"text": \n{"text": "last"}\n')
+    assert run(tmp_path, "--input", str(corpus), "--on-bad-line", "skip") == 0
+    out, err = capsys.readouterr()
+    assert f"passed over: {corpus}:5 is not JSON" in err
+    assert out.splitlines()[0] == "files: 1, documents: 5, empty texts: 1, passed over: 1"
+    assert documents(tmp_path / "out_text_document") == [*(list(t.encode()) for t in TEXTS), list(b"last")]
+
+
+# --- processes: how the command ends ---
+
+
+def command(*flags: str | Path) -> list[str]:
+    return [sys.executable, str(ROOT / "tools" / "preprocess_data.py"), *map(str, flags)]
+
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT)}
+
+
+def start(folder: Path, corpus: Path, before: Callable[[], None] | None = None) -> subprocess.Popen[str]:
+    """The command with two workers and work for half a minute."""
+    flags = ["--input", corpus, "--output-prefix", folder / "out", "--workers", "2", "--log-interval", "1"]
+    tokenizer = ["--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]
+    return subprocess.Popen(
+        command(*flags, *tokenizer),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENVIRONMENT,
+        start_new_session=True,
+        preexec_fn=before,
+    )
+
+
+@pytest.fixture(scope="module")
+def long_corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("long") / "c.jsonl"
+    path.write_text((json.dumps({"text": "1 2 3 4 5 6 7 8 " * 1000}) + "\n") * 4000)
+    return path
+
+
+def workers_of(process: int) -> list[int]:
+    found = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+    return [int(child) for child in found if "spawn_main" in Path(f"/proc/{child}/cmdline").read_text()]
+
+
+def wait_for_work(process: subprocess.Popen[str]) -> list[int]:
+    """Its workers, once they have written something."""
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "%" in line:
+            return workers_of(process.pid)
+    raise AssertionError("the command ended too soon")
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def wait_until_gone(processes: list[int]) -> None:
+    until = time.monotonic() + 10
+    while any(is_alive(process) for process in processes):
+        assert time.monotonic() < until, "a worker outlived the command"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("number", "group", "status", "message"),
+    [
+        (signal.SIGINT, True, 130, "stopped by SIGINT; nothing was written under "),
+        (signal.SIGTERM, False, 143, "stopped by SIGTERM; nothing was written under "),
+    ],
+)
+def test_a_signal_ends_it_with_a_sentence(
+    long_corpus: Path, tmp_path: Path, number: signal.Signals, group: bool, status: int, message: str
+) -> None:
+    process = start(tmp_path, long_corpus)
+    workers = wait_for_work(process)
+    assert len(workers) == 2
+    (os.killpg if group else os.kill)(process.pid, number)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == status
+    assert err.splitlines()[-1] == f"preprocess_data: {message}{tmp_path}/out"
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    wait_until_gone(workers)
+
+
+def test_a_worker_that_is_killed_ends_it_with_a_sentence(long_corpus: Path, tmp_path: Path) -> None:
+    process = start(tmp_path, long_corpus)
+    workers = wait_for_work(process)
+    os.kill(workers[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 1
+    assert "preprocess_data: a worker process was ended by SIGKILL; perhaps memory ran out\n  fix: --workers 1" in err
+    assert "Traceback" not in err
+    assert list(tmp_path.iterdir()) == []
+    wait_until_gone(workers)
+
+
+def test_after_a_kill_nothing_looks_complete_and_the_next_run_cleans_up(
+    long_corpus: Path, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    process = start(tmp_path / "data", long_corpus)
+    workers = wait_for_work(process)
+    process.kill()
+    process.communicate(timeout=20)
+    wait_until_gone(workers)
+    assert all(path.suffix == ".part" for path in (tmp_path / "data").iterdir())
+    assert run(tmp_path / "data", "--input", str(corpus)) == 0
+    assert "which a run that was killed had left" in capsys.readouterr().err
+    names = {path.name for path in (tmp_path / "data").iterdir()}
+    assert names == {f"out_text_document.{end}" for end in ("bin", "idx", "tokens.json")}
+
+
+def test_a_full_disk_ends_it_with_a_sentence(long_corpus: Path, tmp_path: Path) -> None:
+    def fill() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+    process = start(tmp_path, long_corpus, fill)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert err.splitlines()[-1] == f"preprocess_data: {tmp_path}/out: File too large"
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- memory and time ---
+
+MEASURED = """
+import sys
+from tools.preprocess_data import main
+main(sys.argv[1:])
+print([line.split()[1] for line in open("/proc/self/status") if line.startswith("VmHWM")][0])
+"""
+
+
+def peak_memory(folder: Path, corpus: Path, workers: int) -> int:
+    """Bytes at most in the main process."""
+    flags = ["--input", corpus, "--output-prefix", folder / "out", "--tokenizer-type", "ByteTokenizer"]
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURED, *map(str, flags), "--workers", str(workers)],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+        check=True,
+    )
+    return 1024 * int(done.stdout.split()[-1])
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
+def test_memory_does_not_grow_with_the_input(tmp_path: Path, suffix: str) -> None:
+    draw = Random(0)
+    lines = b"".join(json.dumps({"text": f"{draw.getrandbits(4000):x}"}).encode() + b"\n" for _ in range(40_000))
+    peaks = []
+    for times in (1, 4):  # 40 MB, 160 MB
+        corpus = tmp_path / f"{times}{suffix}"
+        corpus.write_bytes((gzip.compress(lines, 1) if suffix.endswith("gz") else lines) * times)
+        peaks.append(peak_memory(tmp_path, corpus, workers=2))
+    assert peaks[1] < peaks[0] + 40_000_000
+
+
+def test_a_line_of_a_hundred_megabytes(tmp_path: Path) -> None:
+    text = "0123456789" * 10_000_000
+    with (tmp_path / "c.jsonl").open("w") as file:
+        file.writelines(json.dumps({"text": t}) + "\n" for t in ("before", text, "after"))
+    assert run(tmp_path, "--input", str(tmp_path / "c.jsonl"), "--workers", "2") == 0
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert data.lengths.tolist() == [6, len(text), 5]
+    assert data[1][-10:].tobytes().decode("utf-16-le") == text[:10]
+
+
+def test_help_is_there_at_once() -> None:
+    """It takes less than a second of the processor, and loads neither torch nor what only encoding needs."""
+    heavy = "('torch', 'transformers', 'numba', 'gigatoken', 'sentencepiece', 'tiktoken')"
+    script = f"""
+import sys, time
+try:
+    from tools.preprocess_data import main
+    main(["--help"])
+finally:
+    print([name for name in {heavy} if name in sys.modules], time.process_time() < 1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, env=ENVIRONMENT, check=True)
+    assert done.stdout.startswith("usage: ")
+    assert done.stdout.splitlines()[-1] == "[] True"
