@@ -7,10 +7,12 @@ import re
 from pathlib import Path
 
 import pytest
+import sentencepiece
 from transformers import AutoTokenizer
 
 from megatron.data.huggingface import CONFIG, END_OF_DOCUMENT, TOKENIZER, HuggingFaceTokenizer
 from megatron.data.indexed import IndexedDataset
+from megatron.data.tokenizer import tokenizer_files
 from tools import preprocess_data
 from tools.train_tokenizer import main
 
@@ -54,6 +56,50 @@ def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsy
     data = IndexedDataset(tmp_path / "out_text_document")
     texts = [ours.decode(data[i].tolist()) for i in range(len(data))]
     assert texts == [line + END_OF_DOCUMENT for line in LINES if line]
+
+
+@pytest.mark.parametrize("model_type", ["bpe", "unigram"])
+def test_a_sentencepiece_model_is_made_and_used(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], model_type: str
+) -> None:
+    flags = ["--type", "sentencepiece", "--sentencepiece-model-type", model_type, "--input-sentence-size", "50"]
+    assert train(corpus, tmp_path / "spm", "--suffix", ".jsonl", *flags) == 0
+    out = capsys.readouterr().out.splitlines()
+    entries = int(re.findall(r"entries: (\d+)", out[1])[0])
+    assert out[2] == "lines: 60, learnt from a sample of 50; --input-sentence-size for more or fewer"
+    assert ("without" in out[3]) == (model_type == "unigram")
+    told = out[-1].split(": ")[1]
+    assert told == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/spm"
+    theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm" / "tokenizer.model"))
+    assert theirs.get_piece_size() == entries <= 290
+    text = "for row in rows: na\u00efve = width * \u6771\u4eac"
+    if model_type == "bpe":
+        hugging_face = AutoTokenizer.from_pretrained(tmp_path / "spm")
+        assert hugging_face(text, add_special_tokens=False).input_ids == theirs.encode(text)
+
+    flags = ["--input", str(corpus / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--append-eod"]
+    assert preprocess_data.main([*flags, *told.split()]) == 0
+    data = IndexedDataset(tmp_path / "out_text_document")
+    assert [data[i].tolist() for i in range(len(data))] == [[*theirs.encode(line), 2] for line in LINES if line]
+    exported = tokenizer_files(tmp_path / "out_text_document")
+    assert set(exported) == ({TOKENIZER, CONFIG} if model_type == "bpe" else set())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--type", "sentencepiece", "--vocab-size", "258"], "a vocabulary of 258 does not hold the 256 bytes, <unk>"),
+        (["--sentencepiece-model-type", "bpe"], "--sentencepiece-model-type is of SentencePiece"),
+        (["--input-sentence-size", "9"], "--input-sentence-size is of SentencePiece\n  fix: --type sentencepiece"),
+        (["--type", "sentencepiece", "--input-sentence-size", "0"], "--input-sentence-size 0 is no number of lines"),
+    ],
+)
+def test_flags_that_cannot_be_are_told(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert train(corpus, tmp_path / "spm", *flags) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "spm").exists()
 
 
 def test_less_text_than_entries_is_told(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
