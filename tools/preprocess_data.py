@@ -16,6 +16,7 @@ from megatron.data.blocks import BLOCK_BYTES
 from megatron.data.corpus import add_input_flags, find_files
 from megatron.data.engine import WISHES
 from megatron.data.errors import DataError
+from megatron.data.huggingface import NO_FILES
 from megatron.data.indexed import id_dtype
 from megatron.data.preprocess import Plan, output_prefix, write_dataset
 from megatron.data.progress import Progress, Totals, short
@@ -166,6 +167,8 @@ def run(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         progress.close()
     dtype = id_dtype(tokenizer.vocab_size).name
     print(summary(plan, totals, dtype, engine.name, time.monotonic() - started))
+    if tokenizer.files and not tokenizer.hugging_face_files():
+        print(NO_FILES)
     for key in args.json_keys:
         print(f"for the next step, pretrain_gpt.py: --data-path {output_prefix(args.output_prefix, key)}")
 

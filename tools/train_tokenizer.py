@@ -9,7 +9,7 @@ from pathlib import Path
 
 from megatron.data.corpus import Document, add_input_flags, find_files, read_documents
 from megatron.data.errors import DataError
-from megatron.data.huggingface import TOKENIZER
+from megatron.data.huggingface import NO_FILES, TOKENIZER
 from megatron.data.learnt import Learnt, check_folder, save_files
 from megatron.data.train_bpe import check_size as check_bpe_size
 from megatron.data.train_bpe import train_bpe
@@ -66,7 +66,7 @@ def learn(args: argparse.Namespace, documents: Iterable[Document]) -> tuple[Lear
     how = "all of them" if kept == sentences.seen else f"a sample of {kept:,}; --input-sentence-size for more or fewer"
     notes = [f"lines: {sentences.seen:,}, learnt from {how}"]
     if TOKENIZER not in learnt.files:
-        notes.append("Hugging Face cannot read it to the same ids, so that a model trained with it is exported without")
+        notes.append(NO_FILES)
     return learnt, notes
 
 

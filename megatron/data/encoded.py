@@ -91,5 +91,11 @@ def from_lists(lists: Sequence[Sequence[int]]) -> Encoded:
 
 
 def threads() -> int:
-    """How many threads a library may encode a batch on: all cores; one in a worker process, which shares them."""
+    """How many threads a library may encode a batch on: all cores; one in a worker process, which shares them.
+
+    ``RAYON_NUM_THREADS``, which the libraries written in Rust heed by themselves, counts for the others too.
+    """
+    told = os.environ.get("RAYON_NUM_THREADS", "")
+    if told.isascii() and told.isdigit() and int(told) > 0:
+        return int(told)
     return 1 if multiprocessing.parent_process() is not None else os.cpu_count() or 1

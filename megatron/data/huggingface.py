@@ -19,6 +19,7 @@ from megatron.data.hub import fetch, is_hub_name
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 END_OF_DOCUMENT = "<|endoftext|>"
+NO_FILES = "Hugging Face cannot read this tokenizer to the same ids: a model trained with it is exported without one"
 ENDS = (END_OF_DOCUMENT, "</s>")  # what ends a document where the files do not say it
 
 

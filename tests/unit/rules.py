@@ -36,7 +36,7 @@ COMMUNICATORS = ("megatron.parallel.comm", "megatron.parallel.mesh")
 STORAGE = {"megatron.checkpoint": "torch.distributed.checkpoint"}
 """What else of torch.distributed a package may use: an engine that brings its own communication."""
 
-DISTRIBUTION_OF = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub"}
+DISTRIBUTION_OF = {"yaml": "pyyaml", "huggingface_hub": "huggingface-hub", "tiktoken_ext": "tiktoken"}
 """Import names that differ from the name of the package to install."""
 
 

@@ -10,7 +10,7 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from megatron.data.huggingface import CONFIG, END_OF_DOCUMENT, TOKENIZER, HuggingFaceTokenizer
+from megatron.data.huggingface import CONFIG, END_OF_DOCUMENT, NO_FILES, TOKENIZER, HuggingFaceTokenizer
 from megatron.data.indexed import IndexedDataset
 from megatron.data.tokenizer import tokenizer_files
 from tools import preprocess_data
@@ -67,7 +67,7 @@ def test_a_sentencepiece_model_is_made_and_used(
     out = capsys.readouterr().out.splitlines()
     entries = int(re.findall(r"entries: (\d+)", out[1])[0])
     assert out[2] == "lines: 60, learnt from a sample of 50; --input-sentence-size for more or fewer"
-    assert ("without" in out[3]) == (model_type == "unigram")
+    assert (out[3] == NO_FILES) == (model_type == "unigram")
     told = out[-1].split(": ")[1]
     assert told == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/spm"
     theirs = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "spm" / "tokenizer.model"))
@@ -79,6 +79,7 @@ def test_a_sentencepiece_model_is_made_and_used(
 
     flags = ["--input", str(corpus / "a.jsonl"), "--output-prefix", str(tmp_path / "out"), "--append-eod"]
     assert preprocess_data.main([*flags, *told.split()]) == 0
+    assert (NO_FILES in capsys.readouterr().out) == (model_type == "unigram")
     data = IndexedDataset(tmp_path / "out_text_document")
     assert [data[i].tolist() for i in range(len(data))] == [[*theirs.encode(line), 2] for line in LINES if line]
     exported = tokenizer_files(tmp_path / "out_text_document")
