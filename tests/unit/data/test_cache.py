@@ -84,7 +84,9 @@ def test_any_other_fact_is_another_entry(tmp_path: Path, name: str) -> None:
 def test_another_format_is_another_entry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fill(tmp_path)
     monkeypatch.setattr(cache_module, "FORMAT", cache_module.FORMAT + 1)
-    assert same(Cache(tmp_path).tables("order", FACTS, lambda: {"c": np.ones(3)}), {"c": np.ones(3)})
+    cache = Cache(tmp_path)
+    assert same(cache.tables("order", FACTS, lambda: {"c": np.ones(3)}), {"c": np.ones(3)})
+    assert cache.notes == []
 
 
 def test_files_that_changed_under_their_name_are_told_once(tmp_path: Path) -> None:
