@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import cached_property
 from pathlib import Path
 from typing import IO, Any
 
@@ -139,15 +140,19 @@ class Cache:
 
     def _note_changed(self, about: Mapping[str, Any]) -> None:
         """Say so where the folder has tables of the same source, but all of other content."""
-        contents = set()
-        for path in self.folder.glob(f"{about['kind']}-*/{ABOUT}"):
-            with suppress(OSError, ValueError, LookupError, TypeError):
-                other = json.loads(path.read_bytes())
-                if other["source"] == about["source"]:
-                    contents.add(other["facts"].get(FILES))
-        content = about["facts"].get(FILES)
+        content, contents = about["facts"].get(FILES), self._contents.get(about["source"], ())
         if content is not None and contents and content not in contents:
             self._note(f"{about['source']} is not what it was when {self.folder} got tables of it: they are built anew")
+
+    @cached_property
+    def _contents(self) -> dict[str, set[str]]:
+        """By source, the fingerprints of the files that the entries were made from; looked up once."""
+        found: dict[str, set[str]] = {}
+        for path in self.folder.glob(f"*/{ABOUT}"):
+            with suppress(OSError, ValueError, LookupError, TypeError):
+                about = json.loads(path.read_bytes())
+                found.setdefault(about["source"], set()).add(about["facts"][FILES])
+        return found
 
     def _note(self, sentence: str) -> None:
         if sentence not in self.notes:
