@@ -171,15 +171,12 @@ def _literal_text(tokenizer: HuggingFaceTokenizer) -> HuggingFaceTokenizer:
 
     That is not so where its model has the token's letters as one of its words, as unigram models do.
     """
-    if tokenizer.settings.get("parse_special_tokens"):
-        return tokenizer
-    for token, number in tokenizer.special_ids.items():
-        if number in tokenizer.encode(token):
-            raise DataError(
-                f"this tokenizer makes the special token {number} of '{token}' spelled out in a text, and cannot be "
-                "told not to",
-                "--parse-special-tokens, if that is right for these texts",
-            )
+    found = [] if tokenizer.settings.get("parse_special_tokens") else tokenizer.found_in_text()
+    if found:
+        number = tokenizer.special_ids[found[0]]
+        seen = f"this tokenizer makes the special token {number} of '{found[0]}' spelled out in a text"
+        fix = "--parse-special-tokens, if that is right for these texts"
+        raise DataError(f"{seen}, and cannot be told not to", fix)
     return tokenizer
 
 

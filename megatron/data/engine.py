@@ -8,7 +8,8 @@ chosen to be where tokenizers differ.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
 from typing import Any
@@ -135,11 +136,8 @@ def _fast(tokenizer: Tokenizer) -> EncodeBatch:
         raise _NotFastError("gigatoken is not installed (pip install gigatoken)") from None
     if not tokenizer.settings.get("parse_special_tokens"):
         content = _without_special_tokens(content)
-    try:
+    with _failures_as("gigatoken does not read this tokenizer"):
         fast = gigatoken.Tokenizer.from_json(content)
-    except Exception as error:  # a format that it does not know: it raises ValueError and others
-        first = str(error).split("\n")[0]
-        raise _NotFastError(f"gigatoken does not read this tokenizer: {first}") from error
     return lambda texts: _encode_batch(fast, texts)
 
 
@@ -171,7 +169,9 @@ def _flat(layout: Any) -> Encoded:
 def _prove(tokenizer: Tokenizer, encode_batch: EncodeBatch, sample: Sequence[str]) -> None:
     """Compare ids, text by text."""
     texts = [*ODD, *_spelled_out(tokenizer.special_ids), *sample]
-    ours, fast = tokenizer.encode_batch(texts), _tried(encode_batch, texts)
+    ours = tokenizer.encode_batch(texts)
+    with _failures_as("gigatoken cannot encode what the tokenizer can"):
+        fast = encode_batch(texts)
     if np.array_equal(ours.ids, fast.ids) and np.array_equal(ours.lengths, fast.lengths):
         return
     pairs = zip(texts, _apart(ours), _apart(fast))
@@ -179,11 +179,16 @@ def _prove(tokenizer: Tokenizer, encode_batch: EncodeBatch, sample: Sequence[str
     raise _NotFastError(f"gigatoken gives other ids than {tokenizer.library}, the first time for {_shown(different)}")
 
 
-def _tried(encode_batch: EncodeBatch, texts: Sequence[str]) -> Encoded:
+@contextmanager
+def _failures_as(sentence: str) -> Iterator[None]:
+    """Whatever gigatoken raises, the other library does not; a panic of its Rust code is no `Exception`."""
     try:
-        return encode_batch(texts)
-    except Exception as error:  # whatever it raises, the other library did not
-        raise _NotFastError(f"gigatoken cannot encode what the tokenizer can: {error}") from error
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        first_line = str(error).partition("\n")[0]
+        raise _NotFastError(f"{sentence}: {first_line}") from error
 
 
 def _apart(encoded: Encoded) -> list[NDArray[Any]]:

@@ -94,6 +94,12 @@ class HuggingFaceTokenizer:
         """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)
 
+    def found_in_text(self) -> list[str]:
+        """Special tokens whose ids a text gets in which they are spelled out, the unknown token aside."""
+        unknown = getattr(self._tokenizer.model, "unk_token", None) or special_token(self.files, "unk_token")
+        ids = {token: self.encode(token) for token in self.special_ids if token != unknown}
+        return [token for token, found in ids.items() if self.special_ids[token] in found]
+
     def hugging_face_files(self) -> dict[str, bytes]:
         """The files it was read from."""
         return dict(self.files)

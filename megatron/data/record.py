@@ -11,6 +11,7 @@ from typing import Any
 from megatron.data.choice import TokenizerChoice, build_tokenizer
 from megatron.data.encoded import Tokenizer
 from megatron.data.errors import DataError
+from megatron.data.huggingface import HuggingFaceTokenizer
 
 RECORD = "tokens.json"  # <prefix>.tokens.json says what the ids of <prefix>.bin mean
 FOLDER = "tokenizer"  # <prefix>.tokenizer/ holds the files of the tokenizer that made them, if it has any
@@ -91,6 +92,8 @@ def _rebuilt(record: TokenizerRecord, folder: Path, path: Path) -> Tokenizer:
     model = None if record.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else str(folder)
     size = record.vocab_size if needs_size else None
     try:
+        if record.tokenizer_type == "HuggingFaceTokenizer":  # older data may be of one that is refused today
+            return HuggingFaceTokenizer(folder, **(record.settings or {}))
         choice = TokenizerChoice(record.tokenizer_type, model, vocab_size=size, **(record.settings or {}))
     except TypeError as error:
         raise DataError(f"{path}: {error}", "write the dataset anew with tools/preprocess_data.py") from error

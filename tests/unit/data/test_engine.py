@@ -189,6 +189,28 @@ def test_what_gigatoken_does_not_read_is_told(tmp_path: Path) -> None:
     assert "\n" not in reason
 
 
+def test_a_panic_of_its_code_is_a_reason(
+    tokenizers_made: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PanicException(BaseException):
+        """Called as that of the libraries written in Rust."""
+
+    def failing(error: BaseException) -> Callable[..., Encoded]:
+        def encode_batch(*_: object) -> Encoded:
+            raise error
+
+        return encode_batch
+
+    tokenizer = tokenizers_made["TikTokenizer"]
+    monkeypatch.setattr(engine_module, "_encode_batch", failing(PanicException("index out of bounds\nat lib.rs")))
+    assert choose_engine(tokenizer, TEXT).reason == (
+        "gigatoken cannot encode what the tokenizer can: index out of bounds"
+    )
+    monkeypatch.setattr(engine_module, "_encode_batch", failing(KeyboardInterrupt()))
+    with pytest.raises(KeyboardInterrupt):
+        choose_engine(tokenizer, TEXT)
+
+
 @pytest.mark.parametrize("bad", [b"caf\xe9", "half a pair: \ud800"])
 def test_what_is_no_unicode_is_refused(tokenizers_made: dict[str, Tokenizer], bad: str | bytes) -> None:
     encode_batch = build_engine(tokenizers_made["TikTokenizer"], "gigatoken").encode_batch

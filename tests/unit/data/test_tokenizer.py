@@ -198,6 +198,20 @@ def test_a_special_token_that_is_a_word_of_the_model_is_refused(tmp_path: Path) 
     assert build_tokenizer(replace(told, parse_special_tokens=True)).encode("a</s>b").tolist() == [2, 1, 3]
 
 
+def test_older_data_of_such_a_tokenizer_are_read_and_an_unknown_token_is_no_such(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
+    words.add_special_tokens(["<unk>"])
+    unigram = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0)], unk_id=0))
+    unigram.add_special_tokens(["</s>"])
+    for name, library in {"words": words, "unigram": unigram}.items():
+        (tmp_path / name).mkdir()
+        library.save(str(tmp_path / name / "tokenizer.json"))
+    told = TokenizerChoice("HuggingFaceTokenizer", str(tmp_path / "words"))
+    assert build_tokenizer(told).encode("anything").tolist() == [0]
+    prefix = record(tmp_path / "x", HuggingFaceTokenizer(tmp_path / "unigram"))
+    assert recorded_tokenizer(prefix) is not None
+
+
 @pytest.mark.parametrize("name", ["ByteTokenizer", "NullTokenizer"])
 def test_a_model_that_nobody_reads_is_refused(name: str, model: Path) -> None:
     with pytest.raises(DataError, match=f"{name} reads no file"):
