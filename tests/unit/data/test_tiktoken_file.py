@@ -124,6 +124,15 @@ def test_any_text_has_the_same_ids(pairs: list[tuple[TikTokenizer, tokenizers.To
         assert ours.decode(ids) == text
 
 
+def test_a_word_that_no_joints_lead_to_is_still_that_word(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "cl100k_base.tiktoken"
+    file.write_text((tiktoken_file(folder / "x.tiktoken")).read_text() + f"{base64.b64encode(b'zqzq').decode()} 9999\n")
+    ours = TikTokenizer(file)
+    theirs = tokenizers.Tokenizer.from_buffer(ours.hugging_face_files()[TOKENIZER])
+    assert ours.encode("zqzq").tolist() == theirs.encode("zqzq").ids == [9999]
+    assert ours.encode("zqzqz").tolist() == theirs.encode("zqzqz").ids
+
+
 def test_a_special_token_that_is_also_a_word_has_no_files(folder: Path) -> None:
     file = folder / "clash.tiktoken"
     file.write_text((tiktoken_file(folder / "x.tiktoken")).read_text() + f"{base64.b64encode(b'</s>').decode()} 9999\n")
