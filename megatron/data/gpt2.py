@@ -16,6 +16,7 @@ from megatron.data.huggingface import (
     byte_level_bpe,
     tokenizer_files,
 )
+from megatron.data.reading import read_file
 
 
 class GPT2BPETokenizer(HuggingFaceTokenizer):
@@ -43,10 +44,9 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:
+    content = read_file(path, "--vocab-file vocab.json")
     try:
-        vocabulary = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        raise DataError(f"there is no {path}", "--vocab-file vocab.json") from None
+        vocabulary = json.loads(content)
     except ValueError as error:
         raise DataError(f"{path} is no JSON: {error}", "download it again") from error
     if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
@@ -62,10 +62,9 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
     """The pairs, one a line, first first; the first line may name the format's version."""
+    content = read_file(path, "--merge-file merges.txt")
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
-    except FileNotFoundError:
-        raise DataError(f"there is no {path}", "--merge-file merges.txt") from None
+        lines = content.decode().replace("\r\n", "\n").split("\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8 text: {error.reason}", "--merge-file merges.txt") from error
     start = 1 if lines[0].startswith("#version") else 0

@@ -16,6 +16,7 @@ from megatron.data.digest import fingerprint
 from megatron.data.encoded import Encoded, from_lists, unicode_text
 from megatron.data.errors import DataError
 from megatron.data.hub import fetch, is_hub_name
+from megatron.data.reading import read_file
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
 END_OF_DOCUMENT = "<|endoftext|>"
@@ -124,9 +125,9 @@ def _read_files(path: Path) -> dict[str, bytes]:
         convert = f"import transformers as t; t.AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained('DIR')"
         how = f"python -c {shlex.quote(convert)}" if path.is_dir() else fetch
         raise DataError(f"there is no {main}", how, "--tokenizer-model DIR")
-    files = {TOKENIZER: main.read_bytes()}
+    files = {TOKENIZER: read_file(main)}
     beside = {name: main.with_name(name) for name in (CONFIG, SPECIAL)}
-    return files | {name: file.read_bytes() for name, file in beside.items() if file.is_file()}
+    return files | {name: read_file(file) for name, file in beside.items() if file.is_file()}
 
 
 def _parse(content: bytes, path: Path) -> tokenizers.Tokenizer:

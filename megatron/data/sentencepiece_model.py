@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatron.data.digest import fingerprint
 from megatron.data.encoded import Encoded, from_lists, threads, unicode_text
 from megatron.data.errors import DataError
+from megatron.data.reading import read_file
 from megatron.data.sentencepiece_file import Kind, Model, Piece, read_model, with_kinds
 from megatron.data.sentencepiece_json import hugging_face_files
 
@@ -49,7 +50,7 @@ class SentencePieceTokenizer:
             DataError: when there is none, it is damaged, or it has no piece that ends a document.
         """
         file = Path(path, MODEL) if Path(path).is_dir() else Path(path)
-        self._load(_read(file), file, parse_special_tokens)
+        self._load(read_file(file, "--tokenizer-model FILE.model"), file, parse_special_tokens)
 
     @classmethod
     def of(cls, content: bytes, file: Path) -> SentencePieceTokenizer:
@@ -136,15 +137,6 @@ def _text(piece: Piece) -> Kind:
 def _found(piece: Piece) -> Kind:
     """The kind with which a piece is found in a text, and spelled out, if it is special."""
     return Kind.USER_DEFINED if is_special(piece) else piece.kind
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"there is no {file}", "--tokenizer-model FILE.model") from None
-    except OSError as error:
-        raise DataError(f"{file}: {error.strerror}", "--tokenizer-model FILE.model") from error
 
 
 def _model(content: bytes, file: Path) -> Model:

@@ -17,10 +17,12 @@ from megatron.data.digest import fingerprint
 from megatron.data.encoded import Encoded, from_lists, threads, unicode_text
 from megatron.data.errors import DataError
 from megatron.data.huggingface import END_OF_DOCUMENT
+from megatron.data.reading import read_file
 from megatron.data.tiktoken_json import hugging_face_files
 
 RANKS, JSON = ".tiktoken", ".json"
 MEGATRON_VOCAB_SIZE = 1 << 17
+SPECIAL_TOKENS = 1000  # unless another number is given
 FIRST_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
 """What Megatron-LM's special tokens are called; ``<SPECIAL_7>`` and so on follow."""
 
@@ -80,7 +82,7 @@ class TikTokenizer:
     A special token that is spelled out in a text stays text unless it is told otherwise.
 
     Attributes:
-        files: the file by its name.
+        files: the file by its name, which ends in ``.tiktoken`` or ``.json``.
         vocab_size: the largest id, special tokens included, plus one.
         eod: the id that ends a document.
         pad: the id of ``<pad>``; None without one.
@@ -94,7 +96,7 @@ class TikTokenizer:
         self,
         path: str | Path,
         pattern: str | None = None,
-        num_special_tokens: int = 1000,
+        num_special_tokens: int = SPECIAL_TOKENS,
         vocab_size: int | None = None,
         parse_special_tokens: bool = False,
     ) -> None:
@@ -112,8 +114,8 @@ class TikTokenizer:
             DataError: when there is no file, it is damaged, or the numbers do not fit it.
         """
         file = _the_file(Path(path))
-        content = _read(file)
-        self.files: Mapping[str, bytes] = {file.name: content}
+        content = read_file(file, f"--tokenizer-model FILE{RANKS}")
+        self.files: Mapping[str, bytes] = {file.name if file.suffix == JSON else file.stem + RANKS: content}
         self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
         encoding = ENCODINGS.get(file.stem) if file.suffix == RANKS and pattern is None else None
         if encoding is None:
@@ -123,6 +125,7 @@ class TikTokenizer:
             ranks = _ranks(content, file)
             ranks, encoding = _special_first(ranks, PATTERNS[pattern], num_special_tokens, vocab_size, file)
         else:
+            _refuse_number(num_special_tokens, file)
             ranks = _ranks(content, file)
         self._ranks, self._pattern, self.special_ids = ranks, encoding.pattern, encoding.special_ids
         self._known = frozenset(ranks.values()) | frozenset(self.special_ids.values())
@@ -179,11 +182,10 @@ def _the_file(path: Path) -> Path:
     return files[0]
 
 
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except FileNotFoundError:
-        raise DataError(f"there is no {file}", f"--tokenizer-model FILE{RANKS}") from None
+def _refuse_number(num_special_tokens: int, file: Path) -> None:
+    if num_special_tokens != SPECIAL_TOKENS:
+        seen = f"{file.stem} has special tokens of its own, not {num_special_tokens}"
+        raise DataError(seen, "leave out --tiktoken-num-special-tokens", "--tiktoken-pattern v2")
 
 
 def _pattern(pattern: str | None, file: Path) -> str:

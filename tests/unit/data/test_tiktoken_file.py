@@ -182,6 +182,20 @@ def test_numbers_that_do_not_fit_are_told(folder: Path, told: dict[str, int], me
         TikTokenizer(tiktoken_file(folder / "vocab.json"), **told)  # type: ignore[arg-type]
 
 
+def test_a_file_of_another_name_is_found_again_beside_the_data(tmp_path: Path) -> None:
+    """As Llama 3's ``tokenizer.model``, which is a file of ranks."""
+    tokenizer = TikTokenizer(tiktoken_file(tmp_path / "tokenizer.model"), "v2")
+    ((name, content),) = tokenizer.files.items()
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / name).write_bytes(content)
+    assert TikTokenizer(tmp_path / "beside", "v2").fingerprint == tokenizer.fingerprint
+
+
+def test_a_number_that_a_named_encoding_does_not_read_is_refused(folder: Path) -> None:
+    with pytest.raises(DataError, match="cl100k_base has special tokens of its own, not 7"):
+        TikTokenizer(tiktoken_file(folder / "cl100k_base.tiktoken"), num_special_tokens=7)
+
+
 def test_a_folder_holds_one_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="holds 0 files that end in"):
         TikTokenizer(tmp_path)
