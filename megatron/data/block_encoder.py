@@ -27,7 +27,7 @@ from megatron.data.records import (
 from megatron.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
 
 TOLD = 20  # bad documents of a block that are described; the others are counted
-CHECKED = 2000  # bytes of a block that the tokenizer itself encodes too
+CHECKED = 300  # bytes of a block that the tokenizer itself encodes too
 
 
 @dataclass(frozen=True)

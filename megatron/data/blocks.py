@@ -13,7 +13,7 @@ from megatron.data.compressed import SUFFIXES, DamagedError, decompressed
 from megatron.data.errors import DataError
 
 JSON_LINES = (".jsonl", ".json")
-BLOCK_BYTES = 4 << 20
+BLOCK_BYTES = 2 << 20
 SEARCH_BYTES = 1 << 16
 
 

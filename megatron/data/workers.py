@@ -18,8 +18,11 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
 
+import numpy as np
+
 from megatron.data.block_encoder import BlockEncoder, EncodedBlock, Job
 from megatron.data.blocks import Block, weight
+from megatron.data.encoded import Encoded
 from megatron.data.errors import DataError
 
 AHEAD = 2  # blocks on the way for each worker: one is encoded, one waits
@@ -72,7 +75,7 @@ class _Worker:
         """What the worker makes of a block."""
         try:
             self._connection.send(block)
-            answer = self._connection.recv()
+            answer = _receive(self._connection)
         except (EOFError, OSError) as error:
             raise self._death() from error
         if isinstance(answer, Exception):
@@ -149,7 +152,41 @@ def _work(connection: Connection, job: Job) -> None:
             answer = encoder(block)
         except (DataError, OSError) as error:
             answer = error
+        _send(connection, answer)
+
+
+def _send(connection: Connection, answer: EncodedBlock | Exception) -> None:
+    """Answer; ids go as they lie in memory, since to pickle them costs this process and the other several copies."""
+    if isinstance(answer, Exception):
         connection.send(answer)
+        return
+    connection.send(answer._replace(columns=tuple(Encoded(ids[:0], lengths) for ids, lengths in answer.columns)))
+    for ids, _ in answer.columns:
+        left = ids.view(np.uint8).data
+        while len(left):
+            left = left[os.write(connection.fileno(), left) :]
+
+
+def _receive(connection: Connection) -> EncodedBlock | Exception:
+    """What `_send` sent.
+
+    Raises:
+        EOFError: when the other end is closed before all of it is there.
+    """
+    answer: EncodedBlock | Exception = connection.recv()
+    if isinstance(answer, Exception):
+        return answer
+    columns = []
+    for none, lengths in answer.columns:
+        ids = np.empty(int(lengths.sum()), none.dtype)
+        left = ids.view(np.uint8).data
+        while len(left):
+            count = os.readv(connection.fileno(), [left])
+            if not count:
+                raise EOFError
+            left = left[count:]
+        columns.append(Encoded(ids, lengths))
+    return answer._replace(columns=tuple(columns))
 
 
 def _end_with_parent() -> None:
