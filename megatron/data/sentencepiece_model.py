@@ -108,7 +108,12 @@ class SentencePieceTokenizer:
         return self._spelling.decode([int(number) for number in ids if 0 <= number < self.vocab_size])
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """A ``tokenizer.json`` of the same ids, for models that it can express."""
+        """A ``tokenizer.json`` of the same ids, for models that it can express.
+
+        It begins the text anew after a special token, so that there is none where these are found and that matters.
+        """
+        if self.settings and (self._model.dummy_prefix or self._model.squeeze_spaces):
+            return {}
         roles = {"eos_token": self._model.pieces[self.eod].text}
         for role, number in (("bos_token", self._bos), ("unk_token", self._unk), ("pad_token", self.pad)):
             if number is not None:

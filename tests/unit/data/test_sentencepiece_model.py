@@ -165,6 +165,20 @@ def test_transformers_gives_the_same_ids(tmp_path: Path, flags: dict[str, Any]) 
         assert [theirs.decode(ids) for ids in theirs(texts, add_special_tokens=False).input_ids] == texts
 
 
+@pytest.mark.parametrize("flags", EXPRESSIBLE)
+def test_special_tokens_that_are_found_have_the_same_ids_or_no_files(tmp_path: Path, flags: dict[str, Any]) -> None:
+    path = sentencepiece_model(tmp_path / "x.model", **flags)
+    ours = SentencePieceTokenizer(path, parse_special_tokens=True)
+    files = ours.hugging_face_files()
+    assert bool(files) == (not flags.get("add_dummy_prefix", True))
+    if files:
+        for name, content in files.items():
+            (tmp_path / name).write_bytes(content)
+        texts = ["a</s> b", "<s>the  cat</s>\n<s> sat", *TEXT]
+        theirs = AutoTokenizer.from_pretrained(tmp_path)(texts, add_special_tokens=False)
+        assert theirs.input_ids == apart(ours.encode_batch(texts))
+
+
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(texts=st.lists(ANY_TEXT | NEARLY_WORDS | st.text(st.sampled_from("at \u2581"), max_size=60), max_size=8))
 def test_any_text_has_the_same_ids_in_hugging_face(
