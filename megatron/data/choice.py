@@ -73,10 +73,13 @@ def _hugging_face(choice: TokenizerChoice) -> Tokenizer:
 
 
 def _gpt2(choice: TokenizerChoice) -> Tokenizer:
+    two = "--vocab-file vocab.json --merge-file merges.txt"
     if choice.tokenizer_model is not None:
+        if choice.vocab_file is not None or choice.merge_file is not None:
+            raise DataError("GPT2BPETokenizer is read from two files or from a tokenizer.json, not both", two)
         return GPT2BPETokenizer(choice.tokenizer_model, choice.parse_special_tokens)
     if choice.vocab_file is None or choice.merge_file is None:
-        raise DataError("GPT2BPETokenizer reads two files", "--vocab-file vocab.json --merge-file merges.txt")
+        raise DataError("GPT2BPETokenizer reads two files", two)
     return GPT2BPETokenizer.from_vocabulary(
         Path(choice.vocab_file), Path(choice.merge_file), choice.parse_special_tokens
     )

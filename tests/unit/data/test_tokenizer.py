@@ -166,6 +166,7 @@ def test_another_number_of_ids_is_refused(name: str, tmp_path: Path) -> None:
         (TokenizerChoice("HuggingFaceTokenizer", "m", vocab_file="v"), "does not read --vocab-file"),
         (TokenizerChoice("Llama2Tokenizer", "m", tiktoken_pattern="v1"), "does not read --tiktoken-pattern"),
         (TokenizerChoice("NullTokenizer", parse_special_tokens=True), "does not read --parse-special-tokens"),
+        (TokenizerChoice("GPT2BPETokenizer", "m", vocab_file="v"), "from two files or from a tokenizer.json, not both"),
         (TokenizerChoice("GPT2BPETokenizer", tiktoken_num_special_tokens=7), "--tiktoken-num-special-tokens"),
     ],
 )
