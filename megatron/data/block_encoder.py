@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from megatron.data.blocks import Block, Lines, Texts
 from megatron.data.encoded import Encoded, Tokenizer
-from megatron.data.engine import FAST, OWN, Engine, build_engine
+from megatron.data.engine import FAST, OWN, Engine
 from megatron.data.errors import DataError
 from megatron.data.indexed import id_dtype
 from megatron.data.records import (
@@ -24,7 +24,7 @@ from megatron.data.records import (
     texts_of_line,
     whole_lines,
 )
-from megatron.data.tokenizer import ByteTokenizer, TokenizerChoice, build_tokenizer
+from megatron.data.tokenizer import ByteTokenizer, TokenizerChoice
 
 TOLD = 20  # bad documents of a block that are described; the others are counted
 CHECKED = 300  # bytes of a block that the tokenizer itself encodes too
@@ -38,14 +38,12 @@ class Job:
         keys: where the texts of a line are.
         choice: the tokenizer.
         fingerprint: of the tokenizer, which must be the same in every worker.
-        engine: the name of what encodes.
         append_eod: end every text that is not empty with the id that ends a document.
     """
 
     keys: tuple[str, ...]
     choice: TokenizerChoice
     fingerprint: str
-    engine: str
     append_eod: bool
 
 
@@ -111,18 +109,6 @@ class BlockEncoder:
         self._dtype = id_dtype(tokenizer.vocab_size)
         self._takes_bytes = isinstance(tokenizer, ByteTokenizer)
         self._bad: list[Bad] = []
-
-    @classmethod
-    def of(cls, job: Job) -> BlockEncoder:
-        """The encoder of a worker, made from what it was told.
-
-        Raises:
-            DataError: when the tokenizer is no longer the one that the job was given for.
-        """
-        tokenizer = build_tokenizer(job.choice)
-        if tokenizer.fingerprint != job.fingerprint:
-            raise DataError("the files of the tokenizer were changed meanwhile", "start again when nobody writes them")
-        return cls(job, tokenizer, build_engine(tokenizer, job.engine))
 
     def __call__(self, block: Block) -> EncodedBlock:
         """The ids of the documents of a block, in their order.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from megatron.data.indexed import IndexedDatasetWriter, id_dtype, remove_leftove
 from megatron.data.progress import Totals
 from megatron.data.records import BadDocumentError, no_document, plain_text, texts_of_line, whole_lines
 from megatron.data.tokenizer import FOLDER, RECORD, TokenizerChoice, TokenizerRecord
-from megatron.data.workers import encoded_in_order
+from megatron.data.workers import Workers
 
 SAMPLE_BYTES = 1 << 20  # of the input, on which a fast engine proves itself
 TOLD = 20  # bad documents that are told one by one
@@ -86,17 +86,23 @@ def write_dataset(plan: Plan, tokenizer: Tokenizer, listener: Listener) -> tuple
     for file in plan.files:
         if not holds_lines(file):
             check_plain(file, plan.keys)
-    engine = choose_engine(tokenizer, sample_texts(plan.files, plan.keys), plan.engine)
-    listener.say(f"engine: {engine.name} ({engine.reason})")
-    job = Job(plan.keys, plan.choice, tokenizer.fingerprint, engine.name, plan.append_eod)
+    job = Job(plan.keys, plan.choice, tokenizer.fingerprint, plan.append_eod)
     account = _Account(plan.skip_bad, listener)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     for key in plan.keys:
         for path in remove_leftovers(output_prefix(plan.prefix, key)):
             listener.say(f"removed {path}, which a run that was killed had left")
     with ExitStack() as stack:
+        workers = stack.enter_context(Workers(job, plan.workers)) if plan.workers > 1 else None
+        engine = choose_engine(tokenizer, sample_texts(plan.files, plan.keys), plan.engine)
+        listener.say(f"engine: {engine.name} ({engine.reason})")
         writers = [stack.enter_context(_open(output_prefix(plan.prefix, key), tokenizer)) for key in plan.keys]
-        encoded = stack.enter_context(closing(_encoded(plan, job, tokenizer, engine)))
+        blocks = cut(plan.files, plan.block_bytes)
+        here = BlockEncoder(job, tokenizer, engine)
+        results = (
+            ((block, here(block)) for block in blocks) if workers is None else workers.encoded(blocks, engine.name)
+        )
+        encoded = stack.enter_context(closing(results))
         for block, result in encoded:
             account.settle(block, result)
             for writer, column in zip(writers, result.columns):
@@ -116,16 +122,6 @@ def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
     for name, content in tokenizer.files.items():
         writer.add_file(f"{FOLDER}/{name}", content)
     return writer
-
-
-def _encoded(plan: Plan, job: Job, tokenizer: Tokenizer, engine: Engine) -> Generator[tuple[Block, EncodedBlock]]:
-    blocks = cut(plan.files, plan.block_bytes)
-    if plan.workers > 1:
-        yield from encoded_in_order(blocks, job, plan.workers)
-        return
-    encoder = BlockEncoder(job, tokenizer, engine)
-    for block in blocks:
-        yield block, encoder(block)
 
 
 def sample_texts(files: Iterable[Path], keys: Sequence[str]) -> list[str]:

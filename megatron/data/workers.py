@@ -13,51 +13,103 @@ import threading
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache, partial
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
+from types import TracebackType
+from typing import Self
 
 import numpy as np
 
 from megatron.data.block_encoder import BlockEncoder, EncodedBlock, Job
 from megatron.data.blocks import Block, weight
-from megatron.data.encoded import Encoded
+from megatron.data.encoded import Encoded, Tokenizer
+from megatron.data.engine import build_engine
 from megatron.data.errors import DataError
+from megatron.data.tokenizer import build_tokenizer
 
 AHEAD = 2  # blocks on the way for each worker: one is encoded, one waits
 HELD_BYTES = 64 << 20  # of text on the way for each worker; a single block may be larger
 PATIENCE = 10.0  # seconds for a process to end
 
 
-def encoded_in_order(blocks: Iterable[Block], job: Job, workers: int) -> Generator[tuple[Block, EncodedBlock]]:
-    """Each block with what became of it, encoded by ``workers`` processes of their own.
+class Workers:
+    """Processes that encode blocks. They end with the ``with`` block, and with this process, however it ends."""
 
-    A block is taken from ``blocks`` only when there is room for it, so memory does not depend on how many there are.
-    The processes end with the iterator, and with this process, however it ends.
-
-    Raises:
-        DataError: when a worker raised one, or died.
-        OSError: when a worker could not read a file.
-    """
-    on_the_way: deque[tuple[Block, Future[EncodedBlock]]] = deque()
-    held = 0
-    with ThreadPoolExecutor(workers) as threads, _started(job, workers) as idle:
+    def __init__(self, job: Job, count: int) -> None:
+        """Start ``count`` processes, which make themselves ready while this one goes on."""
+        self._count = count
+        self._workers: list[_Worker] = []
+        self._idle: SimpleQueue[_Worker] = SimpleQueue()
         try:
-            for block in blocks:
-                while on_the_way and (
-                    len(on_the_way) >= AHEAD * workers or held + weight(block) > HELD_BYTES * workers
-                ):
-                    held -= weight(on_the_way[0][0])
+            for _ in range(count):
+                self._workers.append(_Worker(job))
+        except BaseException:
+            self._kill()
+            raise
+        for worker in self._workers:
+            self._idle.put(worker)
+
+    def encoded(self, blocks: Iterable[Block], engine: str) -> Generator[tuple[Block, EncodedBlock]]:
+        """Each block, in their order, with what became of it.
+
+        A block is taken from ``blocks`` only when there is room for it, so memory does not depend on how many there
+        are. If this is left before its end, the processes are at an end too.
+
+        Args:
+            blocks: to encode.
+            engine: the name of what encodes.
+
+        Raises:
+            DataError: when a worker raised one, or died.
+            OSError: when a worker could not read a file.
+        """
+        on_the_way: deque[tuple[Block, Future[EncodedBlock]]] = deque()
+        held = 0
+        with ThreadPoolExecutor(self._count) as threads:
+            try:
+                for block in blocks:
+                    while on_the_way and self._is_full(len(on_the_way), held + weight(block)):
+                        held -= weight(on_the_way[0][0])
+                        given, answer = on_the_way.popleft()
+                        yield given, answer.result()
+                    on_the_way.append((block, threads.submit(self._ask, engine, block)))
+                    held += weight(block)
+                while on_the_way:
                     given, answer = on_the_way.popleft()
                     yield given, answer.result()
-                on_the_way.append((block, threads.submit(_ask, idle, block)))
-                held += weight(block)
-            while on_the_way:
-                given, answer = on_the_way.popleft()
-                yield given, answer.result()
+            except BaseException:
+                threads.shutdown(wait=False, cancel_futures=True)
+                self._kill()  # what they are at is no longer wanted, and may take long
+                raise
+
+    def _is_full(self, blocks: int, held: int) -> bool:
+        return blocks >= AHEAD * self._count or held > HELD_BYTES * self._count
+
+    def _ask(self, engine: str, block: Block) -> EncodedBlock:
+        """Have a block encoded by a worker that is free; there are as many threads as workers, so one is."""
+        worker = self._idle.get()
+        try:
+            return worker.encode(engine, block)
         finally:
-            threads.shutdown(wait=False, cancel_futures=True)
+            self._idle.put(worker)
+
+    def _kill(self) -> None:
+        for worker in self._workers:
+            worker.process.kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self._kill()
+        for worker in self._workers:
+            worker.end()
 
 
 class _Worker:
@@ -71,10 +123,10 @@ class _Worker:
             self.process.start()
         theirs.close()  # now only the worker has that end: when it dies, ours is told
 
-    def encode(self, block: Block) -> EncodedBlock:
+    def encode(self, engine: str, block: Block) -> EncodedBlock:
         """What the worker makes of a block."""
         try:
-            self._connection.send(block)
+            self._connection.send((engine, block))
             answer = _receive(self._connection)
         except (EOFError, OSError) as error:
             raise self._death() from error
@@ -99,34 +151,6 @@ class _Worker:
 
 
 @contextmanager
-def _started(job: Job, workers: int) -> Iterator[SimpleQueue[_Worker]]:
-    """Workers that wait for a block; all have ended when the block is left."""
-    started: list[_Worker] = []
-    idle: SimpleQueue[_Worker] = SimpleQueue()
-    try:
-        for _ in range(workers):
-            started.append(_Worker(job))
-            idle.put(started[-1])
-        yield idle
-    except BaseException:
-        for worker in started:
-            worker.process.kill()  # what it is at is no longer wanted, and may take long
-        raise
-    finally:
-        for worker in started:
-            worker.end()
-
-
-def _ask(idle: SimpleQueue[_Worker], block: Block) -> EncodedBlock:
-    """Have a block encoded by a worker that is free; there are as many threads as workers, so one is."""
-    worker = idle.get()
-    try:
-        return worker.encode(block)
-    finally:
-        idle.put(worker)
-
-
-@contextmanager
 def _interrupts_blocked() -> Iterator[None]:
     """Processes that begin here never see Ctrl-C: it is for this one, which tells them."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -140,19 +164,29 @@ def _work(connection: Connection, job: Job) -> None:
     """A worker: one thread, since there are as many workers as there should be threads."""
     threading.Thread(target=_end_with_parent, daemon=True).start()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    tokenizer = cache(partial(_tokenizer, job))
+    with suppress(DataError, OSError):  # it comes again with the first block, and is told
+        tokenizer()
     encoder: BlockEncoder | None = None
     while True:
         try:
-            block = connection.recv()
+            engine, block = connection.recv()
         except (EOFError, OSError):  # the other end was closed
             return
         answer: EncodedBlock | Exception
         try:
-            encoder = encoder or BlockEncoder.of(job)
+            encoder = encoder or BlockEncoder(job, tokenizer(), build_engine(tokenizer(), engine))
             answer = encoder(block)
         except (DataError, OSError) as error:
             answer = error
         _send(connection, answer)
+
+
+def _tokenizer(job: Job) -> Tokenizer:
+    tokenizer = build_tokenizer(job.choice)
+    if tokenizer.fingerprint != job.fingerprint:
+        raise DataError("the files of the tokenizer were changed meanwhile", "start again when nobody writes them")
+    return tokenizer
 
 
 def _send(connection: Connection, answer: EncodedBlock | Exception) -> None:

@@ -274,7 +274,7 @@ def test_what_a_run_that_was_killed_left_is_removed_and_said(tmp_path: Path) -> 
     left = tmp_path / "out_text_document.bin.1234567.part"
     left.write_bytes(b"half")
     _, said = run(Plan([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES))
-    assert said[1:] == [f"removed {left}, which a run that was killed had left"]
+    assert f"removed {left}, which a run that was killed had left" in said
     assert not left.exists()
 
 

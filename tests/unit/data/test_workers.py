@@ -5,23 +5,30 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Iterable, Iterator
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.data import workers
-from megatron.data.block_encoder import Job
-from megatron.data.blocks import Lines
+from megatron.data.block_encoder import EncodedBlock, Job
+from megatron.data.blocks import Block, Lines
 from megatron.data.errors import DataError
 from megatron.data.plain import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizer import TokenizerChoice
-from megatron.data.workers import AHEAD, encoded_in_order
+from megatron.data.workers import AHEAD, Workers
 
-JOB = Job(("text",), TokenizerChoice("ByteTokenizer"), ByteTokenizer().fingerprint, "numpy", append_eod=False)
+JOB = Job(("text",), TokenizerChoice("ByteTokenizer"), ByteTokenizer().fingerprint, append_eod=False)
 WORKERS = 2
+
+
+@contextmanager
+def encoded(blocks: Iterable[Block], job: Job = JOB) -> Iterator[Iterator[tuple[Block, EncodedBlock]]]:
+    """The blocks as two workers encode them."""
+    with Workers(job, WORKERS) as workers, closing(workers.encoded(blocks, "numpy")) as results:
+        yield results
 
 
 def block(number: int, size: int) -> Lines:
@@ -69,8 +76,8 @@ def test_order_and_back_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = Counted(sizes)
     before = children()
     most = 0
-    with closing(encoded_in_order(blocks, JOB, WORKERS)) as encoded:
-        for number, (given, done) in enumerate(encoded):
+    with encoded(blocks) as results:
+        for number, (given, done) in enumerate(results):
             assert given == block(number, sizes[number])
             assert bytes(done.columns[0].ids[:8].astype("u1")) == b"%08d" % number
             waiting = sizes[number : blocks.taken]
@@ -83,8 +90,8 @@ def test_order_and_back_pressure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_workers_end_when_nobody_listens_any_more() -> None:
     before = children()
-    with closing(encoded_in_order(Counted([50_000] * 100), JOB, WORKERS)) as encoded:
-        next(encoded)
+    with encoded(Counted([50_000] * 100)) as results:
+        next(results)
         started = children() - before
         assert 1 <= len(started) <= WORKERS
     wait_until_gone(started)
@@ -92,12 +99,12 @@ def test_workers_end_when_nobody_listens_any_more() -> None:
 
 def test_a_dead_worker_is_told_and_the_others_end() -> None:
     before = children()
-    with closing(encoded_in_order(Counted([50_000] * 1000), JOB, WORKERS)) as encoded:
-        next(encoded)
+    with encoded(Counted([50_000] * 1000)) as results:
+        next(results)
         started = children() - before
         os.kill(min(started), signal.SIGKILL)
         with pytest.raises(DataError, match="a worker process was ended by SIGKILL; perhaps memory ran out\n  fix: "):
-            for _ in encoded:
+            for _ in results:
                 pass
     wait_until_gone(started)
 
@@ -105,10 +112,10 @@ def test_a_dead_worker_is_told_and_the_others_end() -> None:
 def test_what_a_worker_raises_is_raised_here() -> None:
     changed = replace(JOB, fingerprint="other")
     with (
-        closing(encoded_in_order(Counted([10] * 9), changed, WORKERS)) as encoded,
+        encoded(Counted([10] * 9), changed) as results,
         pytest.raises(DataError, match="the files of the tokenizer were changed meanwhile"),
     ):
-        next(encoded)
+        next(results)
 
 
 def test_who_is_at_work_is_not_waited_for() -> None:
@@ -117,8 +124,8 @@ def test_who_is_at_work_is_not_waited_for() -> None:
     slow = Lines(Path("x.jsonl"), numbers, len(numbers), first=True, last=True)
     job = replace(JOB, choice=TokenizerChoice("NullTokenizer", vocab_size=9), fingerprint=NullTokenizer(9).fingerprint)
     before = children()
-    with closing(encoded_in_order([block(0, 10)._replace(content=b'{"text": "1"}\n'), slow, slow], job, WORKERS)) as e:
-        next(e)
+    with encoded([block(0, 10)._replace(content=b'{"text": "1"}\n'), slow, slow], job) as results:
+        next(results)
         started, left = children() - before, time.monotonic()
     wait_until_gone(started)
     assert time.monotonic() - left < 2.0
