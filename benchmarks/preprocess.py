@@ -56,8 +56,8 @@ def documents(seed: int) -> Iterator[str]:
     """Texts without end, with as many new words as English has.
 
     Ranks follow a Pareto distribution (exponent 0.55, scale 20): the most frequent word is 3 % of the text, and n words
-    hold about n^0.55 different ones (Heaps' law), which caches must live with. To this come numbers, capitals, marks, random
-    strings, and characters beyond ASCII.
+    hold about n^0.55 different ones (Heaps' law), which caches must live with. To this come numbers, capitals, marks,
+    random strings, and characters beyond ASCII.
     """
     draw = np.random.default_rng(seed)
     known: dict[int, str] = {}
