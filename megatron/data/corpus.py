@@ -84,10 +84,13 @@ def _walk(folder: Path, suffixes: tuple[str, ...], exclude: Collection[str]) -> 
     for path, folders, names in os.walk(folder, onerror=_raise):
         folders[:] = [f for f in folders if f not in exclude]
         wanted = [Path(path, name) for name in names if name not in exclude]
-        wanted = [file for file in wanted if file.name.removesuffix(compression(file)).endswith(suffixes)]
-        found += [file for file in wanted if file.is_file()]
+        found += [file for file in wanted if _ends_in(file, suffixes) and file.is_file()]
     _refuse_copies(found)
     return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
+
+
+def _ends_in(file: Path, suffixes: tuple[str, ...]) -> bool:
+    return file.name.endswith(suffixes) or file.name.removesuffix(compression(file)).endswith(suffixes)
 
 
 def _refuse_copies(files: Collection[Path]) -> None:

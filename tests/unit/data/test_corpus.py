@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import json
+import lzma
 import os
 import subprocess
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
+import zstandard
 
 from megatron.data.corpus import find_files, read_documents
 from megatron.data.errors import DataError
+
+COMPRESS: dict[str, Callable[[bytes], bytes]] = {
+    ".gz": gzip.compress,
+    ".zst": zstandard.compress,
+    ".bz2": bz2.compress,
+    ".xz": lzma.compress,
+}
 
 
 @pytest.fixture
@@ -163,3 +174,38 @@ def test_a_binary_file_is_not_taken_for_text(tmp_path: Path) -> None:
     (tmp_path / "x.txt").write_bytes(b"PK\3\4\0\0")
     with pytest.raises(DataError, match=r"x\.txt is not text: byte 4 is NUL\n  fix: .*--exclude x\.txt"):
         list(read_documents(tmp_path / "x.txt", ["text"]))
+
+
+@pytest.mark.parametrize("suffix", [".gz", ".zst", ".bz2", ".xz"])
+def test_compressed_files_are_read_as_what_they_hold(tmp_path: Path, suffix: str) -> None:
+    lines, text = tmp_path / f"x.jsonl{suffix}", tmp_path / f"y.txt{suffix}"
+    lines.write_bytes(COMPRESS[suffix](b'{"text": "a"}\n\n{"text": "b"}'))
+    text.write_bytes(COMPRESS[suffix](b"c\n"))
+    assert [(d.texts[0], d.source) for d in read_documents(lines, ["text"])] == [
+        ("a", f"{lines}:1"),
+        ("b", f"{lines}:3"),
+    ]
+    assert [d.texts for d in read_documents(text, ["text"])] == [(b"c\n",)]
+    assert names(tmp_path, [str(tmp_path)], [".txt", ".jsonl"]) == [lines.name, text.name]
+    assert names(tmp_path, [str(tmp_path)], [f".txt{suffix}"]) == [text.name]
+    for file in (lines, text):
+        file.write_bytes(file.read_bytes()[:-1])
+        with pytest.raises(DataError, match=f"{file.name}.* ends in the middle of a {suffix} stream"):
+            list(read_documents(file, ["text"]))
+
+
+def test_a_folder_with_a_file_and_its_copy_is_refused(tmp_path: Path) -> None:
+    for name in ("a.jsonl", "a.jsonl.gz"):
+        (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz lies beside .*a\.jsonl: the same documents would come twice"):
+        find_files([str(tmp_path)], [".jsonl"], [])
+    assert names(tmp_path, [str(tmp_path)], [".jsonl"], ["a.jsonl.gz"]) == ["a.jsonl"]
+    both = [str(tmp_path / "a.jsonl.gz"), str(tmp_path / "a.jsonl")]
+    assert names(tmp_path, both, [".jsonl"]) == ["a.jsonl.gz", "a.jsonl"]
+
+
+@pytest.mark.parametrize("name", ["x.zip", "x.parquet", "x.tar"])
+def test_other_formats_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"")
+    with pytest.raises(DataError, match=f"{name}: .* files are not read\n  fix: "):
+        find_files([str(tmp_path / name)], [".jsonl"], [])
