@@ -15,6 +15,7 @@ from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache, partial
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
@@ -153,6 +154,7 @@ class _Worker:
 @contextmanager
 def _interrupts_blocked() -> Iterator[None]:
     """Processes that begin here never see Ctrl-C: it is for this one, which tells them."""
+    resource_tracker.ensure_running()  # now, because to start it ends the blocking
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

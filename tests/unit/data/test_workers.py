@@ -97,6 +97,15 @@ def test_workers_end_when_nobody_listens_any_more() -> None:
     wait_until_gone(started)
 
 
+def test_ctrl_c_is_not_for_workers() -> None:
+    before = children()
+    with encoded(Counted([50_000] * 100)) as results:
+        next(results)
+        for worker in children() - before:
+            os.kill(worker, signal.SIGINT)
+        assert sum(1 for _ in results) == 99
+
+
 def test_a_dead_worker_is_told_and_the_others_end() -> None:
     before = children()
     with encoded(Counted([50_000] * 1000)) as results:

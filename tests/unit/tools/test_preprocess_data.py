@@ -309,8 +309,8 @@ def is_alive(process: int) -> bool:
         return False
 
 
-def wait_until_gone(processes: list[int]) -> None:
-    until = time.monotonic() + 10
+def wait_until_gone(processes: list[int], seconds: float = 10) -> None:
+    until = time.monotonic() + seconds
     while any(is_alive(process) for process in processes):
         assert time.monotonic() < until, "a worker outlived the command"
         time.sleep(0.02)
@@ -363,6 +363,18 @@ def test_after_a_kill_nothing_looks_complete_and_the_next_run_cleans_up(
     assert "which a run that was killed had left" in capsys.readouterr().err
     names = {path.name for path in (tmp_path / "data").iterdir()}
     assert names == {f"out_text_document.{end}" for end in ("bin", "idx", "tokens.json")}
+
+
+def test_workers_do_not_outlive_a_kill_even_in_a_long_document(tmp_path: Path) -> None:
+    """What they are at takes many seconds; they end within two."""
+    short, long = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    short.write_text('{"text": "1 2 3"}\n')
+    long.write_text(json.dumps({"text": "1 " * 20_000_000}))
+    process = start(tmp_path / "data", tmp_path)
+    workers = wait_for_work(process)
+    process.kill()
+    wait_until_gone(workers, seconds=2)
+    process.communicate(timeout=20)
 
 
 def test_a_full_disk_ends_it_with_a_sentence(long_corpus: Path, tmp_path: Path) -> None:
