@@ -105,9 +105,9 @@ def write_corpus(path: Path, megabytes: float, source: Path | None) -> int:
 
 def train_tokenizer(folder: Path) -> None:
     """A byte-level BPE of 32,000 entries."""
-    from megatron.data.corpus import Document
-    from megatron.data.learnt import save_files
-    from megatron.data.train_bpe import train_bpe
+    from megatron.data.text.corpus import Document
+    from megatron.data.tokenizers.learnt import save_files
+    from megatron.data.tokenizers.train_bpe import train_bpe
 
     texts = [Document((text,), "", 0) for text in islice(documents(2), 5000)]
     save_files(train_bpe(texts, 32_000).files, folder)
@@ -250,6 +250,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--folder", help="where to put some GB for a while (the system's choice)")
     parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         corpus, tiny, model = Path(folder, "corpus.jsonl"), Path(folder, "tiny.jsonl"), args.tokenizer_model
         size = write_corpus(corpus, args.megabytes, args.input)
@@ -263,6 +264,7 @@ def main(argv: Sequence[str]) -> int:
         "tokenizer": "a BPE of 32,000 entries" if args.tokenizer_model is None else args.tokenizer_model.name,
         "threads": str(args.threads),
         "rounds": str(args.rounds),
+        "load before": f"{load:.1f}",
     }
     versions = {name: version(name) for name in ("gigatoken", "tokenizers")} | {"python": platform.python_version()}
     note = ", ".join(f"{name}: {value}" for name, value in (setting | versions).items())
