@@ -11,7 +11,7 @@ from megatron.checkpoint.parts import GlobalTensor, Part
 from megatron.checkpoint.store import write
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.config.sources import to_dict
-from megatron.data import huggingface
+from megatron.data.tokenizers import huggingface
 from megatron.model.gpt import GPTChunk
 from megatron.parallel.comm import Group
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.data.errors import DataError
-from megatron.data.indexed import IndexedDataset
-from megatron.data.inspect import Findings, Sample, Summary, samples, summarize, verify
-from megatron.data.meter import Meter
-from megatron.data.tokenizer import (
+from megatron.data.files.indexed import IndexedDataset
+from megatron.data.files.inspect import Findings, Sample, Summary, samples, summarize, verify
+from megatron.data.files.meter import Meter
+from megatron.data.tokenizers.tokenizer import (
     Tokenizer,
     TokenizerChoice,
     TokenizerRecord,

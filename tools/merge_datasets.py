@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from contextlib import closing
 
 from megatron.data.errors import DataError
-from megatron.data.merge import Part, check_output, check_parts, find_prefixes, merge
-from megatron.data.meter import Meter
+from megatron.data.files.merge import Part, check_output, check_parts, find_prefixes, merge
+from megatron.data.files.meter import Meter
 
 
 def build_parser() -> argparse.ArgumentParser:

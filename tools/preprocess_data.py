@@ -12,15 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 
-from megatron.data.blocks import BLOCK_BYTES
-from megatron.data.corpus import add_input_flags, find_files
-from megatron.data.engine import WISHES
 from megatron.data.errors import DataError
-from megatron.data.huggingface import NO_FILES
-from megatron.data.indexed import id_dtype
-from megatron.data.preprocess import Plan, output_prefix, write_dataset
-from megatron.data.progress import Progress, Totals, short
-from megatron.data.tokenizer import Tokenizer, TokenizerChoice, add_tokenizer_flags, build_tokenizer
+from megatron.data.files.indexed import id_dtype
+from megatron.data.text.blocks import BLOCK_BYTES
+from megatron.data.text.corpus import add_input_flags, find_files
+from megatron.data.text.preprocess import Plan, output_prefix, write_dataset
+from megatron.data.text.progress import Progress, Totals, short
+from megatron.data.tokenizers.engine import WISHES
+from megatron.data.tokenizers.huggingface import NO_FILES
+from megatron.data.tokenizers.tokenizer import Tokenizer, TokenizerChoice, add_tokenizer_flags, build_tokenizer
 
 HARMLESS = {
     "--partitions": (True, "the input is never copied into partitions"),

@@ -7,14 +7,14 @@ import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from megatron.data.corpus import Document, add_input_flags, find_files, read_documents
 from megatron.data.errors import DataError
-from megatron.data.huggingface import NO_FILES, TOKENIZER
-from megatron.data.learnt import Learnt, check_folder, save_files
-from megatron.data.train_bpe import check_size as check_bpe_size
-from megatron.data.train_bpe import train_bpe
-from megatron.data.train_sentencepiece import MODEL_TYPES, train_sentencepiece
-from megatron.data.train_sentencepiece import check_size as check_sentencepiece_size
+from megatron.data.text.corpus import Document, add_input_flags, find_files, read_documents
+from megatron.data.tokenizers.huggingface import NO_FILES, TOKENIZER
+from megatron.data.tokenizers.learnt import Learnt, check_folder, save_files
+from megatron.data.tokenizers.train_bpe import check_size as check_bpe_size
+from megatron.data.tokenizers.train_bpe import train_bpe
+from megatron.data.tokenizers.train_sentencepiece import MODEL_TYPES, train_sentencepiece
+from megatron.data.tokenizers.train_sentencepiece import check_size as check_sentencepiece_size
 
 SIZES = {"bpe": check_bpe_size, "sentencepiece": check_sentencepiece_size}
 MOST_SENTENCES = 2_000_000

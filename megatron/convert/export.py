@@ -37,8 +37,8 @@ from megatron.convert.checkpoint import (
 )
 from megatron.convert.hf_folder import INDEX, WEIGHTS
 from megatron.data.errors import DataError
-from megatron.data.huggingface import TOKENIZER as TOKENIZER_JSON
-from megatron.data.huggingface import end_of_text, special_token
+from megatron.data.tokenizers.huggingface import TOKENIZER as TOKENIZER_JSON
+from megatron.data.tokenizers.huggingface import end_of_text, special_token
 from megatron.model.hf import Slot, slots
 from megatron.parallel.shard import Box
 

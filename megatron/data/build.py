@@ -18,8 +18,8 @@ from megatron.data.blend import BlendedDataset, BlendIndex, blend_index, exhaust
 from megatron.data.cache import Cache, Tables
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
+from megatron.data.files.indexed import IndexedDataset
 from megatron.data.gpt_dataset import GPTDataset, SampleOrder, build_order
-from megatron.data.indexed import IndexedDataset
 
 SURPLUS = 0.005
 SEEDS = 2**32

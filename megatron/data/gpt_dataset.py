@@ -19,7 +19,7 @@ from numpy.typing import DTypeLike, NDArray
 from megatron.data.dataset import Dataset, Reading, Sample
 from megatron.data.digest import fingerprint, mix
 from megatron.data.errors import DataError
-from megatron.data.indexed import IndexedDataset
+from megatron.data.files.indexed import IndexedDataset
 
 SPLITS = ("train", "valid", "test")
 SEPARATE_BELOW = 0.80  # share of an epoch's samples below which a cut-off last epoch is shuffled apart

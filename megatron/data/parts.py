@@ -9,8 +9,8 @@ from megatron.config.data_paths import DEFAULT_SPLIT, Source
 from megatron.config.run import DataConfig
 from megatron.data.build import Part
 from megatron.data.errors import DataError
+from megatron.data.files.indexed import IndexedDataset
 from megatron.data.gpt_dataset import SPLITS, split_ranges
-from megatron.data.indexed import IndexedDataset
 from megatron.data.splits import kind_of, spoken
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from megatron.config.data_paths import data_sources
 from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
-from megatron.data.huggingface import CONFIG, SPECIAL, special_token
-from megatron.data.tokenizer import (
+from megatron.data.tokenizers.huggingface import CONFIG, SPECIAL, special_token
+from megatron.data.tokenizers.tokenizer import (
     FOLDER,
     Tokenizer,
     TokenizerChoice,

@@ -8,7 +8,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 
 from megatron.data.errors import DataError
-from megatron.data.huggingface import TOKENIZER, end_of_text
+from megatron.data.tokenizers.huggingface import TOKENIZER, end_of_text
 from megatron.inference.errors import InferenceError
 
 REPLACEMENT = "\ufffd"

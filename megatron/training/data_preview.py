@@ -10,8 +10,8 @@ from itertools import chain, repeat
 from megatron.config.batch import trained_samples
 from megatron.config.data_paths import SPLITS, Blend, Source, data_sources, split_weights
 from megatron.config.run import RunConfig
-from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed_format import CODES, HEADER, MAGIC, VERSION
+from megatron.data.files.indexed import IndexedDataset
+from megatron.data.files.indexed_format import CODES, HEADER, MAGIC, VERSION
 
 MOST_SHOWN = 8  # datasets of a list; no more are opened, however many there are
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megatron.data.inspect import Summary
+from megatron.data.files.inspect import Summary
 from megatron.training.console import compact
 from megatron.training.plot import MUTED, STYLE
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from megatron.config.resolve import resolve
 from megatron.config.run import DataConfig, ParallelConfig, RunConfig, TrainingConfig
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.parallel import collectives
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer, build

@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from megatron.config.run import RunConfig
+from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.data.gpt_dataset import SampleOrder, build_order
-from megatron.data.indexed import IndexedDatasetWriter
 from megatron.training import main
 from megatron.training.setup import Trainer
 from tests.distributed.pool import Pool

@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpoint.lock import hold
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.files.indexed import IndexedDatasetWriter
 from tests.distributed.grid import FACTORS
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.resume import (

@@ -22,7 +22,7 @@ from megatron.checkpoint.manifest import ITEM_BYTES, MANIFEST, MARKER, VERSION, 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.tensorfile import DTYPES
 from megatron.checkpoint.verify import damage
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.files.indexed import IndexedDatasetWriter
 from tests.fixtures.checkpoints.write import DIGESTS, FIXTURES, MODEL, RUN, digest
 from tests.unit.checkpoint.samples import ALONE, Sample, samples, save
 

@@ -19,7 +19,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.config.problems import UserError
 from megatron.convert.checkpoint import SavedModel
 from megatron.convert.export import PENDING, Export, Item, shards, special_ids
-from megatron.data.huggingface import HuggingFaceTokenizer, bytes_as_ids
+from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, bytes_as_ids
 from megatron.inference.text import TextCodec
 from megatron.model.hf import Slot
 from megatron.parallel.shard import Box

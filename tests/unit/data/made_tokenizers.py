@@ -13,9 +13,9 @@ import sentencepiece
 import tokenizers
 from tokenizers import models, trainers
 
-from megatron.data.encoded import Encoded
-from megatron.data.huggingface import END_OF_DOCUMENT, byte_letters, byte_level_bpe, tokenizer_files
-from megatron.data.tokenizer import TokenizerChoice
+from megatron.data.tokenizers.encoded import Encoded
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, byte_letters, byte_level_bpe, tokenizer_files
+from megatron.data.tokenizers.tokenizer import TokenizerChoice
 
 TEXT = [
     "The cat sat on the mat, and the hat sat on the cat; the bat did not.",

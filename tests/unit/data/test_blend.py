@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 from megatron.data import blend
 from megatron.data.blend import MAX_DATASETS, BlendedDataset, BlendIndex, blend_index, exhaustive_index
 from megatron.data.errors import DataError
+from megatron.data.files.indexed import IndexedDataset
 from megatron.data.gpt_dataset import GPTDataset, build_order
-from megatron.data.indexed import IndexedDataset
 from tests.unit.data import megatron_order
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"

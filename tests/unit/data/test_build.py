@@ -14,8 +14,8 @@ from megatron.data.build import Part, build_stretch
 from megatron.data.cache import Cache
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
+from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from tests.unit.data import megatron_order
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"

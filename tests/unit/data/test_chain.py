@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from megatron.data.build import build_stretch
 from megatron.data.chain import ChainedDataset
 from megatron.data.dataset import Dataset
+from megatron.data.files.indexed import IndexedDataset
 from megatron.data.gpt_dataset import GPTDataset, build_order
-from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockDataset
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"

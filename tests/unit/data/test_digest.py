@@ -15,8 +15,8 @@ from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.chain import ChainedDataset
 from megatron.data.digest import PLACES_PER_BLOCK, digest, fingerprint, mix
 from megatron.data.errors import DataError
+from megatron.data.files.indexed import BLOCK_BYTES, BLOCKS, IndexedDataset, IndexedDatasetWriter
 from megatron.data.gpt_dataset import GPTDataset
-from megatron.data.indexed import BLOCK_BYTES, BLOCKS, IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import DataSource, build_data
 
 TRAINING = TrainingConfig(

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
+from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.gpt_dataset import SEQUENCES_AT_ONCE, SPLITS, GPTDataset, SampleOrder, build_order, split_ranges
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from tests.unit.data import megatron_order
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"

@@ -11,10 +11,10 @@ import torch
 
 from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.errors import DataError
+from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.gpt_dataset import GPTDataset, build_order
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import DataSource, build_data, requested_samples
-from megatron.data.tokenizer import RECORD, ByteTokenizer, TokenizerRecord
+from megatron.data.tokenizers.tokenizer import RECORD, ByteTokenizer, TokenizerRecord
 from megatron.parallel.microbatch import MicroBatch
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron" / "case0"

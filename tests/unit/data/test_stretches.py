@@ -14,8 +14,8 @@ from megatron.data.blend import BlendedDataset, blend_index
 from megatron.data.chain import ChainedDataset
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
+from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.gpt_dataset import GPTDataset, build_order, split_ranges
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import DataSource, build_data, source_of
 from megatron.data.mock import MockDataset
 from megatron.data.stretches import lay_out

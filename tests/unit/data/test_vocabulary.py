@@ -11,9 +11,9 @@ import tokenizers
 
 from megatron.config.run import DataConfig
 from megatron.data.errors import DataError
-from megatron.data.huggingface import bytes_as_ids
-from megatron.data.huggingface import tokenizer_files as files_of
-from megatron.data.tokenizer import (
+from megatron.data.tokenizers.huggingface import bytes_as_ids
+from megatron.data.tokenizers.huggingface import tokenizer_files as files_of
+from megatron.data.tokenizers.tokenizer import (
     FOLDER,
     RECORD,
     ByteTokenizer,

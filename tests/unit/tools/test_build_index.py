@@ -12,7 +12,7 @@ import pytest
 
 from megatron.config.arguments import parse
 from megatron.data.cache import Cache
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.data.loader import build_data
 from tools.build_index import main
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.plain import ByteTokenizer
-from megatron.data.record import RECORD, TokenizerRecord
+from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.tokenizers.plain import ByteTokenizer
+from megatron.data.tokenizers.record import RECORD, TokenizerRecord
 from tests.unit.data.pairs import write
 from tools.inspect_dataset import main
 

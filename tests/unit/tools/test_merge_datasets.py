@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from megatron.data.errors import DataError
-from megatron.data.indexed import IndexedDataset
-from megatron.data.meter import Meter
+from megatron.data.files.indexed import IndexedDataset
+from megatron.data.files.meter import Meter
 from tests.unit.data.pairs import content, pair, write
 from tools.merge_datasets import main
 from tools.preprocess_data import main as preprocess

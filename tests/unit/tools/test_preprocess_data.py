@@ -17,9 +17,9 @@ from random import Random
 import numpy as np
 import pytest
 
-from megatron.data import huggingface
-from megatron.data.indexed import IndexedDataset
-from megatron.data.tokenizer import ByteTokenizer, TokenizerRecord, read_record, recorded_tokenizer
+from megatron.data.files.indexed import IndexedDataset
+from megatron.data.tokenizers import huggingface
+from megatron.data.tokenizers.tokenizer import ByteTokenizer, TokenizerRecord, read_record, recorded_tokenizer
 from tools.preprocess_data import HARMLESS, REFUSED, cores, main
 
 ROOT = Path(__file__).parents[3]
@@ -210,7 +210,7 @@ def test_it_starts_without_torch_and_exits_by_what_happened(tmp_path: Path) -> N
     assert done.returncode == 1
     assert "bad.jsonl:1 is not JSON" in done.stderr
     assert "Traceback" not in done.stderr
-    assert "megatron.data.indexed" in imported
+    assert "megatron.data.files.indexed" in imported
     assert "torch" not in imported
 
 

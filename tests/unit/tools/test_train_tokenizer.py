@@ -10,9 +10,9 @@ import pytest
 import sentencepiece
 from transformers import AutoTokenizer
 
-from megatron.data.huggingface import CONFIG, END_OF_DOCUMENT, NO_FILES, TOKENIZER, HuggingFaceTokenizer
-from megatron.data.indexed import IndexedDataset
-from megatron.data.tokenizer import tokenizer_files
+from megatron.data.files.indexed import IndexedDataset
+from megatron.data.tokenizers.huggingface import CONFIG, END_OF_DOCUMENT, NO_FILES, TOKENIZER, HuggingFaceTokenizer
+from megatron.data.tokenizers.tokenizer import tokenizer_files
 from tools import preprocess_data
 from tools.train_tokenizer import main
 

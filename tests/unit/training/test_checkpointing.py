@@ -16,7 +16,7 @@ import torch
 from megatron.config.run import RunConfig
 from megatron.data.build import build_stretch
 from megatron.data.dataset import Dataset
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer, build
 from tests.runs import (

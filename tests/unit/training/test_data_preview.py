@@ -11,7 +11,7 @@ import pytest
 
 from megatron.config.arguments import parse
 from megatron.data.errors import DataError
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.training.data_preview import MOST_SHOWN, data_rows, measure
 
 ROOT = Path(__file__).parents[3]

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from matplotlib.figure import Figure
 
-from megatron.data.indexed import IndexedDataset
-from megatron.data.inspect import Summary, summarize
+from megatron.data.files.indexed import IndexedDataset
+from megatron.data.files.inspect import Summary, summarize
 from megatron.training.length_plot import bin_edges, draw_lengths
 from tests.unit.data.pairs import write
 

@@ -11,7 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.data.masks import Columns, Masks
 from megatron.training.checkpointing import state
 from megatron.training.health import NonFiniteError

@@ -1,0 +1,274 @@
+"""Writing token files: a pair is whole or absent, and memory does not grow with it."""
+
+from __future__ import annotations
+
+import fcntl
+import glob
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NoReturn, Self
+
+import numpy as np
+from numpy.typing import ArrayLike, DTypeLike, NDArray
+
+from megatron.data.errors import DataError
+from megatron.data.files.indexed_format import CODES, HEADER, MAGIC, MAX_LENGTH, VERSION
+
+COPY_BYTES = 8 << 20
+BLOCK = 1 << 20  # entries of a table that are in memory at once
+
+
+class IndexedDatasetWriter:
+    """Writes a pair of files, document by document. Memory is that of one call, whatever was written before.
+
+    The files appear under their names only when a ``with`` block ends without an exception, ``.idx`` last: a pair that
+    was not finished is never taken for one. A pair already there stays whole until then.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
+        """Begin ``<prefix>.bin`` and ``<prefix>.idx`` for ids of one of the types of `CODES`.
+
+        Raises:
+            DataError: when the format does not have the type.
+            OSError: when the folder cannot be written.
+        """
+        self._prefix = str(prefix)
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        if self._dtype not in CODES.values():
+            raise DataError(f"{self._prefix}: the format has no {self._dtype}", "uint16 | int32")
+        self._beside: dict[str, bytes] = {}
+        self._sequences = 0
+        self._sequences_of_documents = 0
+        self.num_documents = 0
+        self.num_tokens = 0
+        folder = Path(self._prefix).parent
+        with ExitStack() as files:
+            # the tables of the index grow in files without a name, which vanish with the process
+            self._lengths: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
+            self._boundaries: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
+            self._bin: IO[bytes] = files.enter_context(open(self._part("bin"), "wb"))
+            with suppress(OSError):  # where files cannot be locked, nobody takes this one for a leftover
+                fcntl.flock(self._bin, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._open = files.pop_all()
+        self._boundaries.write(np.zeros(1, "<i8").data)
+
+    def add_sequence(self, tokens: ArrayLike) -> None:
+        """Append one sequence of ids ``[n]`` to the document being written.
+
+        Raises:
+            DataError: when an id does not fit the type of the file, or the sequence is too long for the format.
+        """
+        ids = np.asarray(tokens)
+        if ids.size > MAX_LENGTH:
+            self._too_long(ids.size)
+        self._write_ids(ids)
+        self._add_lengths(np.array([ids.size]))
+
+    def end_document(self) -> None:
+        """End the document being written; without a sequence it is an empty one."""
+        self._add_boundaries(np.array([self._sequences]))
+
+    def add_document(self, tokens: ArrayLike) -> None:
+        """Append a document of one sequence of ids ``[n]``, or of none when ``n`` is 0."""
+        ids = np.asarray(tokens)
+        if ids.size:
+            self.add_sequence(ids)
+        self.end_document()
+
+    def add_documents(self, ids: NDArray[Any], lengths: NDArray[np.integer[Any]]) -> None:
+        """Append ``n`` documents at once: ``ids [total]`` back to back, ``lengths [n]`` tokens of each (0: empty).
+
+        The files are those of ``n`` calls of `add_document`.
+
+        Raises:
+            DataError: when an id does not fit the type of the file, or a document is too long for the format.
+            ValueError: when the lengths are negative or do not sum to ``total``.
+        """
+        lengths = np.asarray(lengths, dtype=np.int64)
+        if lengths.size and lengths.min() < 0:
+            raise ValueError(f"{self._prefix}: a document of {lengths.min()} tokens")
+        if lengths.size and lengths.max() > MAX_LENGTH:
+            self._too_long(int(lengths.max()))
+        if int(lengths.sum()) != ids.size:
+            raise ValueError(f"{self._prefix}: lengths sum to {lengths.sum()}, but there are {ids.size} ids")
+        self._write_ids(ids)
+        has_tokens = lengths > 0
+        self._add_boundaries(self._sequences + np.cumsum(has_tokens))
+        self._add_lengths(lengths[has_tokens])
+
+    def add_pair(
+        self,
+        bin_path: str | Path,
+        lengths: NDArray[np.int32],
+        boundaries: NDArray[np.int64],
+        report: Callable[[int], None] = lambda _: None,
+    ) -> None:
+        """Append all documents of another pair, whose ids are of this pair's type; its bytes are copied as they are.
+
+        Args:
+            bin_path: the ids.
+            lengths: ``[S]`` tokens of each sequence.
+            boundaries: ``[D + 1]`` sequences before each document, and in all.
+            report: called with the number of bytes of every block that was copied.
+
+        Raises:
+            DataError: when the file does not hold what the tables count.
+        """
+        for first in range(1, len(boundaries), BLOCK):
+            self._add_boundaries(boundaries[first : first + BLOCK] + self._sequences)
+        tokens_before = self.num_tokens
+        for first in range(0, len(lengths), BLOCK):
+            self._add_lengths(lengths[first : first + BLOCK])
+            self.num_tokens += int(lengths[first : first + BLOCK].sum(dtype=np.int64))
+        expected = (self.num_tokens - tokens_before) * self._dtype.itemsize
+        copied = self._copy(bin_path, report)
+        if copied != expected:
+            raise DataError(f"{bin_path}: {copied} bytes were read, expected {expected}", "merge when nobody writes it")
+
+    def add_file(self, suffix: str, content: bytes) -> None:
+        """A small file ``<prefix>.<suffix>`` that appears together with the pair.
+
+        ``suffix`` may be ``folder/name``; what an older dataset left in such a folder goes.
+        """
+        self._beside[suffix] = content
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if kind is None:
+                if self._sequences != self._sequences_of_documents:
+                    raise ValueError(f"{self._prefix}: the last document was not ended (end_document)")
+                _sync(self._bin)
+                self._publish()
+        finally:
+            for suffix in ("bin", "idx", *self._beside):
+                Path(self._part(suffix)).unlink(missing_ok=True)
+            for folder in self._folders():
+                if folder.is_dir() and not any(folder.iterdir()):
+                    folder.rmdir()
+            self._open.close()  # last: on a full disk it fails once more
+
+    def _publish(self) -> None:
+        """Give the files their names, the index last; an older index must not outlive its ids."""
+        for folder in self._folders():
+            folder.mkdir(exist_ok=True)
+        for suffix, content in self._beside.items():
+            with open(self._part(suffix), "wb") as file:
+                file.write(content)
+                _sync(file)
+        with open(self._part("idx"), "wb") as file:
+            self._write_index(file)
+            _sync(file)
+        Path(f"{self._prefix}.idx").unlink(missing_ok=True)
+        for suffix in ("bin", *self._beside):
+            os.replace(self._part(suffix), f"{self._prefix}.{suffix}")
+        for folder in self._folders():
+            for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._beside}:
+                old.unlink()
+            _sync_folder(folder)
+        os.replace(self._part("idx"), f"{self._prefix}.idx")
+        _sync_folder(Path(self._prefix).parent)
+
+    def _folders(self) -> set[Path]:
+        """Folders of the files beside the pair."""
+        return {Path(f"{self._prefix}.{suffix}").parent for suffix in self._beside if "/" in suffix}
+
+    def _part(self, suffix: str) -> str:
+        """Where a file grows until it gets its name."""
+        return f"{self._prefix}.{suffix}.{os.getpid()}.part"
+
+    def _write_ids(self, ids: NDArray[Any]) -> None:
+        if ids.size and not np.can_cast(ids.dtype, self._dtype, "safe"):
+            self._check_values(ids)
+        self._bin.write(np.ascontiguousarray(ids, dtype=self._dtype).data)
+        self.num_tokens += ids.size
+
+    def _check_values(self, ids: NDArray[Any]) -> None:
+        """Refuse what the type of the file cannot hold; numbers are not rounded either."""
+        if self._dtype.kind == "f":
+            with np.errstate(over="ignore"):
+                held = ids.astype(self._dtype)
+            changed = ids[(held != ids) & (ids == ids)]
+            if changed.size:
+                raise DataError(f"{self._prefix}: {changed[0]} does not fit {self._dtype}, which would round it")
+            return
+        info = np.iinfo(self._dtype)
+        for seen in (ids.min(), ids.max()):
+            if not info.min <= seen <= info.max or ids.dtype.kind not in "iu":
+                raise DataError(f"{self._prefix}: id {seen} does not fit {self._dtype} ({info.min}..{info.max})")
+
+    def _too_long(self, tokens: int) -> NoReturn:
+        raise DataError(f"{self._prefix}: a sequence of {tokens} tokens; at most {MAX_LENGTH}", "cut the document")
+
+    def _add_lengths(self, lengths: NDArray[np.integer[Any]]) -> None:
+        self._lengths.write(np.ascontiguousarray(lengths, dtype="<i4").data)
+        self._sequences += len(lengths)
+
+    def _add_boundaries(self, boundaries: NDArray[np.integer[Any]]) -> None:
+        """``boundaries [n]``: sequences before the end of each of ``n`` documents."""
+        self._boundaries.write(np.ascontiguousarray(boundaries, dtype="<i8").data)
+        self.num_documents += len(boundaries)
+        if len(boundaries):
+            self._sequences_of_documents = int(boundaries[-1])
+
+    def _copy(self, path: str | Path, report: Callable[[int], None]) -> int:
+        copied = 0
+        with open(path, "rb") as source:
+            while block := source.read(COPY_BYTES):
+                self._bin.write(block)
+                copied += len(block)
+                report(len(block))
+        return copied
+
+    def _write_index(self, file: IO[bytes]) -> None:
+        code = next(code for code, dtype in CODES.items() if dtype == self._dtype)
+        file.write(HEADER.pack(MAGIC, VERSION, code, self._sequences, self.num_documents + 1))
+        self._lengths.seek(0)
+        shutil.copyfileobj(self._lengths, file)
+        self._lengths.seek(0)
+        start = 0
+        while block := self._lengths.read(4 * BLOCK):
+            ends = start + np.cumsum(np.frombuffer(block, "<i4"), dtype=np.int64) * self._dtype.itemsize
+            file.write(np.append(np.int64(start), ends[:-1]).astype("<i8").data)
+            start = int(ends[-1])
+        self._boundaries.seek(0)
+        shutil.copyfileobj(self._boundaries, file)
+
+
+def remove_leftovers(prefix: str | Path) -> list[Path]:
+    """Remove what writers of a pair left behind that were killed; returns it.
+
+    A writer locks its ids while it lives, on whatever machine that is. Where files cannot be locked, nothing goes.
+    """
+    removed = []
+    for ids in glob.glob(f"{glob.escape(str(prefix))}.bin.*.part"):
+        with suppress(OSError), open(ids, "r+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            process = ids.split(".")[-2]
+            for path in map(Path, glob.glob(f"{glob.escape(str(prefix))}.*.{process}.part")):
+                path.unlink()
+                removed.append(path)
+    return removed
+
+
+def _sync(file: IO[bytes]) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def _sync_folder(path: Path) -> None:
+    """Make renames in a folder outlast a power cut."""
+    folder = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)

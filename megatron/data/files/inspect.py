@@ -1,0 +1,207 @@
+"""What is in a pair of token files: counts, lengths of documents, samples, and whether every id is one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megatron.data.files.indexed import IndexedDataset
+from megatron.data.tokenizers.encoded import Tokenizer
+
+DOCUMENTS, TOKENS = 1 << 20, 1 << 22  # looked at in one go
+SAMPLE_TOKENS = 256  # of a document, for people to look at
+
+
+class Counts:
+    """How often each whole number occurs; memory is that of the different ones.
+
+    Attributes:
+        values: int64 ``[n]`` the numbers, rising.
+        counts: int64 ``[n]`` how often.
+    """
+
+    def __init__(self) -> None:
+        self.values = np.zeros(0, dtype=np.int64)
+        self.counts = np.zeros(0, dtype=np.int64)
+
+    def add(self, numbers: NDArray[np.integer[Any]]) -> None:
+        """Count ``numbers [n]``."""
+        if not numbers.size:
+            return
+        low, high = int(numbers.min()), int(numbers.max())
+        if high - low < 2 * TOKENS:  # a table is much faster than sorting, where it is small
+            table = np.bincount(numbers.astype(np.int64) - low)
+            values, counts = np.flatnonzero(table) + low, table[table > 0]
+        else:
+            values, counts = np.unique(numbers.astype(np.int64), return_counts=True)
+        self.values, place = np.unique(np.concatenate((self.values, values)), return_inverse=True)
+        old, self.counts = self.counts, np.zeros(len(self.values), dtype=np.int64)
+        self.counts[place[: len(old)]] += old
+        self.counts[place[len(old) :]] += counts
+
+    @property
+    def total(self) -> int:
+        """Numbers in all."""
+        return int(self.counts.sum())
+
+    @property
+    def mean(self) -> float:
+        """Their mean; 0 without any."""
+        return float(self.values @ self.counts) / max(self.total, 1)
+
+    def quantile(self, share: float) -> int:
+        """The smallest number that at least ``share`` of all do not exceed; 0 without any."""
+        if not self.total:
+            return 0
+        return int(self.values[np.searchsorted(np.cumsum(self.counts), share * self.total)])
+
+    def most(self, k: int) -> list[tuple[int, int]]:
+        """The ``k`` most frequent numbers and how often each occurs; the smaller first where two are as frequent."""
+        first = np.argsort(-self.counts, kind="stable")[:k]
+        return list(zip(self.values[first].tolist(), self.counts[first].tolist()))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The counts of a pair.
+
+    Attributes:
+        lengths: tokens of each document that is not empty.
+    """
+
+    documents: int
+    empty_documents: int
+    sequences: int
+    empty_sequences: int
+    tokens: int
+    dtype: str
+    bin_bytes: int
+    idx_bytes: int
+    lengths: Counts
+
+
+def summarize(data: IndexedDataset) -> Summary:
+    """Count what the index says, a stretch of it at a time."""
+    lengths = Counts()
+    for bounds in document_bounds(data):
+        tokens = np.diff(bounds)
+        lengths.add(tokens[tokens > 0])
+    stretches = (data.lengths[first : first + DOCUMENTS] for first in range(0, len(data), DOCUMENTS))
+    documents = len(data.documents) - 1
+    return Summary(
+        documents=documents,
+        empty_documents=documents - lengths.total,
+        sequences=len(data),
+        empty_sequences=sum(int((stretch == 0).sum()) for stretch in stretches),
+        tokens=data.num_tokens,
+        dtype=data.dtype.name,
+        bin_bytes=os.path.getsize(f"{data.prefix}.bin"),
+        idx_bytes=os.path.getsize(f"{data.prefix}.idx"),
+        lengths=lengths,
+    )
+
+
+def document_bounds(data: IndexedDataset) -> Iterator[NDArray[np.int64]]:
+    """Tokens before each document of a stretch, and before the end of its last: int64 ``[n + 1]`` for each stretch."""
+    before = 0
+    for first in range(0, len(data.documents) - 1, DOCUMENTS):
+        sequences = data.documents[first : first + DOCUMENTS + 1]
+        lengths = data.lengths[sequences[0] : sequences[-1]]
+        tokens = np.concatenate(([before], before + np.cumsum(lengths, dtype=np.int64)))
+        yield tokens[sequences - sequences[0]]
+        before = int(tokens[-1])
+
+
+@dataclass(frozen=True)
+class Findings:
+    """What the ids of a pair are.
+
+    Attributes:
+        ids: how often each occurs.
+        wrong: how many are below 0, or not below the size of the vocabulary where that is known.
+        first_wrong: the first of these, with its place; None without any.
+        ended: documents whose last token is the id that ends one; None where nobody says which that is.
+    """
+
+    ids: Counts
+    wrong: int
+    first_wrong: str | None
+    ended: int | None
+
+
+def verify(
+    data: IndexedDataset, vocab_size: int | None, eod: int | None, report: Callable[[int], None] = lambda _: None
+) -> Findings:
+    """Look at every id, a stretch at a time (opening the pair has checked every pointer).
+
+    Args:
+        data: whole numbers.
+        vocab_size: ids are below it; None where nobody says.
+        eod: the id that ends a document; None where nobody says.
+        report: called with the number of bytes of every stretch.
+    """
+    ids, wrong, first = Counts(), 0, None
+    for start in range(0, data.num_tokens, TOKENS):
+        block = data.tokens[start : start + TOKENS]
+        ids.add(block)
+        if block.min() < 0 or (vocab_size is not None and block.max() >= vocab_size):
+            places = np.flatnonzero((block < 0) | (block >= (np.inf if vocab_size is None else vocab_size)))
+            wrong += len(places)
+            first = first or f"{block[places[0]]} is {place_of(data, start + int(places[0]))}"
+        report(block.nbytes)
+    return Findings(ids, wrong, first, None if eod is None else _ended(data, eod))
+
+
+def _ended(data: IndexedDataset, eod: int) -> int:
+    found = 0
+    for bounds in document_bounds(data):
+        ends = bounds[1:][np.diff(bounds) > 0]
+        found += int((data.tokens[ends - 1] == eod).sum())
+    return found
+
+
+def place_of(data: IndexedDataset, token: int) -> str:
+    """Where in the data token number ``token`` of all is, in words."""
+    sequence = int(np.searchsorted(data.pointers, token * data.dtype.itemsize, side="right")) - 1
+    document = int(np.searchsorted(data.documents, sequence, side="right")) - 1
+    first = int(data.pointers[data.documents[document]]) // data.dtype.itemsize
+    return f"token {token - first} of document {document}"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A document to look at.
+
+    Attributes:
+        document: its number.
+        tokens: how many it has.
+        ids: its first ones, at most `SAMPLE_TOKENS`.
+        text: of these ids; None without a tokenizer, or where it does not have one of them.
+    """
+
+    document: int
+    tokens: int
+    ids: list[int | float]
+    text: str | None
+
+
+def samples(data: IndexedDataset, n: int, tokenizer: Tokenizer | None) -> list[Sample]:
+    """``n`` documents that lie evenly from the first to the last; all where there are no more."""
+    documents = len(data.documents) - 1
+    chosen = sorted({*np.linspace(0, documents - 1, min(n, documents)).astype(np.int64).tolist()})
+    return [_sample(data, document, tokenizer) for document in chosen]
+
+
+def _sample(data: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> Sample:
+    first, last = data.documents[document : document + 2].tolist()
+    tokens = int(data.lengths[first:last].sum(dtype=np.int64))
+    start = int(data.pointers[first]) // data.dtype.itemsize if tokens else 0
+    ids = data.tokens[start : start + min(tokens, SAMPLE_TOKENS)].tolist()
+    if tokenizer is None or not all(isinstance(i, int) and 0 <= i < tokenizer.vocab_size for i in ids):
+        return Sample(document, tokens, ids, None)
+    return Sample(document, tokens, ids, tokenizer.decode(ids))

@@ -1,0 +1,162 @@
+"""Text files as a stream of documents, in an order that depends only on their names."""
+
+from __future__ import annotations
+
+import argparse
+import glob
+import os
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.data.errors import DataError
+from megatron.data.text.blocks import JSON_LINES, compression, cut_lines, holds_lines
+from megatron.data.text.records import (
+    BadDocumentError,
+    no_document,
+    other_encoding,
+    plain_text,
+    texts_of_line,
+    whole_lines,
+)
+
+PLAIN_TEXT = (".txt",)
+ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
+
+
+class Document(NamedTuple):
+    """One document as it was read.
+
+    Attributes:
+        texts: its text under each of the keys asked for; bytes where nothing said how they are encoded.
+        source: file, and line if it has one, for messages.
+        num_bytes: how much of the decompressed input it took, without its line end.
+    """
+
+    texts: tuple[str | bytes, ...]
+    source: str
+    num_bytes: int
+
+
+def add_input_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a tool that reads text: ``input``, ``json_keys``, ``suffix``, ``exclude``."""
+    read = parser.add_argument_group("input")
+    read.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
+    read.add_argument(
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="where an object's texts are (text)"
+    )
+    read.add_argument(
+        "--suffix",
+        nargs="+",
+        default=[*JSON_LINES, *PLAIN_TEXT],
+        metavar=".EXT",
+        help="which files to take from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows "
+        "(.jsonl .json .txt)",
+    )
+    read.add_argument(
+        "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to pass over inside a folder"
+    )
+
+
+def find_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
+    """Files named by ``inputs``: each a file, a pattern like ``data/*.jsonl``, or a folder.
+
+    Of a folder, these are the files below it that end in one of ``suffixes``, compressed or not, in the order of their
+    paths; files and folders called one of ``exclude`` are passed over. Patterns are sorted too.
+
+    Raises:
+        DataError: when an input gives no file, or a folder holds one twice, compressed and not; when a file is of a
+            format that is not read.
+    """
+    files: list[Path] = []
+    for name in inputs:
+        if os.path.isdir(name):
+            found = _walk(Path(name), tuple(suffixes), exclude)
+        else:
+            found = [Path(p) for p in (sorted(glob.glob(name, recursive=True)) or [name]) if os.path.isfile(p)]
+        if not found:
+            what = (
+                f"no file below it ends in {' or '.join(suffixes)}" if os.path.isdir(name) else "there is no such file"
+            )
+            raise DataError(f"--input {name}: {what}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
+        files += found
+    other = next((file for file in files if file.name.endswith(ARCHIVES)), None)
+    if other is not None:
+        raise DataError(f"{other}: {other.suffix} files are not read", "write its documents as lines of a .jsonl file")
+    return files
+
+
+def _walk(folder: Path, suffixes: tuple[str, ...], exclude: Collection[str]) -> list[Path]:
+    found = []
+    for path, folders, names in os.walk(folder, onerror=_raise):
+        folders[:] = [f for f in folders if f not in exclude]
+        wanted = [Path(path, name) for name in names if name not in exclude]
+        found += [file for file in wanted if _ends_in(file, suffixes) and file.is_file()]
+    _refuse_copies(found)
+    return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
+
+
+def _ends_in(file: Path, suffixes: tuple[str, ...]) -> bool:
+    return file.name.endswith(suffixes) or file.name.removesuffix(compression(file)).endswith(suffixes)
+
+
+def _refuse_copies(files: Collection[Path]) -> None:
+    plain = {str(file) for file in files}
+    for file in files:
+        if compression(file) and (copy := str(file).removesuffix(file.suffix)) in plain:
+            seen = f"{file} lies beside {copy}: the same documents would come twice"
+            raise DataError(seen, f"--exclude {file.name}", "name both files with --input")
+
+
+def _raise(error: OSError) -> None:
+    raise error
+
+
+def read_documents(file: Path, keys: Sequence[str]) -> Iterator[Document]:
+    """Documents of one file: a JSON object per line of ``.jsonl`` and ``.json`` (blank lines aside), else all of it.
+
+    Raises:
+        DataError: when a line is no JSON object with text under each of ``keys``, naming file and line; when there is
+            no object; when the file is damaged or binary.
+    """
+    if not holds_lines(file):
+        check_plain(file, keys)
+        try:
+            text = plain_text(file)
+        except BadDocumentError as bad:
+            raise bad.of(str(file)) from bad
+        yield Document((text,), str(file), len(text))
+        return
+    number, documents = 0, 0
+    for block in cut_lines(file):
+        for line in whole_lines(block.read()):
+            number += 1
+            if line and not line.isspace():
+                documents += 1
+                yield _document(line, keys, file, f"{file}:{number}")
+        if block.trouble:
+            raise DataError(f"{file}:{number + 1} {block.trouble}", "copy the file again")
+    if not documents:
+        raise no_document(file).of(str(file))
+
+
+def check_plain(file: Path, keys: Sequence[str]) -> None:
+    """Refuse several keys where there is one text.
+
+    Raises:
+        DataError: naming the keys.
+    """
+    if len(keys) > 1:
+        raise DataError(f"{file} is one plain text, not {len(keys)} texts: {', '.join(keys)}", "--json-keys text")
+
+
+def _document(line: bytes, keys: Sequence[str], file: Path, source: str) -> Document:
+    try:
+        return Document(texts_of_line(line, keys, file), source, len(line))
+    except BadDocumentError as bad:
+        raise bad.of(source) from bad
+
+
+def not_utf8(file: Path, error: UnicodeDecodeError) -> DataError:
+    """The error to raise where the bytes of a plain text are not those of UTF-8."""
+    return other_encoding(file, error).of(str(file))

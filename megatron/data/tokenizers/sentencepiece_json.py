@@ -1,0 +1,116 @@
+"""A SentencePiece model as a ``tokenizer.json``, for ``transformers`` and gigatoken.
+
+Only a model for which the result gives the same ids for every text is turned into one. What the format cannot say:
+
+* the sums by which a unigram model decides are taken in another precision, so that near-ties fall otherwise;
+* a table of replaced characters (NFKC) is applied to a character with its marks, or to CR LF, as a whole;
+* a symbol found in the text begins the text anew, with another space before it or other spaces dropped;
+* of two joints with the same score the left one comes first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from megatron.data.tokenizers.huggingface import CONFIG, TOKENIZER
+from megatron.data.tokenizers.sentencepiece_file import Algorithm, Kind, Model, Piece
+
+SPACE = "\u2581"
+
+
+def hugging_face_files(model: Model, special: Mapping[str, int], roles: Mapping[str, str]) -> dict[str, bytes]:
+    """The files of a tokenizer with the ids of ``model``; none where there cannot be one.
+
+    Args:
+        model: what the file holds.
+        special: ids of its special tokens.
+        roles: spelling of the tokens that ``transformers`` calls ``eos_token`` and the like.
+    """
+    if not _can_be_said(model, special):
+        return {}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(piece, number, special) for number, piece in enumerate(model.pieces) if _whole(piece)],
+        "normalizer": {"type": "Sequence", "normalizers": list(_normalizers(model))},
+        "pre_tokenizer": None,
+        "post_processor": None,
+        "decoder": {"type": "Sequence", "decoders": list(_decoders(model))},
+        "model": _bpe(model),
+    }
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False, **roles}
+    return {
+        TOKENIZER: json.dumps(tokenizer, ensure_ascii=False).encode(),
+        CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
+    }
+
+
+def _can_be_said(model: Model, special: Mapping[str, int]) -> bool:
+    if model.algorithm is not Algorithm.BPE or model.charsmap or model.space_as_suffix or not model.escape_spaces:
+        return False
+    kinds = {piece.kind for piece in model.pieces if piece.text not in special}
+    if Kind.UNUSED in kinds or (Kind.USER_DEFINED in kinds and (model.dummy_prefix or model.squeeze_spaces)):
+        return False
+    words = [piece for piece in model.pieces if piece.kind is Kind.NORMAL]
+    scores = [piece.score for piece in words if len(piece.text) > 1]
+    letters = {piece.text for piece in words if len(piece.text) == 1}
+    return len(set(scores)) == len(scores) and letters.issuperset("".join(piece.text for piece in words))
+
+
+def _whole(piece: Piece) -> bool:
+    """Whether a piece is never the result of cutting a text."""
+    return piece.kind in (Kind.CONTROL, Kind.USER_DEFINED)
+
+
+def _added(piece: Piece, number: int, special: Mapping[str, int]) -> dict[str, Any]:
+    marks = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": number, "content": piece.text, **marks, "special": piece.text in special}
+
+
+def _normalizers(model: Model) -> Iterator[dict[str, Any]]:
+    if model.squeeze_spaces:
+        yield {"type": "Replace", "pattern": {"Regex": r"\A +| +\z"}, "content": ""}
+        yield {"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "}
+    if model.dummy_prefix:
+        yield {"type": "Prepend", "prepend": SPACE}
+    yield {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+
+
+def _decoders(model: Model) -> Iterator[dict[str, Any]]:
+    yield {"type": "Replace", "pattern": {"String": SPACE}, "content": " "}
+    yield {"type": "ByteFallback"}
+    yield {"type": "Fuse"}
+    if model.dummy_prefix:
+        yield {"type": "Strip", "content": " ", "start": 1, "stop": 0}
+
+
+def _bpe(model: Model) -> dict[str, Any]:
+    unknown = next(piece.text for piece in model.pieces if piece.kind is Kind.UNKNOWN)
+    return {
+        "type": "BPE",
+        "dropout": None,
+        "unk_token": unknown,
+        "continuing_subword_prefix": None,
+        "end_of_word_suffix": None,
+        "fuse_unk": True,
+        "byte_fallback": model.byte_fallback,
+        "ignore_merges": False,
+        "vocab": {piece.text: number for number, piece in enumerate(model.pieces)},
+        "merges": _merges(model),
+    }
+
+
+def _merges(model: Model) -> list[tuple[str, str]]:
+    """Every way to put a word together from two others: SentencePiece joins the pair whose word has the best score."""
+    scores = {piece.text: piece.score for piece in model.pieces if piece.kind is Kind.NORMAL}
+    found = []
+    for word, score in scores.items():
+        for cut in range(1, len(word)):
+            left, right = word[:cut], word[cut:]
+            if left in scores and right in scores:
+                found.append((-score, left, right))
+    found.sort(key=lambda merge: merge[0])
+    return [(left, right) for _, left, right in found]

@@ -1,0 +1,74 @@
+"""Ranked byte sequences as a ``tokenizer.json``, for ``transformers`` and gigatoken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from megatron.data.tokenizers.huggingface import CONFIG, TOKENIZER, byte_letters
+
+
+def hugging_face_files(
+    ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], end: int
+) -> dict[str, bytes]:
+    """The files of a tokenizer of the same ids; none where a special token is spelled like one of the byte sequences.
+
+    Args:
+        ranks: byte sequences and their ids, in whose order pairs are joined.
+        pattern: of the words into which text is cut first.
+        special: special tokens and their ids.
+        end: the id of the one that ends a document.
+    """
+    letters = byte_letters()
+    spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
+    vocabulary = {spelled[token]: number for token, number in ranks.items()}
+    if vocabulary.keys() & special.keys():
+        return {}
+    words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    tokenizer = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [_added(token, number) for token, number in sorted(special.items(), key=lambda item: item[1])],
+        "normalizer": None,
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, byte_level]},
+        "post_processor": None,
+        "decoder": byte_level,
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": True,  # a word that is a token is that token
+            "vocab": {**special, **vocabulary},
+            "merges": [(spelled[left], spelled[right]) for left, right in _merges(ranks)],
+        },
+    }
+    named = {number: token for token, number in special.items()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": named[end],
+        "clean_up_tokenization_spaces": False,
+    }
+    return {
+        TOKENIZER: json.dumps(tokenizer, ensure_ascii=False).encode(),
+        CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
+    }
+
+
+def _added(token: str, number: int) -> dict[str, object]:
+    marks = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return {"id": number, "content": token, **marks, "special": True}
+
+
+def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
+    """Every way to put a sequence together from two others: of all pairs, tiktoken joins the one of the least rank."""
+    found = []
+    for token in sorted(ranks, key=lambda token: ranks[token]):
+        cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))
+        found += [(left, right) for left, right in cuts if left in ranks and right in ranks]
+    return found

@@ -1,0 +1,51 @@
+"""A byte-level BPE tokenizer made from text, as GPT-2's was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from tokenizers import models, trainers
+
+from megatron.data.errors import DataError
+from megatron.data.text.corpus import Document
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, byte_letters, byte_level_bpe, tokenizer_files
+from megatron.data.tokenizers.learnt import Learnt, Texts
+
+SMALLEST = 257  # the bytes and the end of a document
+FEWEST_PAIRS = 2  # a pair seen once is no pattern
+
+
+def train_bpe(documents: Iterable[Document], vocab_size: int, show_progress: bool = False) -> Learnt:
+    """A tokenizer of at most ``vocab_size`` entries: `END_OF_DOCUMENT`, the 256 bytes, and the most frequent merges.
+
+    It depends on the texts alone, not on their order. Fewer entries come out where the text has no more pairs.
+
+    Raises:
+        DataError: when ``vocab_size`` is too small, a text is not Unicode, or there is no text.
+    """
+    check_size(vocab_size)
+    tokenizer = byte_level_bpe(models.BPE(), words=True)
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        min_frequency=FEWEST_PAIRS,
+        special_tokens=[END_OF_DOCUMENT],
+        initial_alphabet=byte_letters(),
+        show_progress=show_progress,
+    )
+    texts = Texts(documents)
+    tokenizer.train_from_iterator(iter(texts), trainer)
+    encoded = tokenizer.encode_batch_fast(texts.sample)
+    tokens = sum(len(one.ids) for one in encoded)
+    files, entries = tokenizer_files(tokenizer), tokenizer.get_vocab_size()
+    return Learnt(files, entries, texts.documents, texts.text_bytes, texts.sample_bytes, tokens)
+
+
+def check_size(vocab_size: int) -> None:
+    """Refuse a vocabulary that does not hold every byte.
+
+    Raises:
+        DataError: when it does not.
+    """
+    if vocab_size < SMALLEST:
+        seen = f"a vocabulary of {vocab_size} does not hold the 256 bytes and {END_OF_DOCUMENT}"
+        raise DataError(seen, f"--vocab-size {SMALLEST} or more")

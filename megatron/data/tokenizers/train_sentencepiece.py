@@ -1,0 +1,126 @@
+"""A SentencePiece tokenizer made from text, as Llama's was."""
+
+from __future__ import annotations
+
+import io
+import random
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from megatron.data.errors import DataError
+from megatron.data.text.corpus import Document
+from megatron.data.tokenizers.learnt import Learnt, Texts
+from megatron.data.tokenizers.sentencepiece_model import MODEL, SentencePieceTokenizer
+
+MODEL_TYPES = ("bpe", "unigram")
+LONGEST = 10_000  # characters of a sentence: SentencePiece passes over long ones, so they are cut
+THREADS = 16  # a part of what the result depends on, so the same everywhere
+SMALLEST = 259  # the 256 bytes, <unk>, <s> and </s>
+
+
+class Sentences:
+    """At most ``most`` lines of the texts: all, or a sample in which each line is as likely as another.
+
+    Source: algorithm R of Vitter, "Random sampling with a reservoir", 1985.
+
+    Attributes:
+        seen: lines there were.
+        kept: lines of the sample, in the order of the text.
+    """
+
+    def __init__(self, texts: Iterable[str], most: int) -> None:
+        chance = random.Random(0)
+        chosen: list[tuple[int, str]] = []
+        self.seen = 0
+        for line in _lines(texts):
+            if self.seen < most:
+                chosen.append((self.seen, line))
+            elif (place := chance.randrange(self.seen + 1)) < most:
+                chosen[place] = (self.seen, line)
+            self.seen += 1
+        self.kept = [line for _, line in sorted(chosen)]
+
+
+def train_sentencepiece(
+    documents: Iterable[Document], vocab_size: int, model_type: str, most_sentences: int
+) -> tuple[Learnt, Sentences]:
+    """A tokenizer of at most ``vocab_size`` pieces, 256 bytes among them, so that no text is without ids.
+
+    Text is taken as it is: no character is replaced, no space dropped. Digits are pieces by themselves, as are runs of
+    spaces. Equal texts give equal files.
+
+    Args:
+        documents: read once.
+        vocab_size: number of pieces.
+        model_type: ``bpe`` or ``unigram``.
+        most_sentences: lines that are learnt from; they are kept in memory.
+
+    Returns:
+        The tokenizer, and what it was learnt from.
+
+    Raises:
+        DataError: when ``vocab_size`` is too small, a text is not Unicode, or there is no text.
+    """
+    check_size(vocab_size)
+    texts = Texts(documents)
+    sentences = Sentences(texts, most_sentences)
+    content = _train(sentences.kept, vocab_size, model_type)
+    tokenizer = SentencePieceTokenizer.of(content, Path(MODEL))
+    tokens = tokenizer.encode_batch(texts.sample).ids.size
+    files = {MODEL: content, **tokenizer.hugging_face_files()}
+    learnt = Learnt(files, tokenizer.vocab_size, texts.documents, texts.text_bytes, texts.sample_bytes, tokens)
+    return learnt, sentences
+
+
+def check_size(vocab_size: int) -> None:
+    """Refuse a vocabulary that does not hold every byte.
+
+    Raises:
+        DataError: when it does not.
+    """
+    if vocab_size < SMALLEST:
+        seen = f"a vocabulary of {vocab_size} does not hold the 256 bytes, <unk>, <s> and </s>"
+        raise DataError(seen, f"--vocab-size {SMALLEST} or more")
+
+
+def _lines(texts: Iterable[str]) -> Iterator[str]:
+    for text in texts:
+        for line in text.split("\n"):
+            yield from (line[begin : begin + LONGEST] for begin in range(0, len(line), LONGEST))
+
+
+def _train(sentences: list[str], vocab_size: int, model_type: str) -> bytes:
+    file = io.BytesIO()
+    try:
+        _library().SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=file,
+            model_type=model_type,
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            byte_fallback=True,
+            split_digits=True,
+            allow_whitespace_only_pieces=True,
+            normalization_rule_name="identity",
+            remove_extra_whitespaces=False,
+            max_sentence_length=8 * LONGEST,
+            num_threads=THREADS,
+            minloglevel=2,
+        )
+    except RuntimeError as error:
+        needed = re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error))
+        if needed is None:
+            raise DataError(f"SentencePiece cannot learn from this text: {error}", "another --input") from error
+        seen = f"a vocabulary of {vocab_size} does not hold the bytes and the frequent characters of the text"
+        raise DataError(seen, f"--vocab-size {needed[1]} or more") from error
+    return file.getvalue()
+
+
+def _library() -> Any:
+    try:
+        import sentencepiece
+    except ImportError as error:
+        raise DataError("sentencepiece is needed for --type sentencepiece", "pip install sentencepiece") from error
+    return sentencepiece

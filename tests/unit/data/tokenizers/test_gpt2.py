@@ -1,0 +1,76 @@
+"""GPT-2's two files, against transformers' reader of them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, GPT2Tokenizer
+
+from megatron.data.errors import DataError
+from megatron.data.tokenizers.engine import ODD
+from megatron.data.tokenizers.gpt2 import GPT2BPETokenizer
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT
+from tests.unit.data.made_tokenizers import TEXT, apart, gpt2
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[GPT2BPETokenizer, GPT2Tokenizer]:
+    folder = tmp_path_factory.mktemp("gpt2")
+    vocab, merges = gpt2(folder)
+    return GPT2BPETokenizer.from_vocabulary(vocab, merges), GPT2Tokenizer(vocab=str(vocab), merges=str(merges))
+
+
+def test_ids_are_those_of_transformers(pair: tuple[GPT2BPETokenizer, GPT2Tokenizer], tmp_path: Path) -> None:
+    ours, theirs = pair
+    texts = [*ODD, *TEXT]
+    assert apart(ours.encode_batch(texts)) == [theirs(text).input_ids for text in texts]
+    assert (ours.vocab_size, ours.eod) == (len(theirs), theirs.convert_tokens_to_ids(END_OF_DOCUMENT))
+    for name, content in ours.hugging_face_files().items():
+        (tmp_path / name).write_bytes(content)
+    exported = AutoTokenizer.from_pretrained(tmp_path)
+    assert exported(texts).input_ids == apart(ours.encode_batch(texts))
+    assert exported.eos_token_id == ours.eod
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_ids_of_any_text(pair: tuple[GPT2BPETokenizer, GPT2Tokenizer], text: str) -> None:
+    ours, theirs = pair
+    assert ours.encode(text).tolist() == theirs(text).input_ids
+    assert ours.decode(ours.encode(text)) == text
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        ({"vocab": None}, "there is no .*vocab.json"),
+        ({"merges": None}, "there is no .*merges.txt"),
+        ({"vocab": "{"}, "vocab.json is no JSON"),
+        ({"vocab": "[]"}, "is no table from tokens to ids"),
+        ({"vocab": '{"a": 0, "b": 0}'}, "gives an id twice"),
+        ({"vocab": '{"a": 0}'}, "lacks 256 of the 256 bytes and"),
+        ({"merges": "a b c\n"}, "merges.txt:1 is not two tokens with a space between: 'a b c'"),
+        ({"merges": "#version: 0.2\nnot there\n"}, "merges.txt does not belong to .*vocab.json"),
+    ],
+)
+def test_damage_is_named(tmp_path: Path, damage: dict[str, str | None], message: str) -> None:
+    files = dict(zip(("vocab", "merges"), gpt2(tmp_path)))
+    for name, content in damage.items():
+        files[name].unlink()
+        if content is not None:
+            files[name].write_text(content)
+    with pytest.raises(DataError, match=message):
+        GPT2BPETokenizer.from_vocabulary(files["vocab"], files["merges"])
+
+
+def test_a_vocabulary_without_an_end_is_refused(tmp_path: Path) -> None:
+    vocab, merges = gpt2(tmp_path)
+    entries = json.loads(vocab.read_text())
+    del entries[END_OF_DOCUMENT]
+    vocab.write_text(json.dumps(entries))
+    with pytest.raises(DataError, match=r"lacks 1 of the 256 bytes and <\|endoftext\|>"):
+        GPT2BPETokenizer.from_vocabulary(vocab, merges)

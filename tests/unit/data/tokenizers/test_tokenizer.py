@@ -1,0 +1,359 @@
+"""Tokenizers, and the record that ties a dataset to the one that wrote it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import pickle
+import shutil
+from dataclasses import fields, replace
+from importlib.metadata import version
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import models
+
+from megatron.config.run import DataConfig
+from megatron.data.errors import DataError
+from megatron.data.tokenizers import huggingface
+from megatron.data.tokenizers.tokenizer import (
+    FOLDER,
+    RECORD,
+    TOKENIZER_TYPES,
+    ByteTokenizer,
+    HuggingFaceTokenizer,
+    NullTokenizer,
+    Tokenizer,
+    TokenizerChoice,
+    TokenizerRecord,
+    add_tokenizer_flags,
+    build_tokenizer,
+    read_record,
+    recorded_tokenizer,
+    tokenizer_files,
+)
+from tests.unit.data.made_tokenizers import apart, choice
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_bytes_of_any_text_and_back(text: str) -> None:
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode(text).tolist()
+    assert ids == list(text.encode("utf-8"))
+    assert tokenizer.decode(ids) == text
+
+
+@settings(deadline=None)
+@given(st.binary())
+def test_bytes_that_are_no_text_are_encoded_too(data: bytes) -> None:
+    assert bytes(ByteTokenizer().encode(data).tolist()) == data
+
+
+def test_byte_tokenizer_shows_ends_and_bad_bytes() -> None:
+    tokenizer = ByteTokenizer()
+    assert (tokenizer.vocab_size, tokenizer.eod) == (257, 256)
+    assert tokenizer.decode([104, 105, 256, 255]) == "hi<|endoftext|>\ufffd"
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(0, 999)))
+def test_ids_written_out_and_back(ids: list[int]) -> None:
+    tokenizer = NullTokenizer(1000)
+    text = " ".join(map(str, ids))
+    assert tokenizer.encode(text).tolist() == tokenizer.encode(text.encode()).tolist() == ids
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.eod == 999
+
+
+@pytest.mark.parametrize("text", ["1 2 x", "1000", "-1", "1.5", b"7 \xff", "\u00b2", "9" * 5000])
+def test_text_that_is_no_ids_is_refused(text: str | bytes) -> None:
+    with pytest.raises(DataError, match=r"NullTokenizer reads ids 0\.\.999 with spaces between, not '"):
+        NullTokenizer(1000).encode(text)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a tokenizer of Hugging Face."""
+    folder = tmp_path_factory.mktemp("model")
+    for name, content in huggingface.tokenizer_files(huggingface.bytes_as_ids()).items():
+        (folder / name).write_bytes(content)
+    return folder
+
+
+@pytest.mark.parametrize("name", TOKENIZER_TYPES)
+def test_every_name_builds_a_tokenizer_of_that_name(name: str, tmp_path: Path) -> None:
+    told = choice(name, tmp_path)
+    assert pickle.loads(pickle.dumps(told)) == told
+    tokenizer = build_tokenizer(told)
+    assert type(tokenizer).__name__ == name
+    assert 0 <= tokenizer.eod < tokenizer.vocab_size
+    ids = tokenizer.encode("7 8")
+    assert ids.dtype.kind in "iu"
+    batch = tokenizer.encode_batch(["7 8", b"", "3"])
+    assert batch.lengths.tolist() == [len(ids), 0, len(tokenizer.encode("3"))]
+    assert batch.ids.tolist() == [*ids.tolist(), *tokenizer.encode("3").tolist()]
+    assert np.iinfo(batch.ids.dtype).max >= tokenizer.vocab_size - 1
+    assert tokenizer.decode(ids) == "7 8"
+    assert apart(tokenizer.encode_batch([])) == []
+    assert version(tokenizer.library)
+
+
+TEXTUAL = [name for name in TOKENIZER_TYPES if name not in ("ByteTokenizer", "NullTokenizer")]
+
+
+@pytest.mark.parametrize("name", TEXTUAL)
+def test_special_tokens_spelled_out_are_text_unless_asked_for(name: str, tmp_path: Path) -> None:
+    told = choice(name, tmp_path)
+    tokenizer, parsing = build_tokenizer(told), build_tokenizer(replace(told, parse_special_tokens=True))
+    assert tokenizer.special_ids
+    assert tokenizer.fingerprint != parsing.fingerprint
+    for token, number in tokenizer.special_ids.items():
+        text = f"so {token}{token} it is"
+        ids, parsed = tokenizer.encode(text).tolist(), parsing.encode(text).tolist()
+        assert not set(ids) & set(tokenizer.special_ids.values())
+        assert parsed.count(number) == 2
+        assert tokenizer.decode(ids) == parsing.decode(parsed) == text
+    ends = tokenizer.decode([tokenizer.eod])
+    assert tokenizer.special_ids[ends] == tokenizer.eod
+
+
+@pytest.mark.parametrize("name", TEXTUAL)
+@pytest.mark.parametrize("bad", [b"caf\xe9", "half a pair: \ud800"])
+def test_what_is_no_unicode_is_refused(name: str, bad: str | bytes, tmp_path: Path) -> None:
+    with pytest.raises(UnicodeError):
+        build_tokenizer(choice(name, tmp_path)).encode_batch(["good", bad])
+
+
+def test_the_option_of_a_run_knows_the_same_names() -> None:
+    (field,) = (f for f in fields(DataConfig) if f.name == "tokenizer_type")
+    assert field.metadata["option"].choices == TOKENIZER_TYPES
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "message"),
+    [
+        ("GPT2BPE", None, "there is no GPT2BPE; text is read by HuggingFaceTokenizer, GPT2BPETokenizer, "),
+        ("BertWordPieceCase", None, "BertWordPieceCase of Megatron-LM is not here: it serves BERT; text is read by"),
+        ("GPT2BPETokenizer", None, "reads two files\n  fix: --vocab-file vocab.json --merge-file merges.txt"),
+        ("SentencePieceTokenizer", None, "must be told where it is\n  fix: --tokenizer-model FILE.model"),
+        ("TikTokenizer", None, "must be told where it is\n  fix: --tokenizer-model FILE.tiktoken"),
+        ("HuggingFaceTokenizer", None, "must be told where it is"),
+        ("NullTokenizer", None, "must be told how many ids"),
+        ("NullTokenizer", 0, "must be told how many ids"),
+    ],
+)
+def test_what_cannot_be_built_is_refused(name: str, size: int | None, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        build_tokenizer(TokenizerChoice(name, vocab_size=size))
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("name", TEXTUAL)
+def test_another_number_of_ids_is_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r" ids, not 9,?999\n  fix: .*leave out --vocab-size"):
+        build_tokenizer(replace(choice(name, tmp_path), vocab_size=9999))
+
+
+@pytest.mark.parametrize(
+    ("told", "message"),
+    [
+        (TokenizerChoice("ByteTokenizer", merge_file="m"), "ByteTokenizer does not read --merge-file"),
+        (TokenizerChoice("HuggingFaceTokenizer", "m", vocab_file="v"), "does not read --vocab-file"),
+        (TokenizerChoice("Llama2Tokenizer", "m", tiktoken_pattern="v1"), "does not read --tiktoken-pattern"),
+        (TokenizerChoice("NullTokenizer", parse_special_tokens=True), "does not read --parse-special-tokens"),
+        (TokenizerChoice("GPT2BPETokenizer", "m", vocab_file="v"), "from two files or from a tokenizer.json, not both"),
+        (TokenizerChoice("GPT2BPETokenizer", tiktoken_num_special_tokens=7), "--tiktoken-num-special-tokens"),
+    ],
+)
+def test_a_flag_that_nothing_reads_is_refused(told: TokenizerChoice, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        build_tokenizer(told)
+
+
+def test_flags_and_configuration_say_the_same() -> None:
+    parser = argparse.ArgumentParser()
+    add_tokenizer_flags(parser)
+    words = "--tokenizer-type TikTokenizer --tokenizer-model m --tiktoken-pattern v1 --tiktoken-num-special-tokens 9"
+    from_flags = TokenizerChoice.from_args(parser.parse_args([*words.split(), "--vocab-size", "500"]))
+    data = DataConfig(
+        tokenizer_type="TikTokenizer", tokenizer_model="m", tiktoken_pattern="v1", tiktoken_num_special_tokens=9
+    )
+    assert from_flags == TokenizerChoice.of(data, 500) == TokenizerChoice("TikTokenizer", "m", None, None, 500, "v1", 9)
+    with pytest.raises(DataError, match="nothing names the tokenizer"):
+        TokenizerChoice.of(DataConfig(), None)
+
+
+def test_a_special_token_that_is_a_word_of_the_model_is_refused(tmp_path: Path) -> None:
+    """A unigram model of Hugging Face finds its own ``</s>`` in a text, whatever it is told."""
+    unigram = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0), ("a", -1.0), ("b", -2.0)], unk_id=0))
+    unigram.add_special_tokens(["</s>"])
+    unigram.save(str(tmp_path / "tokenizer.json"))
+    told = TokenizerChoice("HuggingFaceTokenizer", str(tmp_path))
+    with pytest.raises(DataError, match="makes the special token 1 of '</s>' spelled out in a text"):
+        build_tokenizer(told)
+    assert build_tokenizer(replace(told, parse_special_tokens=True)).encode("a</s>b").tolist() == [2, 1, 3]
+
+
+def test_older_data_of_such_a_tokenizer_are_read_and_an_unknown_token_is_no_such(tmp_path: Path) -> None:
+    words = tokenizers.Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1}, unk_token="<unk>"))
+    words.add_special_tokens(["<unk>"])
+    unigram = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("</s>", 0.0)], unk_id=0))
+    unigram.add_special_tokens(["</s>"])
+    for name, library in {"words": words, "unigram": unigram}.items():
+        (tmp_path / name).mkdir()
+        library.save(str(tmp_path / name / "tokenizer.json"))
+    told = TokenizerChoice("HuggingFaceTokenizer", str(tmp_path / "words"))
+    assert build_tokenizer(told).encode("anything").tolist() == [0]
+    prefix = record(tmp_path / "x", HuggingFaceTokenizer(tmp_path / "unigram"))
+    assert recorded_tokenizer(prefix) is not None
+
+
+@pytest.mark.parametrize("name", ["ByteTokenizer", "NullTokenizer"])
+def test_a_model_that_nobody_reads_is_refused(name: str, model: Path) -> None:
+    with pytest.raises(DataError, match=f"{name} reads no file"):
+        build_tokenizer(TokenizerChoice(name, str(model), vocab_size=300))
+
+
+def test_fingerprints_tell_tokenizers_apart(model: Path) -> None:
+    tokenizers: list[Tokenizer] = [
+        ByteTokenizer(),
+        NullTokenizer(257),
+        NullTokenizer(258),
+        HuggingFaceTokenizer(model),
+    ]
+    assert len({t.fingerprint for t in tokenizers}) == len(tokenizers)
+    assert NullTokenizer(257).fingerprint == NullTokenizer(257).fingerprint
+
+
+# --- the record beside a dataset ---
+
+
+@pytest.fixture
+def prefix(tmp_path: Path) -> Path:
+    (tmp_path / f"x.{RECORD}").write_bytes(TokenizerRecord.of(NullTokenizer(500)).to_bytes())
+    return tmp_path / "x"
+
+
+def test_the_recorded_tokenizer_is_built_again(prefix: Path) -> None:
+    for name in (None, "NullTokenizer"):
+        tokenizer = recorded_tokenizer(prefix, name)
+        assert isinstance(tokenizer, NullTokenizer)
+        assert tokenizer.vocab_size == 500
+
+
+def test_no_record_is_no_error(tmp_path: Path) -> None:
+    assert read_record(tmp_path / "x") is None
+    assert recorded_tokenizer(tmp_path / "x", "ByteTokenizer") is None
+
+
+def test_another_type_is_refused(prefix: Path) -> None:
+    with pytest.raises(DataError, match="with NullTokenizer, not with ByteTokenizer\n  fix: --tokenizer-type N"):
+        recorded_tokenizer(prefix, "ByteTokenizer")
+
+
+@pytest.mark.parametrize(("field", "value"), [("fingerprint", "0" * 16), ("eod", 3)])
+def test_a_tokenizer_that_changed_is_refused(prefix: Path, field: str, value: object) -> None:
+    path = Path(f"{prefix}.{RECORD}")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(DataError, match="but that tokenizer is now"):
+        recorded_tokenizer(prefix, None)
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"vocab_size": 5}', "null", "\udcff"])
+def test_a_damaged_record_is_named(prefix: Path, content: str) -> None:
+    Path(f"{prefix}.{RECORD}").write_bytes(content.encode(errors="surrogateescape"))
+    with pytest.raises(DataError, match=rf"x\.{RECORD}: "):
+        read_record(prefix)
+
+
+@pytest.mark.parametrize("parse", [False, True])
+@pytest.mark.parametrize("name", TOKENIZER_TYPES)
+def test_every_type_is_built_again_from_what_lies_beside_the_data(name: str, parse: bool, tmp_path: Path) -> None:
+    told = choice(name, tmp_path / "where it came from")
+    if parse and name in TEXTUAL:
+        told = replace(told, parse_special_tokens=True)
+    written = build_tokenizer(told)
+    prefix = record(tmp_path / "x", written)
+    shutil.rmtree(tmp_path / "where it came from", ignore_errors=True)
+    again = recorded_tokenizer(prefix, name)
+    assert again is not None
+    assert TokenizerRecord.of(again) == TokenizerRecord.of(written) == read_record(prefix)
+    text = "7 8" if name == "NullTokenizer" else "caf\u00e9 <|endoftext|> </s> 7"
+    assert again.encode(text).tolist() == written.encode(text).tolist()
+
+
+@pytest.mark.parametrize("name", ["HuggingFaceTokenizer", "ByteTokenizer", "NullTokenizer"])
+def test_an_older_record_says_less_and_is_read(name: str, tmp_path: Path) -> None:
+    prefix = record(tmp_path / "x", build_tokenizer(choice(name, tmp_path / "files")))
+    path = Path(f"{prefix}.{RECORD}")
+    older = {key: json.loads(path.read_text())[key] for key in ("tokenizer_type", "vocab_size", "eod", "fingerprint")}
+    path.write_text(json.dumps(older))
+    found = read_record(prefix)
+    assert found is not None
+    assert (found.pad, found.special_ids, found.settings) == (None, None, None)
+    assert recorded_tokenizer(prefix) is not None
+
+
+def test_a_pad_that_is_the_end_of_a_document_is_recorded_as_such(model: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "pads"
+    shutil.copytree(model, folder)
+    config = json.loads((folder / huggingface.CONFIG).read_text()) | {"pad_token": huggingface.END_OF_DOCUMENT}
+    (folder / huggingface.CONFIG).write_text(json.dumps(config))
+    found = read_record(record(tmp_path / "x", HuggingFaceTokenizer(folder)))
+    assert found is not None
+    assert (found.pad, found.eod, found.special_ids) == (256, 256, {"<|endoftext|>": 256})
+    plain = read_record(record(tmp_path / "y", HuggingFaceTokenizer(model)))
+    assert plain is not None
+    assert plain.pad is None
+
+
+@pytest.mark.parametrize(("field", "value"), [("pad", 7), ("special_ids", {"</s>": 3}), ("settings", {"colour": 1})])
+def test_a_record_of_something_else_is_refused(model: Path, tmp_path: Path, field: str, value: object) -> None:
+    prefix = record(tmp_path / "x", HuggingFaceTokenizer(model))
+    path = Path(f"{prefix}.{RECORD}")
+    path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
+    with pytest.raises(DataError, match=r"that tokenizer is now|unexpected keyword argument 'colour'"):
+        recorded_tokenizer(prefix)
+
+
+# --- what goes with a model ---
+
+
+def record(prefix: Path, tokenizer: Tokenizer) -> Path:
+    """What preprocessing leaves beside a dataset."""
+    Path(f"{prefix}.{RECORD}").write_bytes(TokenizerRecord.of(tokenizer).to_bytes())
+    for name, content in tokenizer.files.items():
+        Path(f"{prefix}.{FOLDER}").mkdir(exist_ok=True)
+        Path(f"{prefix}.{FOLDER}", name).write_bytes(content)
+    return prefix
+
+
+def test_a_tokenizer_of_hugging_face_lies_beside_its_data(model: Path, tmp_path: Path) -> None:
+    prefix = record(tmp_path / "x", HuggingFaceTokenizer(model))
+    for name in (None, "HuggingFaceTokenizer"):
+        tokenizer = recorded_tokenizer(prefix, name)
+        assert isinstance(tokenizer, HuggingFaceTokenizer)
+        assert tokenizer.encode("hi").tolist() == [104, 105]
+    assert tokenizer_files(prefix) == {file.name: file.read_bytes() for file in model.iterdir()}
+    with open(f"{prefix}.{FOLDER}/{huggingface.TOKENIZER}", "a") as file:
+        file.write(" ")
+    with pytest.raises(DataError, match="but that tokenizer is now"):
+        tokenizer_files(prefix)
+    shutil.rmtree(f"{prefix}.{FOLDER}")
+    with pytest.raises(DataError, match=rf"there is no {prefix}\.{FOLDER}"):
+        recorded_tokenizer(prefix)
+
+
+def test_bytes_become_a_tokenizer_of_hugging_face(model: Path, tmp_path: Path) -> None:
+    prefix = record(tmp_path / "x", ByteTokenizer())
+    assert tokenizer_files(prefix) == {file.name: file.read_bytes() for file in model.iterdir()}
+
+
+def test_ids_that_are_nobodys_have_no_files(tmp_path: Path) -> None:
+    assert tokenizer_files(record(tmp_path / "x", NullTokenizer(9))) == {}
+    assert tokenizer_files(tmp_path / "no record") == {}
