@@ -50,13 +50,13 @@ def attention_mask(
     """
     if window is None and documents_BS is None and first_query == 0:
         return None
-    q, k = torch.arange(first_query, seq_length, device=device).view(-1, 1), torch.arange(seq_length, device=device)
-    mask = k <= q
+    if documents_BS is None:
+        mask = torch.ones(1, 1, seq_length - first_query, seq_length, dtype=torch.bool, device=device)
+    else:
+        mask = documents_BS[:, None, first_query:, None] == documents_BS[:, None, None, :]
+    mask.tril_(first_query)  # in place: at long sequences the mask is large, and a second one would be too
     if window is not None:
-        mask = mask & (q - k < window)
-    mask = mask.view(1, 1, seq_length - first_query, seq_length)
-    if documents_BS is not None:
-        mask = mask & (documents_BS[:, None, first_query:, None] == documents_BS[:, None, None, :])
+        mask.triu_(first_query + 1 - window)
     return mask
 
 

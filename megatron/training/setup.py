@@ -26,6 +26,7 @@ from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh, start_distributed
 from megatron.parallel.microbatch import MicroBatch
+from megatron.training.agreement import check_same_data
 
 
 @dataclass
@@ -67,7 +68,7 @@ class Trainer:
         stretches: Mapping[str, Sequence[int]] | None = None,
         batches_since: tuple[int, int] = (0, 0),
     ) -> None:
-        """Take the run's schedule and data up from here.
+        """Take the run's schedule and data up from here; collective.
 
         Args:
             iteration: steps taken.
@@ -76,7 +77,7 @@ class Trainer:
             batches_since: steps and samples after which the batches began that are those of now.
 
         Raises:
-            DataError: when the data cannot be opened.
+            DataError: when the data cannot be opened, or are not the same on all ranks.
 
         """
         config, dp, begin = self.config, self.mesh.data_size, (iteration, consumed_samples)
@@ -85,6 +86,7 @@ class Trainer:
         self.batches_since = batches_since
         self.schedule = Schedule.from_config(config.optimizer, lengths(config, dp, *batches_since))
         self.data = build_data(config.data, config.training, config.model.vocab, dp, stretches=stretches, begin=begin)
+        check_same_data(self.data, self.mesh.world)
 
     @property
     def total_steps(self) -> int:

@@ -11,11 +11,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from megatron.config.run import CheckpointConfig, ParallelConfig, TrainingConfig
+from megatron.config.run import CheckpointConfig, DataConfig, ParallelConfig, TrainingConfig
+from megatron.data.errors import DataError
+from megatron.data.loader import build_data
 from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.training.agreement import check_same_data
 from megatron.training.checkpointing import consumed_digest
 from megatron.training.health import explain_nonfinite
 from megatron.training.resume import choose
@@ -82,6 +85,17 @@ def find_the_beginning(rank: int, world_size: int) -> bool:
         return choose(CheckpointConfig(), mesh.world).fresh
     except TypeError:
         return False
+
+
+def compare_data(rank: int, world_size: int) -> bool:
+    """The last rank reads other samples; whether this rank hears of it."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    training = TrainingConfig(seq_length=8, train_iters=1, seed=int(rank == world_size - 1))
+    try:
+        check_same_data(build_data(DataConfig(mock_data=True), training, 31, world_size), mesh.world)
+    except DataError:
+        return True
+    return False
 
 
 def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
@@ -151,6 +165,7 @@ DETECTORS: dict[str, Detector] = {
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
     "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [143, 143]),
     "beginning": Detector(2, find_the_beginning, (), lambda ranks: list(ranks) == [True, True]),
+    "data": Detector(2, compare_data, (), lambda ranks: list(ranks) == [True, True]),
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
     "overflow": Detector(2, skip_together, (TP2,), lambda ranks: list(ranks) == [True, True]),

@@ -1,0 +1,55 @@
+"""Whether all ranks read the same data: a machine may have a copy of its own, and that may be an older one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from socket import gethostname
+
+from megatron.data.errors import DataError
+from megatron.data.loader import DataSource
+from megatron.data.splits import spoken
+from megatron.parallel import comm
+from megatron.parallel.comm import Group
+
+MOST_RANKS = 4  # named of those that read the same
+
+
+def check_same_data(data: DataSource, world: Group) -> None:
+    """Compare what the ranks are about to read; collective.
+
+    Raises:
+        DataError: on every rank, when they read different data, or the same in another order.
+
+    """
+    seen = comm.all_gather_objects((gethostname(), laid_out(data)), world)
+    hosts, by_rank = [host for host, _ in seen], [splits for _, splits in seen]
+    names = dict.fromkeys(name for splits in by_rank for name in splits)
+    differing = [name for name in names if len({splits.get(name) for splits in by_rank}) > 1]
+    if differing:
+        versions = [splits.get(differing[0], "nothing") for splits in by_rank]
+        raise DataError(
+            f"the {' and '.join(map(spoken, differing))} data are not the same on all ranks: "
+            + "; ".join(f"{_named(version, versions, hosts)}: {version}" for version in dict.fromkeys(versions)),
+            "copy the same files to every machine, or name files on a disk that all of them share",
+        )
+
+
+def laid_out(data: DataSource) -> dict[str, str]:
+    """By split name, the content of the data and how much of them is laid out."""
+    return {
+        name: f"content {fingerprint}, {len(data.datasets[name]):,} samples laid out for "
+        + " + ".join(f"{count:,}" for count in data.stretches[name])
+        for name, fingerprint in data.fingerprints.items()
+    }
+
+
+def _named(version: str, versions: Sequence[str], hosts: Sequence[str]) -> str:
+    """The ranks that read a version of the data, and their machines."""
+    ranks = [rank for rank, other in enumerate(versions) if other == version]
+    machines = list(dict.fromkeys(hosts[rank] for rank in ranks))
+    return f"rank{'s' if len(ranks) > 1 else ''} {_some(ranks)} ({_some(machines)})"
+
+
+def _some(items: Sequence[object]) -> str:
+    more = f" and {len(items) - MOST_RANKS:,} more" if len(items) > MOST_RANKS else ""
+    return ", ".join(map(str, items[:MOST_RANKS])) + more

@@ -1,0 +1,67 @@
+"""Ranks that would read different data do not begin: a copy on one machine may be older than the others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from socket import gethostname
+
+import numpy as np
+import pytest
+
+from megatron.config.run import RunConfig
+from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
+from tests.distributed.pool import Pool
+from tests.runs import Told, saved_steps, start, steps, tiny_run
+
+
+def write(prefix: Path, seed: int) -> Path:
+    """Forty documents of the same lengths, whatever the seed."""
+    prefix.parent.mkdir(exist_ok=True)
+    random = np.random.default_rng(seed)
+    with IndexedDatasetWriter(prefix, np.uint16) as writer:
+        for _ in range(40):
+            writer.add_document(random.integers(0, 31, 9).tolist())
+    return prefix
+
+
+def begin_from_own(rank: int, world_size: int, configs: tuple[RunConfig, ...]) -> Told:
+    return start(configs[rank], None, rank, world_size)
+
+
+def run_with(pool: Pool, folder: Path, *flags: str) -> list[Told]:
+    """A run on as many ranks as there are ``flags``, each of which holds for one rank."""
+    every = f"--set data.mock_data=false --split 8,1,1 --eval-iters 1 --save {folder}/saved --global-batch-size 6"
+    configs = tuple(tiny_run(folder, f"{every} {own}", len(flags)) for own in flags)
+    return pool.run(len(flags), begin_from_own, configs)
+
+
+def test_a_machine_with_an_older_copy_is_named_before_the_first_step(pool: Pool, tmp_path: Path) -> None:
+    copies = [write(tmp_path / name / "corpus", seed) for name, seed in (("new", 1), ("old", 2))]
+    ranks = run_with(pool, tmp_path, *(f"--data-path {copy}" for copy in copies))
+    assert [(told.status, told.samples) for told in ranks] == [(1, {}), (1, {})]
+    (said,) = [told.err for told in ranks if told.err]
+    assert "the training and validation and test data are not the same on all ranks: rank 0 (" in said
+    assert f"; rank 1 ({gethostname()}): content " in said
+    assert "\n  fix: copy the same files to every machine" in said
+    assert saved_steps(tmp_path / "saved") == []
+
+
+@pytest.mark.parametrize("split", ["valid", "test"])
+def test_the_split_that_differs_is_named(pool: Pool, tmp_path: Path, split: str) -> None:
+    one, other = (write(tmp_path / name, seed) for seed, name in enumerate(("one", "other")))
+    files = {"train": one, "valid": one, "test": one}
+    flags = [
+        "--set data.split=null " + " ".join(f"--{name}-data-path {path}" for name, path in (files | changed).items())
+        for changed in ({}, {split: other}, {})
+    ]
+    (said,) = [told.err for told in run_with(pool, tmp_path, *flags) if told.err]
+    word = {"valid": "validation", "test": "test"}[split]
+    assert f"the {word} data are not the same on all ranks: ranks 0, 2 ({gethostname()}): content " in said
+
+
+def test_copies_of_the_same_data_go_together(pool: Pool, tmp_path: Path) -> None:
+    copies = [write(tmp_path / name / "corpus", 1) for name in ("here", "there")]
+    assert IndexedDataset(copies[0]).fingerprint == IndexedDataset(copies[1]).fingerprint
+    ranks = run_with(pool, tmp_path, *(f"--data-path {copy}" for copy in copies))
+    assert [(told.status, told.err) for told in ranks] == [(0, ""), (0, "")]
+    assert sorted(steps(tmp_path)) == [1, 2, 3, 4, 5, 6]
