@@ -21,7 +21,7 @@ from megatron.config.problems import UserError
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.data.blend import BlendedDataset
 from megatron.data.cache import entry_of
-from megatron.data.chain import ChainedDataset
+from megatron.data.chain import stretches_of
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
 from megatron.data.gpt_dataset import GPTDataset
@@ -113,16 +113,24 @@ def begins(options: CheckpointConfig) -> tuple[tuple[int, int], Mapping[str, Seq
 
 def rows_of(split: str, dataset: Dataset, before: Collection[Identity]) -> Iterator[Row]:
     """Lines of a split; ``before`` are the entries that were there already."""
-    stretches = dataset.stretches if isinstance(dataset, ChainedDataset) else (dataset,)
+    stretches = stretches_of(dataset)
+    told: set[int] = set()
     for number, stretch in enumerate(stretches, 1):
         title = split if len(stretches) == 1 else f"{split} {number}/{len(stretches)}"
-        if isinstance(stretch, GPTDataset):
-            yield _alone(title, stretch, before)
-        elif isinstance(stretch, BlendedDataset):
-            yield from (_alone(title, source, before) for source in stretch.datasets)
+        for order in _orders(stretch):
+            if id(order) not in told:  # later stretches of a blend go on with the orders of earlier ones
+                told.add(id(order))
+                yield _alone(title, order, before)
+        if isinstance(stretch, BlendedDataset):
             size, state = _kept(stretch.index, before)
             name = f"blend of {len(stretch.datasets)}"
             yield Row(title, name, samples=f"{len(stretch):,}", megabytes=size, tables=state)
+
+
+def _orders(stretch: Dataset) -> Iterator[GPTDataset]:
+    """The sources' orders that a stretch reads."""
+    sources = stretch.datasets if isinstance(stretch, BlendedDataset) else (stretch,)
+    yield from (order for source in sources for order in stretches_of(source) if isinstance(order, GPTDataset))
 
 
 def _alone(title: str, dataset: GPTDataset, before: Collection[Identity]) -> Row:

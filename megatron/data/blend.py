@@ -16,7 +16,6 @@ from numpy.typing import ArrayLike, NDArray
 from megatron.data.dataset import Dataset, Reading, Sample
 from megatron.data.digest import fingerprint, mix
 from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import GPTDataset
 
 MAX_DATASETS = 32_766
 WORTH_COMPILING = 1_000_000  # comparisons
@@ -68,18 +67,18 @@ def exhaustive_index(sizes: Sequence[int]) -> BlendIndex:
 def within(index: BlendIndex, sizes: Sequence[int]) -> BlendIndex:
     """The places of a blend before the first that asks a dataset for more than its ``sizes[k]`` samples."""
     datasets, samples = index
-    if all(asked <= size for asked, size in zip(_counts(datasets, len(sizes)), sizes)):
+    if all(asked <= size for asked, size in zip(counts(datasets, len(sizes)), sizes)):
         return index
     end = int(np.argmax(samples >= np.asarray(sizes)[datasets]))
     return datasets[:end], samples[:end]
 
 
-def _counts(datasets: NDArray[np.int16], k: int) -> list[int]:
+def counts(datasets: NDArray[np.int16], k: int) -> list[int]:
     """How often each of ``k`` datasets occurs."""
-    counts = np.zeros(k, dtype=np.int64)
+    found = np.zeros(k, dtype=np.int64)
     for at in range(0, len(datasets), PLACES_PER_BLOCK):
-        counts += np.bincount(datasets[at : at + PLACES_PER_BLOCK], minlength=k)
-    return counts.tolist()
+        found += np.bincount(datasets[at : at + PLACES_PER_BLOCK], minlength=k)
+    return found.tolist()
 
 
 def _interleave(weights: NDArray[np.float64], sizes: NDArray[np.int64], total: int) -> BlendIndex:
@@ -122,16 +121,19 @@ class BlendedDataset(Dataset):
     Attributes:
         datasets: the sources.
         index: int16 ``[n]``, the number of the source at each place.
+        weights: those asked for over their sum; None where the sources give in proportion to their lengths.
+        taken: of each source, how many of its samples are read by the end of the blend, ``begun`` among them.
     """
 
     def __init__(
         self,
-        datasets: Sequence[GPTDataset],
+        datasets: Sequence[Dataset],
         dataset_index: NDArray[np.int16],
         dataset_sample_index: NDArray[np.int64],
         weights: Sequence[float] | None = None,
+        begun: Sequence[int] | None = None,
     ) -> None:
-        """Blend ``datasets``; ``weights`` are those asked for over their sum, if any were.
+        """Blend ``datasets``, each from its sample ``begun[k]`` on: those before were read earlier.
 
         Raises:
             ValueError: when a dataset is asked for more samples than it has.
@@ -140,10 +142,13 @@ class BlendedDataset(Dataset):
         self.seq_length = self.datasets[0].seq_length
         self.index = dataset_index
         self._sample_index = dataset_sample_index
-        self._weights = None if weights is None else tuple(weights)
-        for dataset, asked in zip(self.datasets, _counts(dataset_index, len(datasets))):
+        self.weights = None if weights is None else tuple(weights)
+        self._begun = np.zeros(len(datasets), np.int64) if begun is None else np.asarray(begun, np.int64)
+        self.taken: list[int] = (self._begun + counts(dataset_index, len(datasets))).tolist()
+        for dataset, asked in zip(self.datasets, self.taken):
             if asked > len(dataset):
-                raise ValueError(f"{asked:,} samples of {dataset.source}, which holds {len(dataset):,}")
+                source = dataset.readings(0)[0].source
+                raise ValueError(f"{asked:,} samples of {source}, which holds {len(dataset):,}")
 
     def __len__(self) -> int:
         return len(self.index)
@@ -151,23 +156,25 @@ class BlendedDataset(Dataset):
     def __getitem__(self, i: int) -> Sample:
         if not 0 <= i < len(self):
             raise IndexError(f"sample {i} of a blend of {len(self)}")
-        return self.datasets[int(self.index[i])][int(self._sample_index[i])]
+        k = int(self.index[i])
+        return self.datasets[k][int(self._begun[k] + self._sample_index[i])]
 
     def readings(self, samples: int) -> tuple[Reading, ...]:
         """What the first ``samples`` samples read of each dataset."""
-        counts = _counts(self.index[:samples], len(self.datasets))
-        return tuple(reading for dataset, n in zip(self.datasets, counts) for reading in dataset.readings(n))
+        read = counts(self.index[:samples], len(self.datasets))
+        return tuple(reading for dataset, n in zip(self.datasets, read) for reading in dataset.readings(n))
 
     @cached_property
     def fingerprint(self) -> str:
         """Of the datasets, in their order, and of the weights, whichever multiple of them was given."""
-        weights = None if self._weights is None else [f"{weight:.12g}" for weight in self._weights]
+        weights = None if self.weights is None else [f"{weight:.12g}" for weight in self.weights]
         return fingerprint("blend", weights, *(dataset.fingerprint for dataset in self.datasets))
 
     def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
         """Which dataset each of the samples ``places [n]`` is from, mixed with its identity there."""
         found = np.empty(len(places), dtype=np.uint64)
-        numbers, samples = self.index[places], self._sample_index[places]
+        numbers = self.index[places]
+        samples = self._begun[numbers] + self._sample_index[places]
         by_dataset = np.argsort(numbers, kind="stable")
         used, begins = np.unique(numbers[by_dataset], return_index=True)
         for k, at in zip(used.tolist(), np.split(by_dataset, begins[1:])):

@@ -6,6 +6,9 @@ laid out for 0.5 % more. Without weights every source is laid out for one epoch 
 Rounded up, the shares of many sources may be much more than was asked for, and a small source too short for its part
 of that. Megatron-LM stops there; here such a blend ends before the first sample that a source does not have. It has
 the samples asked for: among these, no source is ever asked for more than its share.
+
+A longer run goes on with a blend (`extend_blend`): each source first gives what is left of its order, so no sample of
+it is read again while others of that order wait, and then one of a new seed.
 """
 
 from __future__ import annotations
@@ -14,8 +17,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from megatron.data.blend import BlendedDataset, BlendIndex, blend_index, exhaustive_index, normalised, within
+from megatron.data.blend import BlendedDataset, BlendIndex, blend_index, counts, exhaustive_index, normalised, within
 from megatron.data.cache import Cache, Tables
+from megatron.data.chain import ChainedDataset, stretches_of
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset
@@ -60,6 +64,25 @@ def build_stretch(
     return builder.weighted(parts, weights, num_samples)
 
 
+def extend_blend(
+    blend: BlendedDataset, parts: Sequence[Part], num_samples: int, seq_length: int, seed: int, cache: Cache | None
+) -> BlendedDataset:
+    """The ``num_samples`` samples that follow a blend of ``parts``, in the same proportions.
+
+    Args:
+        blend: the stretch before, which is read to its end.
+        parts: its sources.
+        num_samples: how many are needed.
+        seq_length: tokens of a sample.
+        seed: of the orders of sources that have not enough left, another than those before; counted modulo 2**32.
+        cache: keeps the tables; None: they are built in memory.
+
+    Raises:
+        DataError: when numba is needed and missing.
+    """
+    return _Builder(seq_length, seed % SEEDS, cache).extended(blend, parts, num_samples)
+
+
 @dataclass(frozen=True)
 class _Builder:
     """What all datasets of a stretch share."""
@@ -93,31 +116,39 @@ class _Builder:
         datasets = [self.alone(part, None) for part in parts]
         sizes = [len(dataset) for dataset in datasets]
         if num_samples is None:
-            return self._blend("exhaustive", datasets, {"sizes": sizes}, lambda: exhaustive_index(sizes), None)
-        size = min(num_samples, sum(sizes))
-        return self._blend("blend", datasets, {"weights": sizes, "size": size}, lambda: blend_index(sizes, size), None)
+            every = self._index("exhaustive", {"sizes": sizes}, lambda: exhaustive_index(sizes))
+            return BlendedDataset(datasets, *every)
+        return BlendedDataset(datasets, *within(self._turns(sizes, min(num_samples, sum(sizes))), sizes))
 
     def weighted(self, parts: Sequence[Part], weights: Sequence[float], num_samples: int) -> BlendedDataset:
         """Every source in proportion to its weight, at least ``num_samples`` samples together."""
         shares = normalised(weights).tolist()
         targets = [ceil(num_samples * share) for share in shares]
         datasets = [self.alone(part, ceil(target * (1 + SURPLUS))) for part, target in zip(parts, targets)]
-        size = sum(targets)
-        facts = {"weights": shares, "size": size}
         # the shares are divided by their sum a second time there, as Megatron-LM does: the last bit decides ties
-        return self._blend("blend", datasets, facts, lambda: blend_index(shares, size), shares)
+        index = self._turns(shares, sum(targets))
+        return BlendedDataset(datasets, *within(index, list(map(len, datasets))), shares)
 
-    def _blend(
-        self,
-        kind: str,
-        datasets: Sequence[GPTDataset],
-        facts: Mapping[str, object],
-        build: Callable[[], BlendIndex],
-        weights: Sequence[float] | None,
-    ) -> BlendedDataset:
+    def extended(self, blend: BlendedDataset, parts: Sequence[Part], num_samples: int) -> BlendedDataset:
+        """What follows ``blend``: in the proportions of its weights, or of the sources' samples in one epoch."""
+        shares = blend.weights or [len(stretches_of(dataset)[0]) for dataset in blend.datasets]
+        index = self._turns(shares, num_samples)
+        needed = [taken + more for taken, more in zip(blend.taken, counts(index[0], len(parts)))]
+        datasets = [self._holding(n, dataset, part) for n, dataset, part in zip(needed, blend.datasets, parts)]
+        return BlendedDataset(datasets, *index, blend.weights, blend.taken)
+
+    def _holding(self, samples: int, dataset: Dataset, part: Part) -> Dataset:
+        """The dataset, with another order of its samples behind it where it has fewer than ``samples``."""
+        missing = samples - len(dataset)
+        return dataset if missing <= 0 else ChainedDataset([*stretches_of(dataset), self.alone(part, missing)])
+
+    def _turns(self, weights: Sequence[float], size: int) -> BlendIndex:
+        facts = {"weights": list(weights), "size": size}
+        return self._index("blend", facts, lambda: blend_index(weights, size))
+
+    def _index(self, kind: str, facts: Mapping[str, object], build: Callable[[], BlendIndex]) -> BlendIndex:
         tables = self._tables(kind, facts, lambda: dict(zip(("datasets", "samples"), build())))
-        index = within((tables["datasets"], tables["samples"]), list(map(len, datasets)))
-        return BlendedDataset(datasets, *index, weights)
+        return tables["datasets"], tables["samples"]
 
     def _tables(self, kind: str, facts: Mapping[str, object], build: Callable[[], Tables], source: str = "") -> Tables:
         return build() if self.cache is None else self.cache.tables(kind, facts, build, source)

@@ -16,6 +16,11 @@ from numpy.typing import NDArray
 from megatron.data.dataset import Dataset, Reading, Sample
 
 
+def stretches_of(dataset: Dataset) -> tuple[Dataset, ...]:
+    """What a dataset is a chain of: itself where it is none."""
+    return dataset.stretches if isinstance(dataset, ChainedDataset) else (dataset,)
+
+
 class ChainedDataset(Dataset):
     """Stretches of samples of the same sources, one after another; at least one."""
 

@@ -1,7 +1,7 @@
 """The samples of each split of a run, stretch by stretch.
 
 How many samples were asked for decides their order, so a run that goes on for longer than it was planned for does not
-ask anew: it appends a stretch in an order of its own seed.
+ask anew: it appends a stretch, and what that needs of new order is made with a seed of its own.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron.config.data_paths import Source, data_sources
 from megatron.config.run import DataConfig, TrainingConfig
-from megatron.data.build import Part, build_stretch
+from megatron.data.blend import BlendedDataset
+from megatron.data.build import Part, build_stretch, extend_blend
 from megatron.data.cache import Cache
 from megatron.data.chain import ChainedDataset
 from megatron.data.dataset import Dataset
@@ -20,8 +21,8 @@ from megatron.data.mock import MockDataset
 from megatron.data.parts import TokenFiles, better_splits, empty_part, is_default, skipped, without_sequences
 from megatron.data.splits import kind_of, spoken
 
-Maker = Callable[[int, int, int], Dataset]
-"""From the number of a stretch, the samples asked for and those before it to its samples."""
+Maker = Callable[[int, Sequence[Dataset]], Dataset]
+"""From the samples asked for and the stretches before it to a stretch."""
 
 
 def lay_out(split: str, make: Maker, stretches: Sequence[int], used: int) -> tuple[ChainedDataset, tuple[int, ...]]:
@@ -38,7 +39,7 @@ def lay_out(split: str, make: Maker, stretches: Sequence[int], used: int) -> tup
     while len(made) < len(counts) or held < used:
         if len(made) == len(counts):
             counts.append(used - held)
-        dataset = make(len(made), counts[len(made)], held)
+        dataset = make(counts[len(made)], made)
         if not len(dataset):
             raise DataError(f"the {spoken(split)} data hold no sample", "use more data")
         made.append(dataset)
@@ -50,8 +51,9 @@ def generators(training: TrainingConfig, vocab_size: int) -> dict[str, Maker]:
     """Makers of generated samples."""
 
     def generator(stream: int) -> Maker:
-        def make(number: int, samples: int, before: int) -> Dataset:
-            return MockDataset(vocab_size, training.seq_length, samples, training.seed, stream, before)
+        def make(samples: int, before: Sequence[Dataset]) -> Dataset:
+            first = sum(map(len, before))
+            return MockDataset(vocab_size, training.seq_length, samples, training.seed, stream, first)
 
         return make
 
@@ -105,7 +107,10 @@ def sources_of(data: DataConfig, needed: Iterable[str]) -> dict[str, Source]:
 def _reader(
     parts: Sequence[Part], weights: Sequence[float] | None, training: TrainingConfig, cache: Cache | None
 ) -> Maker:
-    def make(number: int, samples: int, before: int) -> Dataset:
-        return build_stretch(parts, weights, samples, training.seq_length, training.seed + number, cache)
+    def make(samples: int, before: Sequence[Dataset]) -> Dataset:
+        seed = training.seed + len(before)
+        if before and isinstance(before[-1], BlendedDataset):
+            return extend_blend(before[-1], parts, samples, training.seq_length, seed, cache)
+        return build_stretch(parts, weights, samples, training.seq_length, seed, cache)
 
     return make

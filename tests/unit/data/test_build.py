@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +11,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from megatron.data.blend import BlendedDataset
-from megatron.data.build import Part, build_stretch
+from megatron.data.build import Part, build_stretch, extend_blend
 from megatron.data.cache import Cache
+from megatron.data.chain import ChainedDataset, stretches_of
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
@@ -118,6 +120,80 @@ def test_one_source_without_weight_is_read_alone(
         dataset = build_stretch([(indexed, part)], None, size, seq_length, seed, cache)
         assert isinstance(dataset, GPTDataset)
         assert (ids(dataset), dataset.order.epochs) == (expected, made.epochs)
+
+
+def expected_stretches(
+    lengths: list[list[int]],
+    texts: list[list[list[int]]],
+    weights: list[float] | None,
+    counts: list[int],
+    seq_length: int,
+    seed: int,
+) -> list[list[int]]:
+    """The ids of every sample of a blend that was made longer: each source goes on with its order, then a new one."""
+    blend = megatron_order.Blend.of(weights, len(lengths), counts[0])
+    streams: list[list[list[int]]] = [[] for _ in lengths]
+
+    def lay_out(k: int, asked: int | None, seed: int) -> int:
+        made = megatron_order.tables(lengths[k], list(range(len(lengths[k]))), asked, seq_length, seed)
+        streams[k] += [megatron_order.item(texts[k], made, i) for i in range(len(made.shuffle))]
+        return len(made.shuffle)
+
+    held = [lay_out(k, asked, seed) for k, asked in enumerate(blend.asked)]
+    shares = megatron_order.normalised(blend.shares or [float(n) for n in held])
+    read: list[list[int]] = []
+    taken = [0] * len(lengths)
+    for number, count in enumerate(counts):
+        places = megatron_order.interleaved(shares, count) if number else blend.places(count, held)
+        for k in range(len(lengths)):
+            missing = taken[k] + [source for source, _ in places].count(k) - len(streams[k])
+            if missing > 0:
+                lay_out(k, missing, seed + number)
+        read += [streams[k][taken[k] + j] for k, j in places]
+        taken = [before + [source for source, _ in places].count(k) for k, before in enumerate(taken)]
+    return read
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    sources=st.lists(st.tuples(LENGTHS, st.sampled_from([0.1, 1.0, 1.0, 7.0])), min_size=1, max_size=4),
+    weighted=st.booleans(),
+    counts=st.lists(st.integers(1, 40), min_size=2, max_size=4),
+    seq_length=st.integers(1, 9),
+    seed=st.integers(0, 2**31),
+)
+def test_a_longer_blend_reads_every_sample_before_any_again(
+    tmp_path_factory: pytest.TempPathFactory,
+    sources: list[tuple[list[int], float]],
+    weighted: bool,
+    counts: list[int],
+    seq_length: int,
+    seed: int,
+) -> None:
+    lengths, weights = [lengths for lengths, _ in sources], [weight for _, weight in sources] if weighted else None
+    assume(weighted or len(sources) > 1)
+    assume(all(sum(of_file) > (0 if weighted else seq_length) for of_file in lengths))
+    folder = tmp_path_factory.mktemp("longer")
+    parts, texts = written(folder, lengths)
+    for cache in (Cache(folder / "cache"), None):
+        blend = build_stretch(parts, weights, counts[0], seq_length, seed, cache)
+        stretches = [blend]
+        for number, count in enumerate(counts[1:], 1):
+            assert isinstance(blend, BlendedDataset)
+            blend = extend_blend(blend, parts, count, seq_length, seed + number, cache)
+            stretches.append(blend)
+        whole = ChainedDataset(stretches)
+        assert ids(whole) == expected_stretches(lengths, texts, weights, counts, seq_length, seed)
+        assert [len(stretch) for stretch in stretches[1:]] == counts[1:]
+        assert len({stretch.fingerprint for stretch in stretches}) == 1
+    for k, source in enumerate(blend.datasets):
+        read = [text for text in ids(whole) if text[0] // 10_000 == k]
+        assert whole.readings(len(whole))[k].tokens == len(read) * seq_length
+        for order in map(ids, stretches_of(source)):  # as often as it was laid out, and only then from the next order
+            block, read = Counter(map(tuple, read[: len(order)])), read[len(order) :]
+            assert not block - Counter(map(tuple, order))
+            assert not read or block.total() == len(order)
+        assert not read
 
 
 def golden_parts(*cases: int) -> list[Part]:

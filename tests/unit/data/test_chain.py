@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data.build import build_stretch
-from megatron.data.chain import ChainedDataset
+from megatron.data.chain import ChainedDataset, stretches_of
 from megatron.data.dataset import Dataset
 from megatron.data.files.indexed import IndexedDataset
 from megatron.data.gpt_dataset import GPTDataset, build_order
@@ -48,6 +48,8 @@ def test_it_is_its_stretches_one_after_another(make: type[Dataset], counts: list
     assert chain.identities(places[:0]).shape == (0,)
     assert chain.fingerprint == stretches[0].fingerprint == stretches[-1].fingerprint
     assert chain.seq_length == 32
+    assert stretches_of(chain) == tuple(stretches)
+    assert stretches_of(stretches[0]) == (stretches[0],)
 
 
 @pytest.mark.parametrize("make", [alone, blended])

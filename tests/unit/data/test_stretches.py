@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
@@ -261,9 +262,33 @@ def test_a_longer_run_keeps_the_samples_of_a_blend(corpora: dict[str, str], weig
     assert longer.fingerprints == source.fingerprints
     assert sum(note.endswith("of a new order follow") for note in longer.notes) == 1
     assert held >= 80
-    if weights:
-        more = build(data, seed=TRAINING.seed + 1, train_samples=200 - held, train_iters=None)
-        assert read(longer, "train", 200)[held:] == read(more, "train", 200 - held), "the next seed"
+    assert longer.stretches["train"] == (80, 200 - held)
+    assert len(longer.datasets["train"]) == 200
+    again = build(data, longer.stretches, train_iters=25)
+    assert read(again, "train", 200) == read(longer, "train", 200)
+
+
+@pytest.mark.parametrize("weights", [("0.5", "0.5"), None])
+def test_a_longer_run_reads_what_a_blend_left_over_first(
+    corpora: dict[str, str], weights: tuple[str, str] | None
+) -> None:
+    """A fifth of the data, then as much again: nothing twice."""
+    wiki, code, _ = corpora.values()
+    data = DataConfig(data_path=(weights[0], wiki, weights[1], code) if weights else (wiki, code), split="1")
+    short = {"eval_iters": 0, "global_batch_size": 1, "micro_batch_size": 1}
+    source = build(data, train_iters=20, **short)
+    longer = build(data, source.stretches, train_iters=100, **short)
+    assert longer.datasets["train"].epochs(100) < 1
+    places = longer.datasets["train"].identities(np.arange(100))
+    assert len(set(places.tolist())) == 100
+
+
+def test_without_weights_there_are_never_more_than_two_stretches(corpora: dict[str, str]) -> None:
+    source = build(DataConfig(train_data_path=tuple(corpora.values())), train_iters=5000, eval_iters=0)
+    sizes = [len(plain(prefix, None)) for prefix in corpora.values()]
+    assert source.stretches == {"train": (40_000, 40_000 - sum(sizes))}
+    read_of = [reading.tokens / SEQ for reading in source.datasets["train"].readings(40_000)]
+    assert read_of == pytest.approx([40_000 * size / sum(sizes) for size in sizes], abs=2)
 
 
 def test_what_a_blend_is_made_of_is_in_its_fingerprint(corpora: dict[str, str]) -> None:
@@ -283,19 +308,19 @@ def test_what_a_blend_is_made_of_is_in_its_fingerprint(corpora: dict[str, str]) 
 
 
 def test_stretches_lie_end_to_end() -> None:
-    asked: list[tuple[int, int, int]] = []
+    asked: list[tuple[int, list[int]]] = []
 
-    def make(number: int, samples: int, before: int) -> Dataset:
-        asked.append((number, samples, before))
-        return MockDataset(9, 4, min(samples, 30), 0, 0, before)
+    def make(samples: int, before: Sequence[Dataset]) -> Dataset:
+        asked.append((samples, [len(stretch) for stretch in before]))
+        return MockDataset(9, 4, min(samples, 30), 0, 0, sum(map(len, before)))
 
     dataset, counts = lay_out("train", make, (10, 100), 75)
     assert isinstance(dataset, ChainedDataset)
     assert counts == (10, 100, 35, 5)
-    assert asked == [(0, 10, 0), (1, 100, 10), (2, 35, 40), (3, 5, 70)]
+    assert asked == [(10, []), (100, [10]), (35, [10, 30]), (5, [10, 30, 30])]
     assert texts(dataset, 75) == texts(MockDataset(9, 4, 75, 0), 75)
     with pytest.raises(DataError, match="the training data hold no sample"):
-        lay_out("train", lambda number, samples, before: MockDataset(9, 4, 0, 0), (10,), 10)
+        lay_out("train", lambda samples, before: MockDataset(9, 4, 0, 0), (10,), 10)
 
 
 def test_a_cache_changes_no_sample(corpora: dict[str, str], tmp_path: Path) -> None:
