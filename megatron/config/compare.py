@@ -6,14 +6,15 @@ import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from math import isclose
 from typing import Any
 
-from megatron.config.data_paths import DEFAULT_SPLIT
+from megatron.config.data_paths import DEFAULT_SPLIT, split_shares
 from megatron.config.lengths import lengths
 from megatron.config.numbers import text
 from megatron.config.problems import Problem
 from megatron.config.resolve import resolve
-from megatron.config.run import AFTER_DOCUMENTS, RESUME_MODES, RunConfig
+from megatron.config.run import AFTER_DOCUMENTS, RESUME_MODES, CheckpointConfig, RunConfig
 from megatron.config.settings import SETTINGS, Setting
 from megatron.config.sources import ALTERNATIVES, LENGTHS, Values, build, flat, from_tree
 
@@ -148,7 +149,7 @@ def compare(
         refused = [field for field in changed if roles[field] is role and role not in APPROVED[mode]]
         if refused:
             back = _paste([field for field in refused if field not in unreadable], before, after)
-            fixes = (*filter(None, [back]), *_ways_out(role, now, own))
+            fixes = (*filter(None, [back]), *ways_out(role, now.checkpoint, own))
             changes = "; ".join(told[field] for field in refused)
             problems.append(Problem(code, f"{sentence.format(name)}: {changes}", fixes))
     lines = [f"the {name} has options that this version does not know: {', '.join(unknown)}"] if unknown else []
@@ -196,14 +197,16 @@ def _assigned(setting: Setting, value: Any) -> str:
     return f"--set {shlex.quote(setting.key + '=' + ','.join(words))}"
 
 
-def _ways_out(role: Role, now: RunConfig, own: bool) -> Iterator[str]:
-    """Resume modes that approve of the change. They are about ``load``, so a run's own checkpoints have to be named."""
-    c = now.checkpoint
+def ways_out(role: Role, options: CheckpointConfig, own: bool) -> Iterator[str]:
+    """Resume modes that approve of a change.
+
+    They are about ``load``, so a run's ``own`` checkpoints, those in its ``save`` folder, have to be named.
+    """
     if role in APPROVED["new-schedule"]:
-        named = f"--load {c.save} " if own and c.load not in (None, c.save) else ""
+        named = f"--load {options.save} " if own and options.load not in (None, options.save) else ""
         yield f"{named}--resume-mode new-schedule"
     elif role in APPROVED["weights-only"]:
-        named = f"--load {c.save} --save {c.save}-new " if own else ""
+        named = f"--load {options.save} --save {options.save}-new " if own else ""
         yield f"{named}--resume-mode weights-only"
 
 
@@ -229,15 +232,16 @@ def _cuts(values: Values) -> bool:
 
 
 def _same(name: str, before: Any, after: Any) -> bool:
-    return _weights(before) == _weights(after) if name == "split" else before == after
+    return _same_cut(before, after) if name == "split" else before == after
 
 
-def _weights(split: str | None) -> list[str]:
-    """The weights of a split without their blanks and without those that are 0 at its end."""
-    weights = [weight.strip() for weight in (DEFAULT_SPLIT if split is None else split).split(",")]
-    while weights and weights[-1] in ("", "0"):
-        weights.pop()
-    return weights
+def _same_cut(before: str | None, after: str | None) -> bool:
+    """Whether two splits cut data in the same places, but for rounding: what they read has a fingerprint besides."""
+    texts = [DEFAULT_SPLIT if split is None else split for split in (before, after)]
+    try:
+        return all(isclose(*shares, rel_tol=1e-9) for shares in zip(*map(split_shares, texts)))
+    except ValueError:
+        return texts[0] == texts[1]
 
 
 def _values(config: RunConfig) -> Values:

@@ -36,6 +36,7 @@ MOST_SOURCES = 32766
 """A blend's table holds the number of each sample's source in 16 bits, and Megatron-LM leaves the last one out."""
 
 NUMBER = r"\d+(\.\d*)?|\.\d+"
+APART = r"[\s:/]+"  # what parts names from one another where records, curves and folders are named after them
 MOST_WORDS = 16  # of a list that is written out in a fix
 
 
@@ -139,6 +140,12 @@ def _of_split(split: str, lists: Mapping[str, Words], data: DataConfig) -> tuple
     text = split_text(data)
     weight = dict(zip(SPLITS, split_weights(text)))[split]
     return (lists["all"] if weight > 0 else None), text
+
+
+def flag_of_files(data: DataConfig) -> str | None:
+    """The flag that names the files which a run trains on; None for generated tokens."""
+    flags = (SETTINGS[name].flag for way in WAYS for name in way if name != "mock_data" and getattr(data, name))
+    return next(flags, None)
 
 
 def way_problems(data: DataConfig) -> Iterator[Problem]:
@@ -291,15 +298,36 @@ def split_text(data: DataConfig) -> str:
 
 def split_problems(data: DataConfig) -> Iterator[Problem]:
     """What is wrong with the weights that cut ``data_path``."""
-    words = [word.strip() for word in split_text(data).split(",")]
-    if len(words) > 3 or not all(re.fullmatch(NUMBER, word) for word in words):
-        yield Problem("E504", f"split {data.split!r} is not up to three numbers", ("--split 969,30,1",))
+    try:
+        split_weights(split_text(data))
+    except ValueError as error:
+        yield Problem("E504", f"split {error}", ("--split 969,30,1",))
 
 
 def split_weights(text: str) -> tuple[float, float, float]:
-    """The weights of train, validation and test in a text without `split_problems`; those not said are 0."""
-    train, valid, test = ([float(word) for word in text.split(",")] + [0.0, 0.0])[:3]
+    """The weights of train, validation and test; those not said are 0.
+
+    Raises:
+        ValueError: when ``text`` is not up to three numbers.
+    """
+    words = [word.strip() for word in text.split(",")]
+    if len(words) > len(SPLITS) or not all(re.fullmatch(NUMBER, word) for word in words):
+        raise ValueError(f"{text!r} is not up to three numbers")
+    train, valid, test = ([float(word) for word in words] + [0.0, 0.0])[:3]
     return train, valid, test
+
+
+def split_shares(text: str) -> tuple[float, float, float]:
+    """The `split_weights` over their sum.
+
+    Raises:
+        ValueError: when ``text`` is not up to three numbers, or none of them is above 0.
+    """
+    train, valid, test = split_weights(text)
+    total = train + valid + test  # as Megatron-LM adds; Python's sum is compensated from 3.12 on and rounds elsewhere
+    if total == 0:
+        raise ValueError(f"{text!r} has no weight above 0")
+    return train / total, valid / total, test / total
 
 
 def name_problems(data: DataConfig, lists: Mapping[str, Words]) -> Iterator[Problem]:
@@ -310,6 +338,11 @@ def name_problems(data: DataConfig, lists: Mapping[str, Words]) -> Iterator[Prob
     prefixes = read_blend(said.words).prefixes
     default = ("--validation-set-names " + shlex.join(unique_names(prefixes)),) if len(prefixes) <= MOST_WORDS else ()
     fixes = (*default, "--set data.validation_set_names=null")
+    yield from (
+        Problem("E506", f"{name!r} cannot name a validation set: a name is one word without ':' and '/'", fixes)
+        for name in dict.fromkeys(names)
+        if not name or re.search(APART, name)
+    )
     twice = [name for name, count in Counter(names).items() if count > 1]
     if twice:
         yield Problem("E506", f"two validation sets are called {twice[0]}", fixes)
@@ -325,13 +358,14 @@ def _count(number: int, noun: str) -> str:
 def unique_names(prefixes: Sequence[str]) -> tuple[str, ...]:
     """A name for each prefix: its last part, or as many of its last parts as tell all of them apart.
 
-    What is there twice gets a number.
+    What would be there twice gets a number, and what no name may hold becomes a ``-``.
     """
-    parts = [PurePath(prefix).parts for prefix in prefixes]
-    lengths = range(1, max(map(len, parts), default=0) + 1)
-    tries = (["-".join(part.strip("/") for part in some[-length:]) for some in parts] for length in lengths)
+    paths = [PurePath(prefix) for prefix in prefixes]
+    parts = [tuple(re.sub(APART, "-", part) for part in path.parts if part != path.anchor) for path in paths]
+    lengths = range(1, max([1, *map(len, parts)]) + 1)
+    tries = [["-".join(some[-length:]) for some in parts] for length in lengths]
     apart = len(set(parts))
-    return tuple(_numbered(next((names for names in tries if len(set(names)) == apart), prefixes)))
+    return tuple(_numbered(next((names for names in tries if len(set(names)) == apart), tries[-1])))
 
 
 def _numbered(names: Iterable[str]) -> Iterator[str]:

@@ -20,12 +20,15 @@ from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor, Part
 from megatron.checkpoint.store import read, write
+from megatron.config.compare import Role, ways_out
+from megatron.config.data_paths import flag_of_files
 from megatron.config.problems import Problem, UserError
 from megatron.config.sources import to_dict
+from megatron.data.splits import spoken
 from megatron.model.fill import Source, fill
 from megatron.parallel import comm
 from megatron.parallel.shard import Piece, ShardSpec
-from megatron.training.origin import Place, place_of
+from megatron.training.origin import Place, is_own, place_of
 from megatron.training.setup import Trainer
 
 DIGESTS = 2**64
@@ -69,26 +72,30 @@ def _make_room(trainer: Trainer, folder: Checkpoints) -> str | None:
     return None
 
 
-def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> None:
+def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> list[str]:
     """Go on exactly where the run that wrote the checkpoint was; collective.
 
     ``batches_since`` is where the batches of now began.
 
+    Returns:
+        Notes on the data.
+
     Raises:
         DamagedError: when the checkpoint's bytes are not those that were written, on every rank alike.
         DataError: when the data cannot be opened.
-        UserError: when they are not those that the run was reading.
+        UserError: when the training data are not those that the run was reading.
 
     """
     t, saved = trainer, manifest.state
     t.begin_at(*place_of(manifest), saved["data"]["stretches"], batches_since)
     t.evaluated = _evaluated(saved)
-    _take_up_data(t, saved["data"])
+    notes = _take_up_data(t, saved["data"], is_own(manifest.path, t.config.checkpoint))
     read(manifest, to_fill(held(t)), t.mesh.world)
     t.optimizer.publish()
     t.optimizer.set_steps_applied(saved["optimizer"]["steps"])
     if saved["loss_scaler"]:  # there is none where the run that saved had a constant one
         t.scaler.load_state_dict(saved["loss_scaler"])
+    return notes
 
 
 def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
@@ -199,18 +206,27 @@ def _evaluated(saved: Mapping[str, Any]) -> dict[str, int]:
     return dict(steps) if isinstance(steps, Mapping) else {"valid": steps}
 
 
-def _take_up_data(trainer: Trainer, saved: Mapping[str, Any]) -> None:
-    """Count the samples that the run has consumed as read.
+def _take_up_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[str]:
+    """Count the samples that the run has consumed as read; returns notes on data that are not the checkpoint's.
+
+    ``own`` says whether that lies in the run's own ``save`` folder.
 
     Raises:
-        UserError: when what was consumed, or what is still to come, is not what it was for the run that saved.
+        UserError: when the samples that were consumed, or are still to come, are not what they were for the run that
+            saved. What is evaluated on may be.
 
     """
     t = trainer
     changed = [s for s, mark in t.data.fingerprints.items() if saved["fingerprints"].get(s, mark) != mark]
     t.digest = t.data.digest("train", 0, t.consumed_samples)
-    if f"{t.digest:016x}" != saved["digest"]:
-        changed = changed or ["train"]
-    if changed:
-        sentence = f"the {' and '.join(changed)} data are not those of the checkpoint: other files, or another order"
-        raise UserError([Problem("E815", sentence, ("--data-path THE_SAME_DATA", "--resume-mode weights-only"))])
+    if f"{t.digest:016x}" != saved["digest"] and "train" not in changed:
+        changed = ["train", *changed]
+    data = f"{' and '.join(map(spoken, changed))} data"
+    if "train" in changed:
+        flag = flag_of_files(t.config.data)
+        same = (f"{flag} THE_SAME_DATA",) if flag is not None else ()
+        sentence = f"the {data} are not those of the checkpoint: other files, or another order"
+        raise UserError([Problem("E815", sentence, (*same, *ways_out(Role.DATA, t.config.checkpoint, own)))])
+    if not changed:
+        return []
+    return [f"the {data} are not those of the checkpoint: losses on them cannot be compared with those before it"]

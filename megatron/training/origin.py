@@ -226,7 +226,7 @@ def changes_since(
         UserError: when what has changed does not go together with going on.
 
     """
-    own = _is_own(manifest.path, config.checkpoint)
+    own = is_own(manifest.path, config.checkpoint)
     if mode != "weights-only" and "optimizer" not in manifest.state:
         raise UserError([_only_weights(manifest.path, config.checkpoint.save if own else None)])
     begun = place_of(manifest, "batches_since")
@@ -255,6 +255,6 @@ def _only_weights(path: Path, save: str | None) -> Problem:
     return Problem("E814", f"{path} holds weights, but no run to go on with", (fix,))
 
 
-def _is_own(path: Path, options: CheckpointConfig) -> bool:
+def is_own(path: Path, options: CheckpointConfig) -> bool:
     """Whether a checkpoint lies in the run's ``save`` folder."""
     return options.save is not None and path.parent.resolve() == Path(options.save).resolve()

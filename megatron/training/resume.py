@@ -68,7 +68,7 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
                 restore_weights(trainer, manifest)
                 notes += other_words(recorded, files)
             else:
-                restore(trainer, manifest, changes.batches_since)
+                notes += restore(trainer, manifest, changes.batches_since)
         except DamagedError as error:
             notes.append(passed_over(path, error))
             continue

@@ -180,6 +180,8 @@ CASES = (
         base=FILES,
     ),
     Case(f"--data-path {THERE} --multiple-validation-sets --validation-set-names wiki web", base=FILES),
+    Case(f"--data-path {THERE} --multiple-validation-sets --validation-set-names ''", base=FILES),
+    Case(f"--data-path {THERE} --multiple-validation-sets --validation-set-names en/wiki", base=FILES),
     Case(f"--data-path {THERE} --validation-set-names wiki", base=FILES),
     Case(f"--data-path {THERE} --reset-attention-mask --eod-id 257", base=FILES),
     Case(f"--data-path {THERE} --tokenizer-type BertWordPieceLowerCase --tokenizer-model bert", base=FILES),

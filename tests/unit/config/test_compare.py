@@ -189,6 +189,12 @@ def test_splits_are_compared_by_their_weights(text: str, same: bool) -> None:
     assert codes(compared("--split 9,1,0", "--split 9,1")) == []
 
 
+@pytest.mark.parametrize("text", ["80,10,10", "8,1,1.0", "0.8,0.1,0.1", "8.,1,1", "800, 100, 100"])
+def test_weights_of_a_split_are_shares(text: str) -> None:
+    assert codes(compared("--split 8,1,1", f"--split '{text}'")) == []
+    assert codes(compared("--split 8,1,2", f"--split '{text}'")) == ["E823"]
+
+
 @pytest.mark.parametrize("then", ["--split '969, 30, 1'", ""])
 @pytest.mark.parametrize("now", ["--split 969,30,1", ""])
 def test_a_split_that_is_not_said_is_the_default(then: str, now: str) -> None:

@@ -7,6 +7,7 @@ import math
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from megatron.config.data_paths import (
     blend_problems,
     data_sources,
     read_blend,
+    split_shares,
     unique_names,
 )
 from megatron.config.problems import UserError
@@ -129,6 +131,8 @@ def test_every_validation_set_has_a_source() -> None:
         (["a", "b/a"], ["a", "b-a"]),
         (["a", "a", "b/a", "a"], ["a", "a-2", "b-a", "a-3"]),
         (["a-2", "a", "a"], ["a-2", "a", "a-3"]),
+        (["/data/my texts", "/data/a:b"], ["my-texts", "a-b"]),
+        (["/a", "b/a"], ["a", "b-a"]),
     ],
 )
 def test_names_tell_sets_apart(prefixes: list[str], names: list[str]) -> None:
@@ -140,6 +144,32 @@ def test_names_tell_sets_apart(prefixes: list[str], names: list[str]) -> None:
 def test_no_two_names_are_alike(prefixes: list[str]) -> None:
     names = unique_names(prefixes)
     assert len(names) == len(prefixes) == len(set(names))
+
+
+@pytest.mark.parametrize("name", ["", " ", "my texts", "a:b", "en/wiki", "tab\t"])
+def test_a_name_is_one_word(name: str) -> None:
+    sets = {"train_data_path": ("a",), "valid_data_path": ("b", "c"), "multiple_validation_sets": True}
+    with pytest.raises(UserError) as caught:
+        data_sources(DataConfig(**sets, validation_set_names=("x", name)))
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.fixes[0]) == ("E506", "--validation-set-names b c")
+    assert problem.sentence.startswith(f"{name!r} cannot name a validation set")
+
+
+@given(st.lists(st.floats(0, 1e6, allow_subnormal=False), min_size=1, max_size=3).filter(any))
+@settings(max_examples=100, derandomize=True, deadline=None)
+def test_shares_of_a_split_are_those_of_numpy(weights: list[float]) -> None:
+    """As Megatron-LM divides, to the bit: the last one may decide where a dataset is cut."""
+    text = ",".join(f"{weight:f}" for weight in weights)
+    read = np.array([float(word) for word in text.split(",")] + [0.0] * (3 - len(weights)))
+    if read.any():
+        assert split_shares(text) == tuple((read / read.sum()).tolist())
+
+
+@pytest.mark.parametrize("text", ["", "a", "1,2,3,4", "-1,2", "1e3,1", "0,0,0", "1,,1", "nan"])
+def test_what_is_no_split(text: str) -> None:
+    with pytest.raises(ValueError, match=r"is not up to three numbers|has no weight above 0"):
+        split_shares(text)
 
 
 def test_what_cannot_be_understood_is_told_at_once() -> None:

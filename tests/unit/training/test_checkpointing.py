@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -169,12 +170,12 @@ def test_other_samples_are_refused(tmp_path: Path, other: str) -> None:
     if other.startswith("another"):
         assert "E823 the samples, or their order, are not the checkpoint's: " in told.err
     else:
-        assert "E815 the train data are not those of the checkpoint: other files, or another order\n" in told.err
+        assert "E815 the training data are not those of the checkpoint: other files, or another order\n" in told.err
     assert saved_steps(tmp_path / "saved") == [2, 4]
 
 
-def test_other_validation_data_are_refused(tmp_path: Path) -> None:
-    """Of which no sample was consumed: the last document of all."""
+def test_data_that_changed_in_their_validation_part_are_refused(tmp_path: Path) -> None:
+    """Of which no sample was consumed: the last document of all. The part that is trained on may have changed too."""
     flags = f"{write_documents(tmp_path / 'documents')} --eval-iters 1"
     start(run_of(tmp_path, flags), before_step(6, kill))
     path = tmp_path / "documents.bin"
@@ -182,7 +183,52 @@ def test_other_validation_data_are_refused(tmp_path: Path) -> None:
     path.write_bytes(content[:-4] + bytes([content[-4] ^ 1]) + content[-3:])
     told = start(run_of(tmp_path, flags))
     assert told.status == 1
-    assert "E815 the train and valid data are not those of the checkpoint: other files, or another order\n" in told.err
+    sentence = "E815 the training and validation data are not those of the checkpoint: other files, or another order\n"
+    saved = tmp_path / "saved"
+    fixes = f"  fix: --data-path THE_SAME_DATA | --load {saved} --save {saved}-new --resume-mode weights-only\n"
+    assert sentence + fixes in told.err
+
+
+def per_split(folder: Path, **files: str) -> str:
+    """Flags of files for each split; what is in them follows from their names."""
+    for name in files.values():
+        write_documents(folder / name, seed=ord(name))
+    paths = " ".join(f"--{split}-data-path {folder / name}" for split, name in files.items())
+    return f"--no-mock-data {paths} --eval-iters 1 --eval-interval 3"
+
+
+def test_other_files_to_evaluate_on_are_told(tmp_path: Path) -> None:
+    """And the training goes on as if nothing had happened."""
+    before = per_split(tmp_path, train="a", valid="b", test="c")
+    after = per_split(tmp_path, train="a", valid="c", test="b")
+    start(run_of(tmp_path / "whole", before))
+    start(run_of(tmp_path / "parts", before), before_step(6, kill))
+    told = start(run_of(tmp_path / "parts", after))
+    assert (told.status, told.err) == (0, "")
+    sentence = "the validation and test data are not those of the checkpoint: losses on them cannot be compared with"
+    assert told.out.count(sentence) == 1
+    losses = [[numbers["lm loss"] for numbers in steps(tmp_path / run).values()] for run in ("parts", "whole")]
+    assert losses[0] == losses[1]
+    assert differences(*(tmp_path / run / f"saved/iter_{STEPS:07d}" for run in ("parts", "whole"))) == ["data"]
+    again = start(run_of(tmp_path / "parts", after))
+    assert (again.status, sentence in again.out) == (0, False), "the last checkpoint knows the files of now"
+
+
+def test_the_flag_that_named_the_other_files_is_named(tmp_path: Path) -> None:
+    start(run_of(tmp_path, per_split(tmp_path, train="a", valid="b")), before_step(6, kill))
+    elsewhere = run_of(tmp_path, per_split(tmp_path, train="b", valid="b") + f" --load {tmp_path}/saved")
+    told = start(replace(elsewhere, checkpoint=replace(elsewhere.checkpoint, save=str(tmp_path / "new"))))
+    assert told.status == 1
+    assert "  fix: --train-data-path THE_SAME_DATA | --resume-mode weights-only\n" in told.err
+
+
+def test_the_way_out_that_is_offered_is_one(tmp_path: Path) -> None:
+    """Put behind the command that was refused: later flags count."""
+    start(run_of(tmp_path, write_documents(tmp_path / "documents")), before_step(6, kill))
+    other = write_documents(tmp_path / "others", seed=1)
+    refused = start(run_of(tmp_path, other)).err
+    offered = next(fix for fix in refused.split("fix: ")[1].splitlines()[0].split(" | ") if "weights-only" in fix)
+    assert start(tiny_run(tmp_path, f"{LENGTH} {other} --save {tmp_path}/saved {offered}")).status == 0
 
 
 def test_the_same_samples_in_another_order_are_refused(tmp_path: Path) -> None:
@@ -195,7 +241,7 @@ def test_the_same_samples_in_another_order_are_refused(tmp_path: Path) -> None:
 
     told = start(run_of(tmp_path, flags), patch("megatron.data.stretches.build_stretch", otherwise))
     assert told.status == 1
-    assert "E815 the train data are not those of the checkpoint: other files, or another order\n" in told.err
+    assert "E815 the training data are not those of the checkpoint: other files, or another order\n" in told.err
 
 
 def test_the_same_documents_elsewhere_are_the_same_samples(tmp_path: Path) -> None:
