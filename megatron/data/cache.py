@@ -7,7 +7,7 @@ entry is never out of date: other data or other settings have another entry.
 One process builds: it holds a lock (``flock``) that dies with it, writes beside the entry's place, and renames when
 all is on the disk. The others look at the file system until the entry is there or the lock is free; nobody waits
 inside a collective. What is read is proved against the checksums. Where nothing can be written, tables are built in
-memory.
+memory; a process that had its turn and could not publish removes the lock's file, so that all who wait build at once.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
 import numpy as np
 import xxhash
+from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from megatron.data.digest import fingerprint
@@ -55,6 +56,7 @@ class Cache:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         self.notes: list[str] = []
+        self._takes_tables = True
 
     def tables(self, kind: str, facts: Mapping[str, object], build: Callable[[], Tables], source: str = "") -> Tables:
         """The tables that ``build()`` makes from ``facts``: out of the folder if they are there, else built.
@@ -70,29 +72,50 @@ class Cache:
         """
         about = {"format": FORMAT, "kind": kind, "facts": json.loads(json.dumps(facts)), "source": source}
         path = self.folder / f"{kind}-{fingerprint(FORMAT, json.dumps(facts, sort_keys=True))}"
-        built = None
         try:
             seen = _identity(path)
             found = self._read(path, about) if seen else None
+            if found is None and self._takes_tables:
+                self._note_changed(about)
+                self.folder.mkdir(parents=True, exist_ok=True)
+                found = self._shared(path, about, build, seen)
+            return found or build()
+        except OSError as error:
+            self._give_up(error)
+            return build()
+
+    def _shared(self, path: Path, about: Mapping[str, Any], build: Callable[[], Tables], seen: Identity) -> Tables:
+        """The entry, made by the process whose turn it is; when that is this one and cannot, what it has built.
+
+        Raises:
+            OSError: when another one had its turn and could not.
+        """
+        with open(f"{path}.lock", "a") as lock:
+            found = self._wait(lock, path, about, seen) if self._has_locks(lock) else None
             if found is not None:
                 return found
-            self._note_changed(about)
-            self.folder.mkdir(parents=True, exist_ok=True)
-            with open(f"{path}.lock", "a") as lock:
-                found = self._wait(lock, path, about, seen) if self._has_locks(lock) else None
-                if found is not None:
-                    return found
-                built = build()
+            built = build()
+            try:
                 _publish(path, about, built, seen)
-            return self._read(path, about) or built
-        except OSError as error:
-            self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory")
-            return built or build()
+                return self._read(path, about) or built
+            except OSError as error:
+                self._give_up(error)
+                with suppress(OSError):
+                    os.unlink(lock.name)
+                return built
+
+    def _give_up(self, error: OSError) -> None:
+        """Write no more, and wait for nobody who would: a process that cannot either would be waited for in vain."""
+        self._takes_tables = False
+        self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory")
 
     def _wait(self, lock: IO[str], path: Path, about: Mapping[str, Any], seen: Identity) -> Tables | None:
         """The entry as soon as another process has built it, or None as soon as it is this one's turn to build.
 
         ``seen`` is the entry that is there already, but damaged.
+
+        Raises:
+            OSError: when another process had its turn and could not publish.
         """
         began = told = time.monotonic()
         pause = SHORTEST_PAUSE_SECONDS
@@ -103,6 +126,8 @@ class Cache:
                 found, seen = self._read(path, about), now
                 if found is not None:
                     return found
+            if not _is_named(lock):
+                raise OSError("another process could not write to it")
             if mine:
                 _remove_unfinished(path)
                 return None
@@ -131,9 +156,7 @@ class Cache:
             written = json.loads((path / ABOUT).read_bytes())
             if any(written[name] != about[name] for name in ("format", "kind", "facts")):
                 raise ValueError(f"{ABOUT} tells of other tables")
-            for name, (size, checksum) in written["tables"].items():
-                _prove(path / f"{name}.npy", size, checksum)
-            return {name: np.asarray(np.load(path / f"{name}.npy", mmap_mode="r")) for name in written["tables"]}
+            return {name: _mapped(path / f"{name}.npy", *proof) for name, proof in written["tables"].items()}
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
             self._note(f"the tables in {path} are damaged and not used: {error}")
             return None
@@ -184,15 +207,31 @@ def _locked(lock: IO[str]) -> bool:
     return True
 
 
-def _prove(path: Path, size: int, checksum: str) -> None:
-    """Raise ValueError when a file is not as it was written."""
-    held = path.stat().st_size
-    if held != size:
-        raise ValueError(f"{path.name} has {held:,} bytes instead of {size:,}")
+def _is_named(lock: IO[str]) -> bool:
+    """Whether the lock's file is still the one of its name."""
+    try:
+        return os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
+    """The table in a file that is as it was written: what is mapped is what was proved, whatever gets its name.
+
+    Raises:
+        ValueError: when it is not.
+    """
     with open(path, "rb") as file:
-        found = hashlib.file_digest(file, xxhash.xxh3_64).hexdigest()
-    if found != checksum:
-        raise ValueError(f"{path.name} has another checksum")
+        held = os.fstat(file.fileno()).st_size
+        if held != size:
+            raise ValueError(f"{path.name} has {held:,} bytes instead of {size:,}")
+        if hashlib.file_digest(file, xxhash.xxh3_64).hexdigest() != checksum:
+            raise ValueError(f"{path.name} has another checksum")
+        file.seek(0)
+        npy.read_magic(file)
+        shape, fortran, dtype = npy.read_array_header_1_0(file)
+        order: Literal["F", "C"] = "F" if fortran else "C"
+        return np.asarray(np.memmap(file, dtype, "r", file.tell(), shape, order))
 
 
 def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Identity) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import multiprocessing
 import os
@@ -164,6 +165,66 @@ def test_an_entry_of_other_facts_is_not_used(tmp_path: Path) -> None:
     assert "tells of other tables" in cache.notes[0]
 
 
+def test_what_is_mapped_is_the_file_that_was_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry = fill(tmp_path)
+    proving = hashlib.file_digest
+
+    def replaced(file: Any, *args: Any) -> Any:
+        found = proving(file, *args)
+        np.save(tmp_path / "other.npy", np.zeros(1000, dtype=np.uint32))
+        os.replace(tmp_path / "other.npy", entry / "a.npy")
+        return found
+
+    monkeypatch.setattr(hashlib, "file_digest", replaced)
+    assert same({"a": Cache(tmp_path).tables("order", FACTS, refuse)["a"]}, {"a": example()["a"]})
+
+
+@pytest.mark.parametrize("table", [np.arange(6).reshape(2, 3).T, np.array([[7]], dtype=">i2")])
+def test_tables_of_every_layout_are_mapped(tmp_path: Path, table: NDArray[Any]) -> None:
+    found = Cache(tmp_path).tables("order", FACTS, lambda: {"c": table})["c"]
+    assert is_mapped(found)
+    assert same({"c": found}, {"c": table})
+
+
+def test_a_damaged_entry_that_another_process_mended_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flip(fill(tmp_path) / "a.npy")
+
+    def no_locks(file: object, operation: int) -> None:
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(fcntl, "flock", no_locks)
+
+    def build() -> Tables:
+        """While this process builds, another one mends; the same tables, as it happens in another type."""
+        Cache(tmp_path).tables("order", FACTS, lambda: {"a": np.arange(1000)})
+        return {"a": np.arange(1000, dtype=np.uint16)}
+
+    assert Cache(tmp_path).tables("order", FACTS, build)["a"].dtype == np.int64
+
+
+def test_names_are_on_the_disk_before_and_after_the_entry_gets_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut leaves an entry whole or not at all."""
+    events: list[tuple[str, str]] = []
+    syncing, renaming = os.fsync, os.rename
+
+    def fsync(descriptor: int) -> None:
+        events.append(("sync", os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}"))))
+        syncing(descriptor)
+
+    def rename(source: Path, target: Path) -> None:
+        events.append(("rename", source.name))
+        renaming(source, target)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "rename", rename)
+    fill(tmp_path)
+    half = next(name for event, name in events if event == "rename")
+    files = [("sync", name) for name in ("a.npy", "b.npy", ABOUT)]
+    assert events == [*files, ("sync", half), ("rename", half), ("sync", tmp_path.name)]
+
+
 # --- folders that take nothing ---
 
 
@@ -209,7 +270,19 @@ def test_a_file_that_cannot_grow_any_more(tmp_path: Path) -> None:
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert cache.notes == [f"{tmp_path} cannot be used (File too large): tables are built in memory"]
-    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_could_not_be_written_is_only_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(tmp_path)
+    cache = Cache(tmp_path)
+    with monkeypatch.context() as patch:
+        unwritable(patch, "fsync", errno.ENOSPC)
+        cache.tables("order", FACTS | {"samples": 1}, example)
+    assert is_mapped(cache.tables("order", FACTS, refuse)["a"])
+    monkeypatch.setattr(Cache, "_wait", refuse)
+    assert not is_mapped(cache.tables("order", FACTS | {"samples": 2}, example)["a"])
+    assert len(cache.notes) == 1
 
 
 def test_a_folder_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,9 +373,9 @@ def start(*args: Any) -> BaseProcess:
     return process
 
 
-def wait_for(log: Path, line: str) -> None:
+def wait_for(log: Path, line: str, times: int = 1) -> None:
     end = time.monotonic() + 30
-    while not (log.exists() and line in log.read_text()):
+    while not (log.exists() and log.read_text().count(line) >= times):
         assert time.monotonic() < end, "the other process does not come to it"
         time.sleep(0.01)
 
@@ -353,6 +426,35 @@ def test_waiting_is_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     first.join(30)
     assert second.read_text() == "True True 0\n"
     assert f"for another process to build {folder}/order-" in capfd.readouterr().err
+
+
+def ask_in_vain(folder: Path, log: Path, processes: int) -> None:
+    """Ask for the example of a folder whose files cannot grow, where all that waited build at the same time."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4000, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+    def build() -> Tables:
+        first = not (log.exists() and "begin" in log.read_text())
+        note(log, "begin")
+        wait_for(log, "asks" if first else "begin", processes)
+        return example()
+
+    cache = Cache(folder)
+    note(log, "asks")
+    found = cache.tables("order", FACTS, build)
+    note(log, f"{same(found, example())} {is_mapped(found['a'])}: {cache.notes[0].rpartition('(')[2]}")
+
+
+def test_all_who_wait_for_a_process_that_cannot_publish_build_at_once(tmp_path: Path) -> None:
+    folder, log = tmp_path / "folder", tmp_path / "log"
+    processes = [SPAWN.Process(target=ask_in_vain, args=(folder, log, 5)) for _ in range(5)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(60)
+    told = [line for line in log.read_text().splitlines() if "True" in line]
+    assert len(told) == 5
+    reasons = {"File too large", "another process could not write to it"}
+    assert {*told} == {f"True False: {reason}): tables are built in memory" for reason in reasons}
 
 
 def test_a_published_entry_that_vanishes_is_built_again(tmp_path: Path) -> None:
