@@ -32,6 +32,7 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from megatron.data.digest import fingerprint
+from megatron.data.files import open_files
 
 FORMAT = 1  # raised when a table of the same facts changes
 ABOUT, FILES = "about.json", "files"
@@ -107,7 +108,8 @@ class Cache:
     def _give_up(self, error: OSError) -> None:
         """Write no more, and wait for nobody who would: a process that cannot either would be waited for in vain."""
         self._takes_tables = False
-        self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory")
+        remedy = f" ({open_files.REMEDY})" if open_files.are_too_many(error) else ""
+        self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory{remedy}")
 
     def _wait(self, lock: IO[str], path: Path, about: Mapping[str, Any], seen: Identity) -> Tables | None:
         """The entry as soon as another process has built it, or None as soon as it is this one's turn to build.

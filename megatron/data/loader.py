@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.config.batch import global_batch, total_samples, total_steps, trained_samples
-from megatron.config.data_paths import data_sources
+from megatron.config.data_paths import SPLITS, data_sources
 from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.cache import Cache
 from megatron.data.dataset import Dataset, Sample
 from megatron.data.digest import PLACES_PER_BLOCK, digest
 from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import SPLITS
+from megatron.data.files.open_files import allow_many
 from megatron.data.masks import Masks
 from megatron.data.sampler import micro_batches
-from megatron.data.splits import kind_of, spoken
+from megatron.data.splits import kind_of, spoken, titled
 from megatron.data.stretches import generators, lay_out, readers
 from megatron.data.vocabulary import Known, end_of_document, fitting, known_tokenizer, unrecorded, unused_entries
 
@@ -71,7 +71,7 @@ class DataSource:
 
     def _summary_of(self, name: str, count: int) -> list[str]:
         """A line for a split of one source; with several, a line for each of the most read ones below it."""
-        title, dataset = f"{name:<10} {count:,} samples", self.datasets[name]
+        title, dataset = f"{titled(name)}{count:,} samples", self.datasets[name]
         readings = sorted(dataset.readings(count), key=lambda reading: -reading.tokens)
         if len(readings) <= 1:
             return [f"{title}, {dataset.describe(count * self.seq_length)}"]
@@ -225,6 +225,7 @@ def build_data(
             ends a document must be known and is not, or a split that is needed has no data.
         UserError: when what names the files cannot be understood.
     """
+    allow_many()
     known = known_tokenizer(data, vocab_size)
     fitting(known, vocab_size)
     masks = masks_of(data, known, vocab_size)

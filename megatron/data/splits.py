@@ -19,3 +19,9 @@ def spoken(split: str) -> str:
     """A split in a sentence: ``training``, ``validation``, ``validation (wiki)``."""
     kind, name = WORDS[kind_of(split)], name_of(split)
     return f"{kind} ({name})" if name else kind
+
+
+def titled(split: str) -> str:
+    """The beginning of a line about a split: its kind in a column of eleven characters, then the name, if it has one."""
+    name = name_of(split)
+    return f"{kind_of(split):<11}" + (f"{name}: " if name else "")

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import os
 from functools import cached_property
@@ -17,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
+from megatron.data.files import open_files
 from megatron.data.files.indexed_format import CODES, HEADER, MAGIC, VERSION, id_dtype
 from megatron.data.files.indexed_writer import IndexedDatasetWriter, remove_leftovers
 
@@ -201,8 +201,8 @@ def _map(path: str) -> NDArray[np.uint8]:
 
 def _remedies(path: str, error: Exception) -> list[str]:
     """What helps against a file that cannot be opened."""
-    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE):
-        return ["ulimit -n 65536"]
+    if open_files.are_too_many(error):
+        return [open_files.REMEDY]
     prefix, suffix = os.path.splitext(path)
     for ending in (".bin", ".idx"):
         if prefix.endswith(ending):
