@@ -23,6 +23,7 @@ from megatron.data.files.indexed import IndexedDataset
 
 SPLITS = ("train", "valid", "test")
 SEPARATE_BELOW = 0.80  # share of an epoch's samples below which a cut-off last epoch is shuffled apart
+PLACES_IN_32_BITS = 2**31
 SEQUENCES_AT_ONCE = 1 << 16  # few enough that what is computed from them stays in the processor's cache
 
 
@@ -151,7 +152,8 @@ def build_order(
 def _epochs(tokens: int, num_samples: int | None, seq_length: int) -> int:
     """Passes over the split that hold the samples asked for, and the one token after them."""
     if tokens == 0 or (num_samples is None and tokens <= seq_length):
-        raise DataError(f"a part of the data with {tokens} tokens holds no sample of {seq_length} + 1", "use more data")
+        sentence = f"a part of the data with {tokens} tokens holds no sample of {seq_length} + 1"
+        raise DataError(sentence, "more documents, or a smaller --seq-length")
     return 1 if num_samples is None else max(1, -(-(num_samples * seq_length + 1) // tokens))
 
 
@@ -182,7 +184,7 @@ def _sample_index(
     ``j * seq_length`` of the line. So ``ceil(end / seq_length)`` samples start before a sequence's end; those that did
     not start before its begin start in it.
     """
-    rows = np.empty((samples + 1, 2), np.int32 if len(documents) < 2**31 else np.int64)
+    rows = np.empty((samples + 1, 2), np.int32 if len(documents) < PLACES_IN_32_BITS else np.int64)
     begin = started = 0
     for place in range(0, len(documents), SEQUENCES_AT_ONCE):
         block = lengths[documents[place : place + SEQUENCES_AT_ONCE]]

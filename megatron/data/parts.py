@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from megatron.config.data_paths import DEFAULT_SPLIT, Source
+import numpy as np
+
+from megatron.config.data_paths import DEFAULT_SPLIT, SPLITS, Source
 from megatron.config.run import DataConfig
 from megatron.data.build import Part
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset
-from megatron.data.gpt_dataset import SPLITS, split_ranges
+from megatron.data.gpt_dataset import split_ranges
 from megatron.data.splits import kind_of, spoken
+
+MOST_TO_NAME = 8  # files in a command
 
 
 @dataclass
@@ -43,62 +47,109 @@ class TokenFiles:
         return [(indexed, split_ranges(source.split, len(indexed))[number]) for indexed in files]
 
 
-def without_sequences(parts: Iterable[Part]) -> IndexedDataset | None:
-    """The first source that a split gets no sequence of; None where it gets some of each."""
-    return next((indexed for indexed, part in parts if not part), None)
+def tokens_of(part: Part) -> int:
+    """Tokens of the sequences of a part."""
+    indexed, sequences = part
+    return int(indexed.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
 
 
-def empty_part(
-    split: str, source: Source, empty: IndexedDataset, needed: int, fixes: Sequence[str], default: bool
-) -> DataError:
-    """The error of a split that got no sequence of ``empty``, although ``needed`` samples of it are.
+def too_short(parts: Iterable[Part], source: Source, seq_length: int) -> Iterator[Part]:
+    """The parts that no sample can be cut from: without a token, or below one sample where one epoch is read."""
+    needed = seq_length + 1 if _in_proportion(source) else 1
+    return (part for part in parts if tokens_of(part) < needed)
 
-    Args:
+
+def _in_proportion(source: Source) -> bool:
+    return source.blend.weights is None and len(source.blend.prefixes) > 1
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Files that no sample of a split can be cut from.
+
+    Attributes:
         split: its name.
         source: where it comes from.
-        empty: the files of which it has nothing.
-        needed: samples.
-        fixes: what to say instead.
-        default: whether nobody said how the source is cut.
+        short: the parts that are too short; at least one.
+        seq_length: tokens of a sample.
+        default: whether nobody said how the files are cut.
+        better: a ``--split`` that leaves enough of all files, if there is one.
     """
-    if source.split is None:
-        seen = f"{empty.prefix} holds no sequence, but {needed:,} {spoken(split)} samples are needed"
-        return DataError(seen, "use more data")
-    cut = f"the default --split '{source.split}'" if default else f"--split '{source.split}'"
-    return DataError(
-        f"{cut} leaves no {spoken(split)} data of the {len(empty):,} sequences in {empty.prefix}, "
-        f"but {needed:,} samples are needed",
-        *fixes,
-        f"a dataset of more documents than {len(empty)}",
-    )
+
+    split: str
+    source: Source
+    short: Sequence[Part]
+    seq_length: int
+    default: bool
+    better: Sequence[str]
+
+    def error(self, needed: int) -> DataError:
+        """That ``needed`` samples are, and there are none."""
+        indexed, sequences = self.short[0]
+        kind = spoken(self.split)
+        if self.source.split is None:
+            held = f"{self._tokens()} ({len(sequences):,} sequences)" if sequences else "no sequence"
+            seen = f"{indexed.prefix} holds {held}, but {needed:,} {kind} samples are needed"
+            return DataError(seen, *[*self._other_files()] or ["use more data"])
+        left = self._left(f"no {kind} data", f"{kind} data of ")
+        seen = f"{self._cut()} leaves {left}, but {needed:,} samples are needed"
+        return DataError(seen, *self.better, *self._other_files(), f"a dataset of more documents than {len(indexed)}")
+
+    def note(self) -> str:
+        """That there are no test data, which nobody asked for."""
+        better = f"; {self.better[0]} leaves some" if self.better else ""
+        return f"no test data: {self._cut()} leaves {self._left('none', '')}{better}"
+
+    def _cut(self) -> str:
+        return f"the default --split '{self.source.split}'" if self.default else f"--split '{self.source.split}'"
+
+    def _left(self, none: str, some: str) -> str:
+        """What is left of the first of them."""
+        indexed, sequences = self.short[0]
+        all_of_it = f"of the {len(indexed):,} sequences in {indexed.prefix}"
+        return f"{some}{self._tokens()} ({len(sequences):,} {all_of_it})" if sequences else f"{none} {all_of_it}"
+
+    def _tokens(self) -> str:
+        return f"{tokens_of(self.short[0]):,} tokens, no sample of {self.seq_length} + 1"
+
+    def _other_files(self) -> Iterator[str]:
+        """Ways out where there are several files."""
+        prefixes = self.source.blend.prefixes
+        short = {indexed.prefix for indexed, _ in self.short}
+        if short < set(prefixes):
+            yield f"leave out {' '.join(sorted(short))}"
+        if _in_proportion(self.source) and len(prefixes) <= MOST_TO_NAME:
+            command = f"python tools/merge_datasets.py --input {' '.join(prefixes)} --output-prefix merged"
+            yield f"{command} and read merged instead"
 
 
-def skipped(source: Source, empty: IndexedDataset, fixes: Sequence[str]) -> str:
-    """A note on test data that nobody asked for and that there are none of."""
-    better = f"; {fixes[0]} leaves some" if fixes else ""
-    seen = f"the default --split '{source.split}' leaves none of the {len(empty):,} sequences in {empty.prefix}"
-    return f"no test data: {seen}{better}"
+def better_splits(
+    sources: Mapping[str, Source], needed: Iterable[str], files: TokenFiles, seq_length: int
+) -> list[str]:
+    """The ``--split`` that leaves every needed split a sample of each of its files, if there is one."""
+    cut = {split: sources[split] for split in needed if sources[split].split is not None}
+    sizes = [len(files.open(prefix)) for source in cut.values() for prefix in source.blend.prefixes]
 
+    def leaves_some(split: str, source: Source) -> bool:
+        return next(too_short(files.parts(split, source), source, seq_length), None) is None
 
-def better_splits(sources: Mapping[str, Source], needed: Iterable[str], files: TokenFiles) -> list[str]:
-    """The ``--split`` that gives every needed split a sequence of each of its sources, if there is one."""
-    cut = {split: source for split, source in sources.items() if source.split is not None}
-    kinds = {kind_of(split) for split in needed if split in cut}
-    sizes = {len(files.open(prefix)) for source in cut.values() for prefix in source.blend.prefixes}
-    for weights in _candidates(min(sizes, default=0), kinds):
+    for weights in _candidates(min(sizes, default=0), {kind_of(split) for split in cut}):
         text = ",".join(map(str, weights))
-        if all(part for size in sizes for part, weight in zip(split_ranges(text, size), weights) if weight):
+        read = [split for split in cut if weights[SPLITS.index(kind_of(split))]]
+        if all(leaves_some(split, replace(cut[split], split=text)) for split in read):
             return [f"--split {text}"]
     return []
 
 
 def _candidates(smallest: int, kinds: set[str]) -> Iterator[tuple[int, int, int]]:
-    """Weights that give one sequence of the smallest source to each evaluation; test data are the first to go."""
+    """Weights that give 1, 2, 4, ... sequences of the smallest file to each evaluation; test data are first to go."""
     for wanted in (kinds, kinds - {"test"}):
-        valid, test = (int(kind in wanted) for kind in SPLITS[1:])
-        train = smallest - valid - test
-        if train > 0:
-            yield train, valid, test
+        share = 1
+        while share < smallest:
+            valid, test = (share * int(kind in wanted) for kind in SPLITS[1:])
+            if smallest - valid - test > 0:
+                yield smallest - valid - test, valid, test
+            share *= 2
 
 
 def is_default(data: DataConfig, source: Source) -> bool:

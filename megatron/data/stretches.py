@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from megatron.config.data_paths import Source, data_sources
+from megatron.config.data_paths import SPLITS, Source, data_sources
 from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.blend import BlendedDataset
 from megatron.data.build import Part, build_stretch, extend_blend
@@ -16,9 +16,8 @@ from megatron.data.cache import Cache
 from megatron.data.chain import ChainedDataset
 from megatron.data.dataset import Dataset
 from megatron.data.errors import DataError
-from megatron.data.gpt_dataset import SPLITS
 from megatron.data.mock import MockDataset
-from megatron.data.parts import TokenFiles, better_splits, empty_part, is_default, skipped, without_sequences
+from megatron.data.parts import Shortage, TokenFiles, better_splits, is_default, too_short
 from megatron.data.splits import kind_of, spoken
 
 Maker = Callable[[int, Sequence[Dataset]], Dataset]
@@ -68,7 +67,7 @@ def readers(
     Test data are left out, with a note, where nobody asked for them (the split is the default) and there are none.
 
     Raises:
-        DataError: when files are damaged, or a needed split gets no sequence of one of its sources.
+        DataError: when files are damaged, or no sample of a needed split can be cut from one of its sources.
     """
     files, sources = TokenFiles(), sources_of(data, read)
     makers: dict[str, Maker] = {}
@@ -76,15 +75,16 @@ def readers(
     for split, needed in read.items():
         source = sources[split]
         parts = files.parts(split, source)
-        empty = without_sequences(parts)
-        if empty is None:
+        short = list(too_short(parts, source, training.seq_length))
+        if not short:
             makers[split] = _reader(parts, source.blend.weights, training, cache)
             continue
-        fixes = better_splits(sources, read, files)
+        better = better_splits(sources, read, files, training.seq_length)
         default = is_default(data, source)
+        shortage = Shortage(split, source, short, training.seq_length, default, better)
         if split != "test" or not default:
-            raise empty_part(split, source, empty, needed, fixes, default)
-        notes.append(skipped(source, empty, fixes))
+            raise shortage.error(needed)
+        notes.append(shortage.note())
     return makers, notes
 
 

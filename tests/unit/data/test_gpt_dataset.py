@@ -184,6 +184,25 @@ def test_too_few_tokens_are_refused(lengths: list[int], samples: int | None) -> 
         build_order(np.array(lengths, dtype=np.int32), range(2), samples, 8, 1)
 
 
+def test_places_beyond_32_bits() -> None:
+    """Sequences of almost 2**31 tokens, whose ends are counted in 64 bits."""
+    length = 2**31 - 8
+    order = build_order(np.array([length] * 4, dtype=np.int32), range(4), None, 2**30, 1)
+    starts = [divmod(j * 2**30, length) for j in range(len(order.shuffle))]
+    assert order.samples[:-1].tolist() == [list(start) for start in starts]
+    assert len(starts) == 7
+
+
+def test_more_places_than_32_bits_count_have_64(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = np.array([5] * 10, dtype=np.int32)
+    narrow = build_order(lengths, range(10), None, 8, 1)
+    monkeypatch.setattr("megatron.data.gpt_dataset.PLACES_IN_32_BITS", 10)
+    wide = build_order(lengths, range(10), None, 8, 1)
+    assert (narrow.samples.dtype, wide.samples.dtype) == (np.int32, np.int64)
+    assert np.array_equal(narrow.samples, wide.samples)
+    assert build_order(lengths, range(9), None, 8, 1).samples.dtype == np.int32
+
+
 def test_a_tiny_split_is_repeated_as_often_as_needed() -> None:
     order = build_order(np.array([1], dtype=np.int32), range(1), 3, 8, 1)
     assert (order.epochs, len(order.shuffle)) == (25, 3)

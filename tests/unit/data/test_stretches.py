@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Sequence
 from dataclasses import replace
 from math import ceil
@@ -21,6 +22,7 @@ from megatron.data.loader import DataSource, build_data, source_of
 from megatron.data.mock import MockDataset
 from megatron.data.stretches import lay_out
 
+ROOT = Path(__file__).parents[3]
 TRAINING = TrainingConfig(
     seq_length=16, micro_batch_size=2, global_batch_size=8, train_iters=10, eval_interval=5, eval_iters=1, seed=5
 )
@@ -202,7 +204,8 @@ def test_the_source_without_a_part_is_named_and_the_fix_works(corpora: dict[str,
     sentence = f"--split '48,1,1' leaves no validation data of the 5 sequences in {tiny}, but 8 samples are needed"
     with pytest.raises(DataError, match=sentence) as told:
         build(data)
-    assert "fix: --split 3,1,1 | a dataset of more documents than 5" in str(told.value)
+    others = f"leave out {tiny} | " if blend else ""
+    assert f"fix: --split 3,1,1 | {others}a dataset of more documents than 5" in str(told.value)
     assert list(build(replace(data, split="3,1,1")).used) == ["train", "valid", "test"]
 
 
@@ -222,6 +225,62 @@ def test_test_data_that_nobody_asked_for_may_be_missing(corpora: dict[str, str])
     ):
         build(DataConfig(data_path=(tiny,)))
     assert build(data, eval_iters=0).notes == (), "no evaluation needs any"
+
+
+@pytest.fixture
+def uneven(tmp_path: Path) -> list[str]:
+    """Prefixes of which the default split leaves 12 sequences, one and 2 to validate on, of 10 tokens each."""
+    prefixes = [str(tmp_path / name) for name in ("large", "short", "small")]
+    for prefix, documents in zip(prefixes, (400, 40, 70)):
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            for number in range(documents):
+                writer.add_document([number] * 10)
+    return prefixes
+
+
+def test_a_source_too_short_for_a_sample_is_named_and_the_fixes_work(uneven: list[str], tmp_path: Path) -> None:
+    data = DataConfig(data_path=tuple(uneven))
+    with pytest.raises(DataError) as told:
+        build(data)
+    sentence, fixes = str(told.value).split("\n  fix: ")
+    assert sentence == (
+        "the default --split '969, 30, 1' leaves validation data of 10 tokens, no sample of 16 + 1 "
+        f"(1 of the 40 sequences in {uneven[1]}), but 8 samples are needed"
+    )
+    split, leave_out, merge, _ = fixes.split(" | ")
+    assert list(build(replace(data, split=split.removeprefix("--split "))).used) == ["train", "valid", "test"]
+    rest = tuple(prefix for prefix in uneven if prefix not in leave_out.removeprefix("leave out ").split())
+    assert list(build(DataConfig(data_path=rest)).used) == ["train", "valid"]
+    script, *flags = merge.removeprefix("python ").removesuffix(" and read merged instead").split()
+    flags[-1] = str(tmp_path / flags[-1])
+    assert runpy.run_path(str(ROOT / script))["main"](flags) == 0
+    assert list(build(DataConfig(data_path=(flags[-1],))).used) == ["train", "valid", "test"]
+
+
+def test_test_data_too_short_for_a_sample_may_be_missing_too(tmp_path: Path) -> None:
+    prefixes = (str(tmp_path / "one"), str(tmp_path / "other"))
+    for prefix in prefixes:
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            for number in range(1200):
+                writer.add_document([number % 500] * 10)
+    source = build(DataConfig(data_path=prefixes))
+    assert list(source.used) == ["train", "valid"]
+    assert [note for note in source.notes if note.startswith("no test data")] == [
+        "no test data: the default --split '969, 30, 1' leaves 10 tokens, no sample of 16 + 1 "
+        f"(1 of the 1,200 sequences in {prefixes[0]}); --split 1196,2,2 leaves some"
+    ]
+    assert list(build(DataConfig(data_path=prefixes, split="1196,2,2")).used) == ["train", "valid", "test"]
+
+
+def test_files_too_short_for_a_sample(uneven: list[str], tmp_path: Path) -> None:
+    with IndexedDatasetWriter(tmp_path / "tiny", np.uint16) as writer:
+        writer.add_document([1] * 10)
+    with pytest.raises(DataError) as told:
+        build(DataConfig(train_data_path=(uneven[0], str(tmp_path / "tiny"))), eval_iters=0)
+    sentence, fixes = str(told.value).split("\n  fix: ")
+    assert sentence.startswith(f"{tmp_path}/tiny holds 10 tokens, no sample of 16 + 1 (1 sequences), but 80 training")
+    assert fixes.startswith(f"leave out {tmp_path}/tiny | python tools/merge_datasets.py --input {uneven[0]}")
+    build(DataConfig(train_data_path=("1", uneven[0], "1", str(tmp_path / "tiny"))), eval_iters=0)
 
 
 @pytest.mark.parametrize("size", range(2, 40))
