@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron.config.batch import global_batch, total_samples, total_steps, trained_samples
 from megatron.config.data_paths import SPLITS, data_sources
-from megatron.config.run import DataConfig, TrainingConfig
+from megatron.config.run import AFTER_DOCUMENTS, DataConfig, TrainingConfig
 from megatron.data.cache import Cache
 from megatron.data.dataset import Dataset, Sample
 from megatron.data.digest import PLACES_PER_BLOCK, digest
@@ -199,6 +199,19 @@ def used_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, int] 
     return {"train": trained_samples(training, dp_size, *begin), "valid": evaluation, "test": evaluation}
 
 
+def samples_read(
+    data: DataConfig,
+    training: TrainingConfig,
+    dp_size: int,
+    begin: tuple[int, int] = (0, 0),
+    splits: Sequence[str] | None = None,
+) -> dict[str, int]:
+    """By split name, the samples that a run reads: of ``splits``, or of all that it has data for, if it needs any."""
+    requested, used = requested_samples(training, dp_size, begin), used_samples(training, dp_size, begin)
+    names = split_names(data, training.eval_iters > 0) if splits is None else splits
+    return {name: used[kind_of(name)] for name in names if requested[kind_of(name)] > 0}
+
+
 def build_data(
     data: DataConfig,
     training: TrainingConfig,
@@ -229,10 +242,9 @@ def build_data(
     known = known_tokenizer(data, vocab_size)
     fitting(known, vocab_size)
     masks = masks_of(data, known, vocab_size)
-    requested, used = requested_samples(training, dp_size, begin), used_samples(training, dp_size, begin)
+    requested = requested_samples(training, dp_size, begin)
     frozen = {name: tuple(counts) for name, counts in (stretches or {}).items()}
-    names = split_names(data, training.eval_iters > 0) if splits is None else splits
-    read = {name: used[kind_of(name)] for name in names if requested[kind_of(name)] > 0}
+    read = samples_read(data, training, dp_size, begin, splits)
     cache = Cache(data.data_cache_path) if data.data_cache_path is not None else None
     makers, notes = (generators(training, vocab_size), []) if data.mock_data else readers(data, read, training, cache)
     read = {name: count for name, count in read.items() if name in makers}
@@ -276,7 +288,7 @@ def masks_of(data: DataConfig, known: Known | None, vocab_size: int) -> Masks:
     """
     if data.mock_data:
         return Masks()
-    wanted = [flag for flag in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss") if getattr(data, flag)]
+    wanted = [flag for flag in AFTER_DOCUMENTS if getattr(data, flag)]
     eod = end_of_document(data, known, vocab_size)
     if wanted and eod is None:
         flag = f"--{wanted[0].replace('_', '-')}"

@@ -22,6 +22,6 @@ def spoken(split: str) -> str:
 
 
 def titled(split: str) -> str:
-    """The beginning of a line about a split: its kind in a column of eleven characters, then the name, if it has one."""
+    """The beginning of a line about a split: its kind in a column of eleven characters, then its name, if any."""
     name = name_of(split)
     return f"{kind_of(split):<11}" + (f"{name}: " if name else "")

@@ -1,61 +1,104 @@
-"""What ``--check-config`` says of the data: which files each split reads, and how much is in them."""
+"""What ``--check-config`` says of the data: which files each split reads, how much is in them, whether that will do."""
 
 from __future__ import annotations
 
 import os
 import struct
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import chain, repeat
+from typing import NamedTuple
 
 from megatron.config.batch import trained_samples
-from megatron.config.data_paths import SPLITS, Blend, Source, data_sources, split_weights
-from megatron.config.run import RunConfig
+from megatron.config.data_paths import SPLITS, Blend, Source, data_sources, split_shares
+from megatron.config.run import AFTER_DOCUMENTS, RunConfig
 from megatron.data.files.indexed import IndexedDataset
 from megatron.data.files.indexed_format import CODES, HEADER, MAGIC, VERSION
+from megatron.data.gpt_dataset import split_ranges
+from megatron.data.loader import masks_of, samples_read
+from megatron.data.splits import kind_of, titled
+from megatron.data.stretches import readers, sources_of
+from megatron.data.vocabulary import known_tokenizer
 
-MOST_SHOWN = 8  # datasets of a list; no more are opened, however many there are
+MOST_SHOWN = 8  # datasets of a list
+
+FEW_SEQUENCES = 100
+"""A part of fewer may hold no sample, so its files are opened as at the start; of the others only headers are read."""
+
+
+class Size(NamedTuple):
+    """What is in a dataset."""
+
+    documents: int
+    tokens: int
+    sequences: int
 
 
 def data_rows(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> list[str]:
     """Lines in the form of the configuration's summary, one for each dataset; none for generated tokens.
 
-    Of each file only the size and the header are read.
+    Of each file only the size and the header are read, as long as every split surely gets a sample.
 
     Args:
-        config: one that passed its checks, resolved or not.
+        config: one that passed its checks, resolved or not, the vocabulary's size included.
         world_size: ranks.
         iteration: steps taken before the run goes on.
         consumed_samples: samples they used.
 
     Raises:
         UserError: when what names the files cannot be understood.
-        DataError: when a file is not what it should be.
+        DataError: when a file is not what it should be, or the data would not do for the run, as at its start.
 
     """
-    sources = data_sources(config.data)
-    dp = config.parallel.data_parallel_size(world_size)
-    tokens = trained_samples(config.training, dp, iteration, consumed_samples) * config.training.seq_length
-    return [f"{name + ' ':<11}{text}" if name else f"{'':<11}{text}" for name, text in _rows(sources, tokens)]
+    if config.data.mock_data:
+        return []
+    dp, begin = config.parallel.data_parallel_size(world_size), (iteration, consumed_samples)
+    tokens = trained_samples(config.training, dp, *begin) * config.training.seq_length
+    read = samples_read(config.data, config.training, dp, begin)
+    rows = list(_rows(data_sources(config.data), tokens))
+    if any(getattr(config.data, flag) for flag in AFTER_DOCUMENTS):
+        known = known_tokenizer(config.data, config.model.vocab)
+        rows.append(f"{'documents':<11}{masks_of(config.data, known, config.model.vocab).describe()}")
+    return rows + [f"{'note':<11}{note}" for note in _shortages(config, read)]
 
 
-def _rows(sources: Mapping[str, Source], tokens: int) -> Iterator[tuple[str, str]]:
-    """Name and text of each line; a run trains on so many ``tokens``."""
+def _shortages(config: RunConfig, read: Mapping[str, int]) -> list[str]:
+    """What the start of a run would say of splits that no sample can be cut for.
+
+    Raises:
+        DataError: as there.
+    """
+    sources = {split: source for split, source in sources_of(config.data, read).items() if split in read}
+    prefixes = dict.fromkeys(prefix for source in sources.values() for prefix in source.blend.prefixes)
+    held = {prefix: measure(prefix).sequences for prefix in prefixes}
+    few = any(_fewest(split, source, held) < FEW_SEQUENCES for split, source in sources.items())
+    return readers(config.data, read, config.training, None)[1] if few else []
+
+
+def _fewest(split: str, source: Source, held: Mapping[str, int]) -> int:
+    """The fewest sequences that a split gets of one of its sources, each of which has ``held`` so many."""
+    counts = [held[prefix] for prefix in source.blend.prefixes]
+    if source.split is None:
+        return min(counts)
+    return min(len(split_ranges(source.split, count)[SPLITS.index(kind_of(split))]) for count in counts)
+
+
+def _rows(sources: Mapping[str, Source], tokens: int) -> Iterator[str]:
+    """A line for each dataset; a run trains on so many ``tokens``."""
     cut = next((source.split for source in sources.values() if source.split is not None), None)
     if cut is None:
         for name in list(sources)[:MOST_SHOWN]:
             lines = _datasets(sources[name].blend, tokens if name == "train" else 0)
-            yield from zip(chain([name], repeat("")), lines)
+            yield titled(name) + next(lines)
+            yield from (f"{'':<11}{line}" for line in lines)
         if len(sources) > MOST_SHOWN:
-            yield "", f"and {_named(list(sources)[MOST_SHOWN:])}"
+            yield f"{'':<11}and {_named(list(sources)[MOST_SHOWN:])}"
         return
-    weights = split_weights(cut)
-    shares = (f"{split} {_percent(weight / sum(weights))}" for split, weight in zip(SPLITS, weights) if weight)
-    yield "data", f"of each dataset {', '.join(shares)}"
-    for line in _datasets(sources["train"].blend, tokens, weights[0] / sum(weights)):
-        yield "", line
+    shares = split_shares(cut)
+    parts = ", ".join(f"{split} {_percent(share)}" for split, share in zip(SPLITS, shares) if share)
+    yield f"{'data':<11}of each dataset {parts}"
+    yield from (f"{'':<11}{line}" for line in _datasets(sources["train"].blend, tokens, shares[0]))
     sets = [name.partition(":")[2] for name in sources if ":" in name]
     if sets:
-        yield "valid", f"each by itself: {_named(sets)}"
+        yield f"{'valid':<11}each by itself: {_named(sets)}"
 
 
 def _named(names: Sequence[str]) -> str:
@@ -67,10 +110,10 @@ def _datasets(blend: Blend, tokens: int, part: float = 1.0) -> Iterator[str]:
     """A line for each dataset of a blend, of which ``part`` is trained on for so many ``tokens`` in all."""
     shown = blend.prefixes[:MOST_SHOWN]
     sizes = [measure(prefix) for prefix in shown]
-    held = [size for _, size in sizes]
+    held = [size.tokens for size in sizes]
     weights = blend.weights or (held if len(shown) == len(blend.prefixes) else [])
     shares = [weight / sum(weights) for weight in weights[: len(shown)]] if sum(weights) else [0.0] * len(shown)
-    for prefix, (documents, size), share in zip(shown, sizes, shares):
+    for prefix, (documents, size, _), share in zip(shown, sizes, shares):
         weight = f"{_percent(share)} " if len(blend.prefixes) > 1 and share else ""
         epochs = tokens * share / (size * part) if size else 0.0
         often = f", {epochs:,.1f} epochs" if epochs >= 1 else f", {epochs:.2g} epochs" if epochs else ""
@@ -83,8 +126,8 @@ def _percent(share: float) -> str:
     return f"{100 * share:.3g}%"
 
 
-def measure(prefix: str) -> tuple[int, int]:
-    """Documents and tokens of a dataset, from the sizes of its files and the header of its index.
+def measure(prefix: str) -> Size:
+    """What is in a dataset, from the sizes of its files and the header of its index.
 
     Raises:
         DataError: when they do not fit together, or a file cannot be read.
@@ -95,8 +138,8 @@ def measure(prefix: str) -> tuple[int, int]:
         found = os.path.getsize(f"{prefix}.idx"), os.path.getsize(f"{prefix}.bin")
         expected = HEADER.size + 12 * sequences + 8 * boundaries
         if (magic, version, found[0]) == (MAGIC, VERSION, expected) and code in CODES and boundaries:
-            return boundaries - 1, found[1] // CODES[code].itemsize
+            return Size(boundaries - 1, found[1] // CODES[code].itemsize, sequences)
     except (OSError, struct.error):
         pass  # opening it says what is wrong
     whole = IndexedDataset(prefix)
-    return len(whole.documents) - 1, whole.num_tokens
+    return Size(len(whole.documents) - 1, whole.num_tokens, len(whole))

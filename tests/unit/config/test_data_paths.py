@@ -131,7 +131,7 @@ def test_every_validation_set_has_a_source() -> None:
         (["a", "b/a"], ["a", "b-a"]),
         (["a", "a", "b/a", "a"], ["a", "a-2", "b-a", "a-3"]),
         (["a-2", "a", "a"], ["a-2", "a", "a-3"]),
-        (["/data/my texts", "/data/a:b"], ["my-texts", "a-b"]),
+        (["../my texts", "../a:b"], ["my-texts", "a-b"]),
         (["/a", "b/a"], ["a", "b-a"]),
     ],
 )

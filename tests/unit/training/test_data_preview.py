@@ -12,7 +12,8 @@ import pytest
 from megatron.config.arguments import parse
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.training.data_preview import MOST_SHOWN, data_rows, measure
+from megatron.data.loader import DataSource, build_data
+from megatron.training.data_preview import MOST_SHOWN, Size, data_rows, measure
 
 ROOT = Path(__file__).parents[3]
 RUN = ["--vocab-size", "300", "--train-iters", "10", "--global-batch-size", "4", "--seq-length", "25"]  # 1,000 tokens
@@ -39,7 +40,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_a_dataset_is_measured_without_reading_it() -> None:
     prefix = write(Path("a"), 1234)
     whole = IndexedDataset(prefix)
-    assert measure(prefix) == (len(whole.documents) - 1, whole.num_tokens) == (1235, 12340)
+    assert measure(prefix) == (len(whole.documents) - 1, whole.num_tokens, len(whole)) == (1235, 12340, 1234)
 
 
 @pytest.mark.parametrize("harm", ["empty", "cut", "longer", "magic", "gone"])
@@ -76,10 +77,12 @@ def test_datasets_of_a_blend_have_their_shares_and_epochs() -> None:
 def test_validation_sets_are_named() -> None:
     write(Path("a"), 100), write(Path("b"), 10)
     sets = ["--multiple-validation-sets", "--validation-set-names", "wiki", "encyclopedia"]
-    assert told("--data-path", "a", "b", *sets)[-1] == "valid      each by itself: wiki, encyclopedia"
+    assert (
+        told("--data-path", "a", "b", *sets, "--split", "8,1,1")[-1] == "valid      each by itself: wiki, encyclopedia"
+    )
     whole = told("--train-data-path", "a", "--valid-data-path", "a", "b", *sets)
-    assert whole[1] == "valid:wiki a: 101 documents, 1,000 tokens"
-    assert whole[2] == "valid:encyclopedia b: 11 documents, 100 tokens"
+    assert whole[1] == "valid      wiki: a: 101 documents, 1,000 tokens"
+    assert whole[2] == "valid      encyclopedia: b: 11 documents, 100 tokens"
 
 
 def test_generated_tokens_have_no_files() -> None:
@@ -87,18 +90,87 @@ def test_generated_tokens_have_no_files() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--data-path", "--train-data-path"])
-def test_of_many_datasets_only_a_few_are_opened(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    opened: list[str] = []
-    monkeypatch.setattr("megatron.training.data_preview.measure", lambda prefix: opened.append(prefix) or (1, 50))
+def test_of_many_datasets_only_a_few_are_told(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    size = Size(1000, 50_000, 1000)
+    monkeypatch.setattr("megatron.training.data_preview.measure", lambda prefix: size)
     names = [f"x{i}" for i in range(500)]
     for name in names:
         Path(f"{name}.idx").touch(), Path(f"{name}.bin").touch()
-    rows = told(flag, *names)
-    assert opened == names[:MOST_SHOWN]
+    rows = told(flag, *names, "--eval-iters", "0")
+    assert len(rows) <= MOST_SHOWN + 2
     assert rows[-1].strip() == "and 492 more"
     rows = told("--train-data-path", "x0", "--valid-data-path", *names, "--multiple-validation-sets")
-    assert len(opened) == 2 * MOST_SHOWN
     assert rows[-1].strip().endswith("valid:x14 and 485 more")
+
+
+# --- what the start would refuse ---
+
+
+def at_the_start(*argv: str) -> DataSource:
+    config = parse([*RUN, *argv], {}).config
+    return build_data(config.data, config.training, config.model.vocab, 1)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("--data-path", "a", "--split", "999,1,0"),
+        ("--data-path", "a", "--split", "50,30,20"),
+        ("--data-path", "tiny"),
+        ("--data-path", "1", "a", "1", "tiny"),
+        ("--data-path", "tiny", "--split", "4,1,0"),
+        ("--train-data-path", "a", "--valid-data-path", "none"),
+        ("--data-path", "a", "tiny", "--multiple-validation-sets", "--split", "99,1,0"),
+    ],
+    ids=" ".join,
+)
+def test_a_part_without_data_is_refused_as_at_the_start(argv: tuple[str, ...]) -> None:
+    write(Path("a"), 100), write(Path("tiny"), 5), write(Path("none"), 0)
+    argv = (*argv, "--eval-iters", "1")
+    try:
+        at_the_start(*argv)
+        expected = None
+    except DataError as error:
+        expected = str(error)
+    try:
+        told(*argv)
+        said = None
+    except DataError as error:
+        said = str(error)
+    assert said == expected
+
+
+def test_what_the_start_leaves_out_is_told() -> None:
+    write(Path("a"), 100)
+    argv = ("--data-path", "a", "--eval-iters", "1")
+    (note,) = [row for row in told(*argv) if row.startswith("note ")]
+    assert note in at_the_start(*argv).summary()
+    assert note.startswith("note       no test data: the default --split")
+    assert len(told("--data-path", "a", "--eval-iters", "0")) == 2
+
+
+def test_large_parts_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    write(Path("a"), 1000)
+    monkeypatch.setattr("megatron.training.data_preview.readers", pytest.fail)
+    assert len(told("--data-path", "a", "--split", "8,1,1", "--eval-iters", "1")) == 2
+
+
+def test_what_is_done_at_the_end_of_documents_is_told_as_at_the_start() -> None:
+    write(Path("a"), 100)
+    argv = ("--data-path", "a", "--split", "8,1,1", "--reset-attention-mask", "--eod-mask-loss")
+    (row,) = [row for row in told(*argv, "--eod-id", "7") if row.startswith("documents ")]
+    assert row in at_the_start(*argv, "--eod-id", "7").summary()
+    with pytest.raises(DataError, match="--reset-attention-mask needs the id that ends a document"):
+        told(*argv)
+
+
+def test_names_of_sets_do_not_break_the_columns() -> None:
+    write(Path("a"), 100), write(Path("b"), 100)
+    sets = ["--multiple-validation-sets", "--validation-set-names", "wiki", "encyclopedia"]
+    argv = ("--train-data-path", "a", "--valid-data-path", "a", "b", *sets, "--eval-iters", "1")
+    for rows in (told(*argv), at_the_start(*argv).summary()):
+        assert [row[:11].strip() for row in rows] == ["train", "valid", "valid"]
+        assert [row[11:].split(":")[0] for row in rows[1:]] == ["wiki", "encyclopedia"]
 
 
 def test_it_is_printed_fast_and_without_torch() -> None:
