@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from megatron.config.data_paths import MOST_SOURCES
 from megatron.data.dataset import Dataset, Reading, Sample
 from megatron.data.digest import fingerprint, mix
 from megatron.data.errors import DataError
 
-MAX_DATASETS = 32_766
 WORTH_COMPILING = 1_000_000  # comparisons
 PLACES_PER_BLOCK = 1 << 20  # counted at once: numpy counts in a copy of eight bytes per place
 
@@ -32,8 +32,8 @@ def normalised(weights: ArrayLike) -> NDArray[np.float64]:
         DataError: when there are too many or too few, or one is not above 0 and finite.
     """
     given = np.asarray(weights, dtype=np.float64)
-    if not 1 <= len(given) <= MAX_DATASETS:
-        raise DataError(f"a blend has 1 to {MAX_DATASETS:,} sources, not {len(given):,}", "merge some of them")
+    if not 1 <= len(given) <= MOST_SOURCES:
+        raise DataError(f"a blend has 1 to {MOST_SOURCES:,} sources, not {len(given):,}", "merge some of them")
     wrong = np.flatnonzero(~(np.isfinite(given) & (given > 0)))
     if wrong.size:
         k = int(wrong[0])

@@ -7,7 +7,6 @@ and the samples are shuffled. Three tables say all this (`SampleOrder`); buildin
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import accumulate
@@ -16,12 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
+from megatron.config.data_paths import split_shares
 from megatron.data.dataset import Dataset, Reading, Sample
 from megatron.data.digest import fingerprint, mix
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset
 
-SPLITS = ("train", "valid", "test")
 SEPARATE_BELOW = 0.80  # share of an epoch's samples below which a cut-off last epoch is shuffled apart
 PLACES_IN_32_BITS = 2**31
 SEQUENCES_AT_ONCE = 1 << 16  # few enough that what is computed from them stays in the processor's cache
@@ -113,20 +112,12 @@ def split_ranges(split: str, sequences: int) -> list[range]:
     Raises:
         DataError: when ``split`` is not one to three weights.
     """
-    weights = _split_weights(split)
-    # numpy's sum, because Python's own is compensated from 3.12 on and would round elsewhere
-    shares = (np.array(weights) / np.sum(weights)).tolist()
+    try:
+        shares = split_shares(split)
+    except ValueError as error:
+        raise DataError(f"split {error}", "--split 969,30,1") from error
     ends = [round(end * float(sequences)) for end in accumulate(shares, initial=0.0)]
     return [range(begin, end) for begin, end in zip(ends, ends[1:])]
-
-
-def _split_weights(split: str) -> list[float]:
-    words = re.split(r"[\s,/]+", split.strip())
-    if len(words) <= len(SPLITS) and all(re.fullmatch(r"\d+\.?\d*|\.\d+", word) for word in words):
-        weights = [float(word) for word in words]
-        if any(weights):
-            return weights + [0.0] * (len(SPLITS) - len(weights))
-    raise DataError(f"split '{split}' is not one to three weights of train, valid and test", "--split 969,30,1")
 
 
 def build_order(

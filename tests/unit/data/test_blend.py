@@ -14,8 +14,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.config.data_paths import MOST_SOURCES
 from megatron.data import blend
-from megatron.data.blend import MAX_DATASETS, BlendedDataset, BlendIndex, blend_index, exhaustive_index
+from megatron.data.blend import BlendedDataset, BlendIndex, blend_index, exhaustive_index
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset
 from megatron.data.gpt_dataset import GPTDataset, build_order
@@ -77,7 +78,7 @@ def test_a_blend_of_many_sources() -> None:
     weights = np.random.RandomState(3).random_sample(700) + 1e-3
     found = pairs(blend_index(weights, 5000))
     assert found == megatron_order.interleaved(megatron_order.normalised(weights.tolist()), 5000)
-    datasets, _ = blend_index(np.ones(MAX_DATASETS), 5000)
+    datasets, _ = blend_index(np.ones(MOST_SOURCES), 5000)
     assert np.array_equal(datasets, np.arange(5000))
 
 
@@ -94,7 +95,7 @@ def test_every_stretch_of_a_blend_has_the_weights() -> None:
     ("weights", "sentence"),
     [
         ([], "a blend has 1 to 32,766 sources, not 0"),
-        ([1.0] * (MAX_DATASETS + 1), "not 32,767"),
+        ([1.0] * (MOST_SOURCES + 1), "not 32,767"),
         ([1.0, 0.0], "weight 2 of a blend is 0.0, not a number above 0"),
         ([-1.0, 1.0], "weight 1 of a blend is -1.0"),
         ([1.0, float("nan")], "weight 2 of a blend is nan"),

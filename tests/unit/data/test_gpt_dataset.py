@@ -12,9 +12,10 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
+from megatron.config.data_paths import SPLITS
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.gpt_dataset import SEQUENCES_AT_ONCE, SPLITS, GPTDataset, SampleOrder, build_order, split_ranges
+from megatron.data.gpt_dataset import SEQUENCES_AT_ONCE, GPTDataset, SampleOrder, build_order, split_ranges
 from tests.unit.data import megatron_order
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "megatron"
@@ -243,9 +244,9 @@ def ends_by_hand(weights: list[float], sequences: int) -> list[tuple[int, int]]:
         ("969, 30, 1", 10, [(0, 10), (10, 10), (10, 10)]),
         ("90,8,2", 200, [(0, 180), (180, 196), (196, 200)]),
         ("1,1,1", 9, [(0, 3), (3, 6), (6, 9)]),
-        ("1/1", 5, [(0, 2), (2, 5), (5, 5)]),  # 2.5 rounds to even
+        ("1,1", 5, [(0, 2), (2, 5), (5, 5)]),  # 2.5 rounds to even
         ("1", 7, [(0, 7), (7, 7), (7, 7)]),
-        (".5 .25 .25", 8, [(0, 4), (4, 6), (6, 8)]),
+        (".5, .25 ,.25", 8, [(0, 4), (4, 6), (6, 8)]),
     ],
 )
 def test_split(split: str, sequences: int, expected: list[tuple[int, int]]) -> None:
@@ -264,7 +265,9 @@ def test_split_covers_everything_once(weights: list[int], sequences: int) -> Non
     assert all(len(r) == 0 for r, w in zip(ranges, weights) if w == 0)
 
 
-@pytest.mark.parametrize("split", ["", "a,b,c", "1,2,3,4", "0,0,0", "-1,1", "1.2.3,1", "1e3,1", "nan", "90%"])
+@pytest.mark.parametrize(
+    "split", ["", "a,b,c", "1,2,3,4", "0,0,0", "-1,1", "1.2.3,1", "1e3,1", "nan", "90%", "1/1", ".5 .5"]
+)
 def test_a_split_that_is_no_split_is_refused(split: str) -> None:
-    with pytest.raises(DataError, match="is not one to three weights"):
+    with pytest.raises(DataError, match=r"is not up to three numbers|has no weight above 0"):
         split_ranges(split, 10)
