@@ -24,9 +24,11 @@ from megatron.data.tokenizers.tokenizer import (
     build_tokenizer,
     read_record,
     recorded_tokenizer,
+    wrote,
 )
 
 SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
+RECORDED = ("tokenizer_type", "vocab_size", "eod", "parses_special_tokens")  # of the tokenizer, with --json
 SHOWN_IDS = 12
 
 
@@ -82,7 +84,7 @@ class Meaning:
         record, tokenizer = read_record(prefix), None
         if args.tokenizer_type is not None:
             tokenizer = build_tokenizer(TokenizerChoice.from_args(args))
-            if record is not None and record.fingerprint != tokenizer.fingerprint:
+            if record is not None and not wrote(prefix, tokenizer):
                 seen = f"{prefix} was written with another {record.tokenizer_type} than the flags name"
                 raise DataError(seen, "leave out the flags of the tokenizer: its files lie beside the pair")
         elif args.samples or args.verify:
@@ -141,7 +143,7 @@ def facts(found: Inspection, args: argparse.Namespace) -> dict[str, Any]:
         "prefix": found.data.prefix,
         **{name: value for name, value in vars(found.summary).items() if name != "lengths"},
         "fingerprint": found.data.fingerprint,
-        "tokenizer": record and {name: getattr(record, name) for name in ("tokenizer_type", "vocab_size", "eod")},
+        "tokenizer": record and {name: getattr(record, name) for name in RECORDED},
         "document_tokens": statistics(found.summary),
     }
     if findings is not None:
@@ -175,8 +177,10 @@ def tell(found: Inspection, args: argparse.Namespace) -> None:
     print(f"  bytes      {s.bin_bytes:,} .bin, {s.idx_bytes:,} .idx")
     lengths = ", ".join(f"{name} {value:,}" for name, value in statistics(s).items())
     print(f"  tokens of a document that is not empty: {lengths}")
-    wrote = record and f"{record.tokenizer_type}, {record.vocab_size:,} ids, {record.eod} ends a document"
-    print(f"  tokenizer  {wrote or 'no record'}")
+    said = record and f"{record.tokenizer_type}, {record.vocab_size:,} ids, {record.eod} ends a document"
+    parsed = record is not None and record.parses_special_tokens
+    how = "; special tokens spelled out in texts became their ids" if parsed else ""
+    print(f"  tokenizer  {said or 'no record'}{how}")
     if found.findings is not None:
         tell_findings(found, found.findings, args.top)
     for sample in found.samples:

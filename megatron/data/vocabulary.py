@@ -17,7 +17,9 @@ from megatron.data.tokenizers.tokenizer import (
     TokenizerRecord,
     build_tokenizer,
     read_record,
+    same_ids,
     tokenizer_files,
+    wrote,
 )
 
 FILES = ("tokenizer_model", "vocab_file", "merge_file")
@@ -125,7 +127,7 @@ def known_tokenizer(data: DataConfig, vocab_size: int | None) -> Known | None:
     if not records:
         return None if named is None else _known(TokenizerRecord.of(named), named.files)
     prefix, record = max(records.items(), key=lambda item: item[1].special_ids is not None)  # older ones say less
-    if named is not None and named.fingerprint != record.fingerprint:
+    if named is not None and not wrote(prefix, named):
         flags = " ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in FILES if getattr(data, name))
         raise DataError(
             f"{prefix} was written with another {record.tokenizer_type} than that of {flags}: its ids are others",
@@ -187,15 +189,17 @@ def _has_files(data: DataConfig) -> bool:
 
 
 def _records(data: DataConfig) -> dict[str, TokenizerRecord | None]:
-    """What is recorded beside each dataset, all of the type that the flags name."""
-    return {prefix: read_record(prefix, data.tokenizer_type) for prefix in prefixes(data)}
+    """What is recorded beside each dataset, all of the type that the flags name where they name no more."""
+    named = None if _has_files(data) else data.tokenizer_type
+    return {prefix: read_record(prefix, named) for prefix in prefixes(data)}
 
 
 def _must_agree(records: Mapping[str, TokenizerRecord]) -> None:
     """Raises DataError where two datasets were written with different tokenizers."""
     for prefix, record in records.items():
         first, other = next(iter(records.items()))
-        if (record.fingerprint, record.vocab_size, record.eod) != (other.fingerprint, other.vocab_size, other.eod):
+        same = (record.fingerprint, record.vocab_size, record.eod) == (other.fingerprint, other.vocab_size, other.eod)
+        if not same and not same_ids(first, prefix):
             raise DataError(
                 f"{first} was written with {_shown(other)}, but {prefix} with {_shown(record)}: "
                 "the same id means different text in them",

@@ -15,7 +15,7 @@ import numpy as np
 
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter, remove_leftovers
-from megatron.data.tokenizers.record import FOLDER, RECORD, TokenizerRecord, read_record
+from megatron.data.tokenizers.record import FOLDER, RECORD, TokenizerRecord, read_record, same_ids
 
 INDEX_BYTES = 20  # of a sequence that is a document: length, pointer and boundary
 
@@ -111,8 +111,9 @@ def check_parts(parts: Sequence[Part]) -> None:
 
 
 def _check_records(a: Part, b: Part) -> None:
+    same = same_ids(a.prefix, b.prefix)
     seen = [dict(vars(part.record)) for part in (a, b)]
-    for name in seen[0]:
+    for name in ("pad", "special_ids") if same else seen[0]:
         values = [record[name] for record in seen]
         if values[0] != values[1] and _said_by_both(name, seen):
             raise DataError(
@@ -185,12 +186,12 @@ def merge(parts: Sequence[Part], output: str, report: Callable[[int], None] = la
 
 
 def _beside(parts: Sequence[Part]) -> dict[str, bytes]:
-    """Record and tokenizer files of the part whose record says most."""
+    """Record and tokenizer files of the part whose record says most, and that its texts may hold special tokens."""
     speaking = [part for part in parts if part.record is not None and part.record.special_ids is not None]
     known = speaking or [part for part in parts if part.record is not None]
     if not known:
         return {}
-    prefix = known[0].prefix
+    prefix = max(known, key=lambda part: part.record is not None and part.record.parses_special_tokens).prefix
     folder = Path(f"{prefix}.{FOLDER}")
     files = {f"{FOLDER}/{path.name}": path.read_bytes() for path in sorted(folder.glob("*")) if path.is_file()}
     return {RECORD: Path(f"{prefix}.{RECORD}").read_bytes()} | files

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.digest import fingerprint
+
 
 class Encoded(NamedTuple):
     """The ids of several texts, end to end.
@@ -25,7 +27,7 @@ class Encoded(NamedTuple):
 
 
 class Tokenizer(Protocol):
-    """Text to ids ``0 .. vocab_size - 1`` and back; equal fingerprints mean equal ids for equal text."""
+    """Text to ids ``0 .. vocab_size - 1`` and back; with equal fingerprints, the same id means the same text."""
 
     @property
     def vocab_size(self) -> int:
@@ -45,7 +47,11 @@ class Tokenizer(Protocol):
 
     @property
     def fingerprint(self) -> str:
-        """Short digest of the table from text to ids."""
+        """Short digest of the table from ids to text: whether special tokens are looked for in texts is not in it."""
+
+    @property
+    def earlier_fingerprints(self) -> tuple[str, ...]:
+        """Other digests that earlier records may hold for the same files."""
 
     @property
     def files(self) -> Mapping[str, bytes]:
@@ -70,6 +76,11 @@ class Tokenizer(Protocol):
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """Contents by name of files that ``transformers`` turns into a tokenizer of the same ids; none if it cannot."""
+
+
+def earlier_fingerprints(*facts: str) -> tuple[str, ...]:
+    """What records held when the setting counted: of the ``facts`` without and with it."""
+    return fingerprint(*facts), fingerprint(*facts, "parse_special_tokens")
 
 
 def unicode_text(text: str | bytes) -> str:

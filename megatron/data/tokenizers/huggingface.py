@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.data.digest import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.encoded import Encoded, from_lists, unicode_text
+from megatron.data.tokenizers.encoded import Encoded, earlier_fingerprints, from_lists, unicode_text
 from megatron.data.tokenizers.hub import fetch, is_hub_name
 from megatron.data.tokenizers.reading import read_file
 
@@ -69,10 +70,15 @@ class HuggingFaceTokenizer:
         self.special_ids = {token.content: number for number, token in sorted(added.items()) if token.special}
         self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
 
-    @property
+    @cached_property
     def fingerprint(self) -> str:
-        """Of the content of ``tokenizer.json`` and the settings."""
-        return fingerprint(self.files[TOKENIZER].decode(), *self.settings)
+        """Of what decides ids, in whatever words the file says it."""
+        return fingerprint(deciding(self._tokenizer))
+
+    @property
+    def earlier_fingerprints(self) -> tuple[str, ...]:
+        """Of the text of ``tokenizer.json``, and the setting."""
+        return earlier_fingerprints(self.files[TOKENIZER].decode())
 
     def encode(self, text: str | bytes) -> NDArray[Any]:
         """Ids of the text.
@@ -104,6 +110,30 @@ class HuggingFaceTokenizer:
     def hugging_face_files(self) -> dict[str, bytes]:
         """The files it was read from."""
         return dict(self.files)
+
+
+def deciding(tokenizer: tokenizers.Tokenizer) -> str:
+    """What of a tokenizer decides which ids a text has, as JSON: equal where only the words of the files differ.
+
+    Templates, decoders, lengths and padding do not decide it. Nothing, ``false`` and ``""`` are the same to the
+    library, so that they are left out, as a later version may say a default that this one does not.
+    """
+    parts = json.loads(tokenizer.to_str())
+    kept = {name: parts[name] for name in ("added_tokens", "normalizer", "pre_tokenizer", "model")}
+    for token in kept["added_tokens"] if kept["normalizer"] is None else ():
+        token["normalized"] = False  # nothing is changed in a text before the token is looked for
+    return json.dumps(_said(kept), sort_keys=True)
+
+
+def _said(value: Any) -> Any:
+    """A JSON value without the defaults of its objects."""
+    if isinstance(value, list):
+        return [_said(item) for item in value]
+    if not isinstance(value, dict):
+        return value
+    silent = ("trim_offsets",)  # where a token lies in the text, which nobody asks for
+    told = {name: _said(item) for name, item in value.items() if name not in silent}
+    return {name: item for name, item in told.items() if item is not None and item is not False and item != ""}
 
 
 def _end_of_document(files: Mapping[str, bytes], ids: Mapping[str, int], path: Path) -> int:

@@ -25,6 +25,7 @@ class ByteTokenizer:
     special_ids: Mapping[str, int] = {END_OF_DOCUMENT: 256}
     files: Mapping[str, bytes] = {}
     settings: Mapping[str, Any] = {}
+    earlier_fingerprints: tuple[str, ...] = ()
     library = "numpy"
 
     @property
@@ -59,6 +60,7 @@ class NullTokenizer:
     special_ids: Mapping[str, int] = {}
     files: Mapping[str, bytes] = {}
     settings: Mapping[str, Any] = {}
+    earlier_fingerprints: tuple[str, ...] = ()
     library = "numpy"
 
     def __init__(self, vocab_size: int) -> None:

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from megatron.data.digest import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.encoded import Encoded, from_lists, threads, unicode_text
+from megatron.data.tokenizers.encoded import Encoded, earlier_fingerprints, from_lists, threads, unicode_text
 from megatron.data.tokenizers.reading import read_file
 from megatron.data.tokenizers.sentencepiece_file import Kind, Model, Piece, read_model, with_kinds
 from megatron.data.tokenizers.sentencepiece_json import hugging_face_files
@@ -83,8 +83,13 @@ class SentencePieceTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Of the content of the file and the settings."""
-        return fingerprint(hashlib.sha256(self.files[MODEL]).hexdigest(), *self.settings)
+        """Of the content of the file."""
+        return fingerprint(hashlib.sha256(self.files[MODEL]).hexdigest())
+
+    @property
+    def earlier_fingerprints(self) -> tuple[str, ...]:
+        """Of the content of the file, and the setting."""
+        return earlier_fingerprints(hashlib.sha256(self.files[MODEL]).hexdigest())
 
     def encode(self, text: str | bytes) -> NDArray[Any]:
         """Ids of the text.

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from megatron.data.digest import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.encoded import Encoded, from_lists, threads, unicode_text
+from megatron.data.tokenizers.encoded import Encoded, earlier_fingerprints, from_lists, threads, unicode_text
 from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT
 from megatron.data.tokenizers.reading import read_file
 from megatron.data.tokenizers.tiktoken_json import hugging_face_files
@@ -139,10 +139,16 @@ class TikTokenizer:
     @property
     def fingerprint(self) -> str:
         """Of the ranks, the pattern and the special tokens."""
+        return fingerprint(*self._facts())
+
+    @property
+    def earlier_fingerprints(self) -> tuple[str, ...]:
+        """Of the same, and the setting."""
+        return earlier_fingerprints(*self._facts())
+
+    def _facts(self) -> tuple[str, ...]:
         table = hashlib.sha256(b"".join(b"%d %b\n" % (number, token) for token, number in self._ranks.items()))
-        special = json.dumps(dict(self.special_ids))
-        parsed = ["parse_special_tokens"] if self.settings.get("parse_special_tokens") else []
-        return fingerprint(table.hexdigest(), self._pattern, special, *parsed)
+        return table.hexdigest(), self._pattern, json.dumps(dict(self.special_ids))
 
     def encode(self, text: str | bytes) -> NDArray[Any]:
         """Ids of the text.

@@ -13,7 +13,9 @@ from megatron.data.tokenizers.record import (
     TokenizerRecord,
     read_record,
     recorded_tokenizer,
+    same_ids,
     tokenizer_files,
+    wrote,
 )
 from megatron.data.tokenizers.sentencepiece_model import (
     GPTSentencePieceTokenizer,
@@ -43,5 +45,7 @@ __all__ = [
     "build_tokenizer",
     "read_record",
     "recorded_tokenizer",
+    "same_ids",
     "tokenizer_files",
+    "wrote",
 ]

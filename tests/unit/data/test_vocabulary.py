@@ -46,6 +46,20 @@ def test_the_record_says_it_and_a_larger_size_may_be_asked_for(recorded: DataCon
         vocabulary(recorded, 499)
 
 
+def test_names_of_one_tokenizer_and_how_texts_were_read_do_not_matter(tmp_path: Path) -> None:
+    for name, other, settings in (
+        ("a", "SentencePieceTokenizer", {}),
+        ("b", "Llama2Tokenizer", {"parse_special_tokens": True}),
+    ):
+        record = TokenizerRecord(other, 500, 2, "same", None, {"</s>": 2}, settings)
+        (tmp_path / f"{name}.{RECORD}").write_bytes(record.to_bytes())
+    for named in ("SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"):
+        data = DataConfig(data_path=(str(tmp_path / "a"), str(tmp_path / "b")), tokenizer_type=named)
+        assert vocabulary(data, None) == 500
+    with pytest.raises(DataError, match="was written with SentencePieceTokenizer, not with GPT2BPETokenizer"):
+        vocabulary(replace(data, tokenizer_type="GPT2BPETokenizer"), None)
+
+
 def test_entries_that_no_text_can_use(recorded: DataConfig) -> None:
     """Padding and a few ids for later are meant; most of a vocabulary is not."""
     known = known_tokenizer(recorded, None)

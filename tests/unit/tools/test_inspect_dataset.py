@@ -107,7 +107,12 @@ def test_for_machines(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
         "bin_bytes": 624,
         "idx_bytes": 110,
         "fingerprint": IndexedDataset(prefix).fingerprint,
-        "tokenizer": {"tokenizer_type": "ByteTokenizer", "vocab_size": 257, "eod": 256},
+        "tokenizer": {
+            "tokenizer_type": "ByteTokenizer",
+            "vocab_size": 257,
+            "eod": 256,
+            "parses_special_tokens": False,
+        },
         "document_tokens": {"min": 6, "p10": 6, "median": 6, "p90": 300, "p99": 300, "max": 300, "mean": 104.0},
         "verified": {
             "vocab_size": 257,

@@ -17,7 +17,7 @@ from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.files.merge import Part, check_output, check_parts, find_prefixes, merge
 from megatron.data.tokenizers.plain import ByteTokenizer, NullTokenizer
-from megatron.data.tokenizers.record import FOLDER, RECORD, TokenizerRecord
+from megatron.data.tokenizers.record import FOLDER, RECORD, TokenizerRecord, read_record
 from tests.unit.data.pairs import content, packed, pair, write
 
 BYTES = TokenizerRecord.of(ByteTokenizer())
@@ -123,6 +123,20 @@ def test_an_older_record_goes_with_a_newer_one(tmp_path: Path) -> None:
     check_parts(found)
     merge(found, str(tmp_path / "all"))
     assert (tmp_path / f"all.{RECORD}").read_bytes() == BYTES.to_bytes()
+
+
+@pytest.mark.parametrize("first", ["a", "b"])
+def test_one_tokenizer_under_other_names_and_with_special_tokens_in_texts(tmp_path: Path, first: str) -> None:
+    """The ids mean the same; the record of the whole says that special tokens of texts are among them."""
+    settings: dict[str, dict[str, bool]] = {"a": {}, "b": {}} | {first: {"parse_special_tokens": True}}
+    for name, other in (("a", "SentencePieceTokenizer"), ("b", "Llama2Tokenizer")):
+        with_record(tmp_path / name, TokenizerRecord(other, 9, 2, "same", None, {"</s>": 2}, settings[name]))
+    parts = [Part.of(str(tmp_path / name)) for name in "ab"]
+    check_parts(parts)
+    merge(parts, str(tmp_path / "all"))
+    record = read_record(tmp_path / "all")
+    assert record == parts["ab".index(first)].record
+    assert record is not None and record.parses_special_tokens
 
 
 @pytest.mark.parametrize(

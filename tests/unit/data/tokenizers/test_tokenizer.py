@@ -7,6 +7,7 @@ import json
 import pickle
 import shutil
 from dataclasses import fields, replace
+from hashlib import sha256
 from importlib.metadata import version
 from pathlib import Path
 
@@ -16,8 +17,10 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import models
+from transformers import GPT2Tokenizer
 
 from megatron.config.run import DataConfig
+from megatron.data.digest import fingerprint
 from megatron.data.errors import DataError
 from megatron.data.tokenizers import huggingface
 from megatron.data.tokenizers.tokenizer import (
@@ -25,6 +28,7 @@ from megatron.data.tokenizers.tokenizer import (
     RECORD,
     TOKENIZER_TYPES,
     ByteTokenizer,
+    GPT2BPETokenizer,
     HuggingFaceTokenizer,
     NullTokenizer,
     Tokenizer,
@@ -34,9 +38,11 @@ from megatron.data.tokenizers.tokenizer import (
     build_tokenizer,
     read_record,
     recorded_tokenizer,
+    same_ids,
     tokenizer_files,
+    wrote,
 )
-from tests.unit.data.made_tokenizers import apart, choice
+from tests.unit.data.made_tokenizers import apart, choice, gpt2
 
 
 @settings(deadline=None)
@@ -111,7 +117,7 @@ def test_special_tokens_spelled_out_are_text_unless_asked_for(name: str, tmp_pat
     told = choice(name, tmp_path)
     tokenizer, parsing = build_tokenizer(told), build_tokenizer(replace(told, parse_special_tokens=True))
     assert tokenizer.special_ids
-    assert tokenizer.fingerprint != parsing.fingerprint
+    assert tokenizer.fingerprint == parsing.fingerprint  # the same id means the same text
     for token, number in tokenizer.special_ids.items():
         text = f"so {token}{token} it is"
         ids, parsed = tokenizer.encode(text).tolist(), parsing.encode(text).tolist()
@@ -299,6 +305,51 @@ def test_an_older_record_says_less_and_is_read(name: str, tmp_path: Path) -> Non
     assert recorded_tokenizer(prefix) is not None
 
 
+@pytest.mark.parametrize("parse", [False, True])
+@pytest.mark.parametrize("name", TEXTUAL)
+def test_a_record_with_an_earlier_fingerprint_is_of_the_same_tokenizer(name: str, parse: bool, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(replace(choice(name, tmp_path / "files"), parse_special_tokens=parse))
+    prefix, today = record(tmp_path / "x", tokenizer), record(tmp_path / "y", tokenizer)
+    path = Path(f"{prefix}.{RECORD}")
+    content = next(iter(tokenizer.files.values()))
+    facts = [content.decode() if name in ("HuggingFaceTokenizer", "GPT2BPETokenizer") else sha256(content).hexdigest()]
+    told = fingerprint(*facts, *(["parse_special_tokens"] if parse else []))
+    if name == "TikTokenizer":  # its facts are many
+        told = tokenizer.earlier_fingerprints[parse]
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"fingerprint": told}))
+    again = recorded_tokenizer(prefix)
+    assert again is not None and again.settings == tokenizer.settings
+    assert same_ids(prefix, today) and same_ids(today, prefix)
+    assert wrote(prefix, build_tokenizer(choice(name, tmp_path / "files")))
+    assert not wrote(prefix, ByteTokenizer())
+    assert not same_ids(prefix, record(tmp_path / "z", ByteTokenizer()))
+
+
+def test_gpt2_is_one_tokenizer_in_each_of_its_forms(tmp_path: Path) -> None:
+    vocab, merges = gpt2(tmp_path / "two")
+    GPT2Tokenizer(vocab=str(vocab), merges=str(merges)).save_pretrained(tmp_path / "one")
+    two, one = GPT2BPETokenizer.from_vocabulary(vocab, merges), HuggingFaceTokenizer(tmp_path / "one")
+    assert two.fingerprint == one.fingerprint
+    assert set(two.earlier_fingerprints).isdisjoint(one.earlier_fingerprints)
+    content = json.loads(one.files[huggingface.TOKENIZER])
+    for change in (
+        {"pre_tokenizer": content["pre_tokenizer"] | {"add_prefix_space": True}},
+        {"normalizer": {"type": "NFC"}},
+        {"model": content["model"] | {"merges": content["model"]["merges"][1:]}},
+        {"added_tokens": [content["added_tokens"][0] | {"lstrip": True}]},
+    ):
+        (tmp_path / "one" / huggingface.TOKENIZER).write_text(json.dumps(content | change))
+        assert HuggingFaceTokenizer(tmp_path / "one").fingerprint != two.fingerprint
+
+
+@pytest.mark.parametrize("name", ["SentencePieceTokenizer", "GPTSentencePieceTokenizer", "Llama2Tokenizer"])
+def test_three_names_are_one_type(name: str, tmp_path: Path) -> None:
+    prefix = record(tmp_path / "x", build_tokenizer(choice("Llama2Tokenizer", tmp_path / "files")))
+    assert read_record(prefix, name) is not None
+    with pytest.raises(DataError, match="was written with Llama2Tokenizer, not with HuggingFaceTokenizer"):
+        read_record(prefix, "HuggingFaceTokenizer")
+
+
 def test_a_pad_that_is_the_end_of_a_document_is_recorded_as_such(model: Path, tmp_path: Path) -> None:
     folder = tmp_path / "pads"
     shutil.copytree(model, folder)
@@ -342,6 +393,14 @@ def test_a_tokenizer_of_hugging_face_lies_beside_its_data(model: Path, tmp_path:
     assert tokenizer_files(prefix) == {file.name: file.read_bytes() for file in model.iterdir()}
     with open(f"{prefix}.{FOLDER}/{huggingface.TOKENIZER}", "a") as file:
         file.write(" ")
+    assert recorded_tokenizer(prefix) is not None  # says the same in other words
+    with open(f"{prefix}.{FOLDER}/{huggingface.TOKENIZER}", "rb+") as file:
+        content = json.loads(file.read())
+        vocabulary = content["model"]["vocab"]
+        vocabulary["a"], vocabulary["b"] = vocabulary["b"], vocabulary["a"]
+        file.seek(0)
+        file.write(json.dumps(content).encode())
+        file.truncate()
     with pytest.raises(DataError, match="but that tokenizer is now"):
         tokenizer_files(prefix)
     shutil.rmtree(f"{prefix}.{FOLDER}")
