@@ -318,4 +318,4 @@ def extended(split: str, before: Sequence[int], after: Sequence[int]) -> str | N
     if len(after) == len(before):
         return None
     planned, more = (" + ".join(f"{count:,}" for count in some) for some in (before, after[len(before) :]))
-    return f"the {spoken(split)} data, laid out for {planned} samples, are used up: {more} of a new order follow"
+    return f"the {spoken(split)} data, laid out for {planned} samples, are used up: {more} more follow"
