@@ -152,7 +152,7 @@ def _from_flags(given: Sequence[Given]) -> Layer:
         try:
             value = g.value()
         except ValueError as error:
-            layer.refuse(g.setting, g.spelling, error)
+            layer.refuse(g.setting, g.spelling, error, g.words)
             continue
         before = said.get(name)
         if before is not None and before.main != g.main and layer.values[name] != value:

@@ -6,7 +6,8 @@ be read and the problems with the rest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from megatron.config.run import HUGGING_FACE, RunConfig, TrainingConfig
 from megatron.config.settings import GROUPS, SETTINGS, Setting
 
 Values = dict[str, Any]
+
+SEPARATED = {"split": ","}
+"""What separates the parts of a text, where that is no blank."""
 
 LENGTHS = (
     ("train_iters", "train_samples"),
@@ -47,14 +51,17 @@ class Layer:
     problems: list[Problem] = field(default_factory=list)
     doubtful: set[str] = field(default_factory=set)
 
-    def refuse(self, setting: Setting, said: str, error: ValueError) -> None:
-        """Note that ``said`` is no value for the setting."""
+    def refuse(self, setting: Setting, said: str, error: ValueError, words: Sequence[str] = ()) -> None:
+        """Note that ``said``, with ``words`` as its value, is none for the setting."""
         self.doubtful.add(setting.name)
-        self.problems.append(Problem("E002", f"{said}: {error}", example(setting)))
+        self.problems.append(Problem("E002", f"{said}: {error}", example(setting, words)))
 
 
-def example(setting: Setting) -> tuple[str, ...]:
-    """What a person might paste instead."""
+def example(setting: Setting, words: Sequence[str] = ()) -> tuple[str, ...]:
+    """What a person might paste instead of a flag with ``words``."""
+    if len(words) > 1 and not setting.kind.many and setting.kind.scalar is str and not setting.option.choices:
+        text = SEPARATED.get(setting.name, " ").join(words)
+        return (f"{setting.flag} {shlex.quote(text)}",)
     if setting.option.choices:
         return (f"{setting.flag} {'|'.join(setting.option.choices)}",)
     if setting.kind.length:

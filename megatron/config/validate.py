@@ -75,7 +75,8 @@ class _Unknown:
     def _refuse(self, *others: object) -> NoReturn:
         raise _UnknownError
 
-    __bool__ = __len__ = __iter__ = __getitem__ = __hash__ = __format__ = __str__ = __int__ = __float__ = _refuse
+    __getattr__ = __call__ = __fspath__ = __bool__ = __len__ = __iter__ = __getitem__ = __contains__ = _refuse
+    __hash__ = __format__ = __str__ = __repr__ = __int__ = __float__ = __index__ = __round__ = __abs__ = _refuse
     __eq__ = __ne__ = __lt__ = __le__ = __gt__ = __ge__ = _refuse
     __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __neg__ = _refuse
     __floordiv__ = __rfloordiv__ = __truediv__ = __rtruediv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = _refuse

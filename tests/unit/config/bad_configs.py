@@ -169,6 +169,7 @@ CASES = (
     Case("--per-split-data-args-path ''", base=FILES),
     Case("--per-split-data-args-path tests/golden/data_args/no_train.json --eval-iters 1", base=FILES),
     Case("--split 90:5:5"),
+    Case(f"--data-path {THERE} --split 90 5 5 --data-cache-path my cache", base=FILES),
     Case(f"--data-path {THERE} --split ''", base=FILES),
     Case("--data-path no/such/corpus --split 0,100,0", base=FILES),
     Case("--data-path no/such/corpus --split 100,0,0 --eval-iters 5", base=FILES),

@@ -17,6 +17,7 @@ from megatron.config.lengths import lengths
 from megatron.config.model import ModelConfig
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.config.settings import SETTINGS
 from megatron.config.sources import build
 from megatron.config.validate import problems
 from megatron.optim.schedule import Schedule
@@ -83,6 +84,27 @@ def test_checks_leave_out_what_could_not_be_read() -> None:
     assert problems(bad, 1, {"num_query_groups"}) == []
     assert problems(bad, 1, {"num_attention_heads"}) == []
     assert [p.code for p in problems(bad, 1, {"seq_length"})] == ["E102"]
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        DataConfig(mock_data=True),
+        DataConfig(
+            data_path=("0.3", "no/a", "0.7", "no/b"), multiple_validation_sets=True, validation_set_names=("a",)
+        ),
+        DataConfig(train_data_path=("no/a",), valid_data_path=("no/b", "no/c"), multiple_validation_sets=True),
+        DataConfig(data_args_path="tests/golden/data_args/zero_weight.txt", split="1,1,1"),
+        DataConfig(per_split_data_args_path="tests/golden/data_args/no_train.json", eod_id=3),
+    ],
+)
+def test_no_check_stumbles_over_values_that_could_not_be_read(data: DataConfig) -> None:
+    config = replace(GOOD, data=data)
+    told = {problem.code for problem in problems(config, 1)} | {
+        "E304"
+    }  # train_iters beside an unreadable train_samples
+    for name in SETTINGS:
+        assert {problem.code for problem in problems(config, 1, {name})} <= told, name
 
 
 def test_a_value_out_of_range_is_told_once() -> None:
