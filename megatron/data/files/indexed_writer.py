@@ -5,9 +5,11 @@ from __future__ import annotations
 import fcntl
 import glob
 import os
+import secrets
+import shlex
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
@@ -26,36 +28,46 @@ BLOCK = 1 << 20  # entries of a table that are in memory at once
 class IndexedDatasetWriter:
     """Writes a pair of files, document by document. Memory is that of one call, whatever was written before.
 
-    The files appear under their names only when a ``with`` block ends without an exception, ``.idx`` last: a pair that
-    was not finished is never taken for one. A pair already there stays whole until then.
+    All is done in a ``with`` block. The files appear under their names only when it ends without an exception,
+    ``.idx`` last: a pair that was not finished is never taken for one. A pair already there stays whole until then.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
-        """Begin ``<prefix>.bin`` and ``<prefix>.idx`` for ids of one of the types of `CODES`.
+        """For ``<prefix>.bin`` and ``<prefix>.idx`` with ids of one of the types of `CODES`; no file is touched yet.
 
         Raises:
             DataError: when the format does not have the type.
-            OSError: when the folder cannot be written.
         """
         self._prefix = str(prefix)
         self._dtype = np.dtype(dtype).newbyteorder("<")
         if self._dtype not in CODES.values():
             raise DataError(f"{self._prefix}: the format has no {self._dtype}", "uint16 | int32")
         self._beside: dict[str, bytes] = {}
+        self._unwanted: list[str] = []
         self._sequences = 0
         self._sequences_of_documents = 0
+        self._published = False
+        self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"  # other containers have processes of this number too
         self.num_documents = 0
         self.num_tokens = 0
+
+    def __enter__(self) -> Self:
+        """Begin the files.
+
+        Raises:
+            OSError: when the folder cannot be written.
+        """
         folder = Path(self._prefix).parent
         with ExitStack() as files:
             # the tables of the index grow in files without a name, which vanish with the process
             self._lengths: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
             self._boundaries: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
-            self._bin: IO[bytes] = files.enter_context(open(self._part("bin"), "wb"))
+            self._bin: IO[bytes] = files.enter_context(open(self._part("bin"), "xb"))
             with suppress(OSError):  # where files cannot be locked, nobody takes this one for a leftover
                 fcntl.flock(self._bin, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._open = files.pop_all()
         self._boundaries.write(np.zeros(1, "<i8").data)
+        return self
 
     def add_sequence(self, tokens: ArrayLike) -> None:
         """Append one sequence of ids ``[n]`` to the document being written.
@@ -137,18 +149,16 @@ class IndexedDatasetWriter:
         """
         self._beside[suffix] = content
 
-    def __enter__(self) -> Self:
-        return self
+    def leave_no(self, suffix: str) -> None:
+        """No file or folder ``<prefix>.<suffix>`` of an older dataset stays, unless the new one has it too."""
+        self._unwanted.append(suffix)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            if kind is None:
-                if self._sequences != self._sequences_of_documents:
-                    raise ValueError(f"{self._prefix}: the last document was not ended (end_document)")
-                _sync(self._bin)
-                self._publish()
+            if kind is None and not self._published:
+                publish_together([self])
         finally:
             for suffix in ("bin", "idx", *self._beside):
                 Path(self._part(suffix)).unlink(missing_ok=True)
@@ -157,8 +167,12 @@ class IndexedDatasetWriter:
                     folder.rmdir()
             self._open.close()  # last: on a full disk it fails once more
 
-    def _publish(self) -> None:
-        """Give the files their names, the index last; an older index must not outlive its ids."""
+    def _prepare(self) -> None:
+        """Have all bytes on the disk, so that what is left to do is to give them their names."""
+        if self._sequences != self._sequences_of_documents:
+            raise ValueError(f"{self._prefix}: the last document was not ended (end_document)")
+        self._check_targets()
+        _sync(self._bin)
         for folder in self._folders():
             folder.mkdir(exist_ok=True)
         for suffix, content in self._beside.items():
@@ -168,15 +182,43 @@ class IndexedDatasetWriter:
         with open(self._part("idx"), "wb") as file:
             self._write_index(file)
             _sync(file)
+
+    def _check_targets(self) -> None:
+        """Refuse folders where files are to be, while an older pair is still whole."""
+        targets = [Path(f"{self._prefix}.{suffix}") for suffix in ("bin", "idx", *self._beside)]
+        targets += [path for folder in self._folders() if folder.is_dir() for path in folder.iterdir()]
+        for path in targets:
+            if path.is_dir():
+                raise DataError(f"{path} is a folder, and a file is to be there", f"rm -r {shlex.quote(str(path))}")
+
+    def _withdraw(self) -> None:
+        """Take the name of an older index away: it must not outlive its ids."""
         Path(f"{self._prefix}.idx").unlink(missing_ok=True)
+
+    def _name_ids(self) -> None:
+        """Give everything but the index its name."""
+        self._remove_unwanted()
         for suffix in ("bin", *self._beside):
             os.replace(self._part(suffix), f"{self._prefix}.{suffix}")
         for folder in self._folders():
             for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._beside}:
                 old.unlink()
             _sync_folder(folder)
+
+    def _name_index(self) -> None:
         os.replace(self._part("idx"), f"{self._prefix}.idx")
         _sync_folder(Path(self._prefix).parent)
+        self._published = True
+
+    def _remove_unwanted(self) -> None:
+        for suffix in self._unwanted:
+            path = Path(f"{self._prefix}.{suffix}")
+            if suffix in self._beside or path in self._folders():
+                continue
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def _folders(self) -> set[Path]:
         """Folders of the files beside the pair."""
@@ -184,7 +226,7 @@ class IndexedDatasetWriter:
 
     def _part(self, suffix: str) -> str:
         """Where a file grows until it gets its name."""
-        return f"{self._prefix}.{suffix}.{os.getpid()}.part"
+        return f"{self._prefix}.{suffix}.{self._mark}.part"
 
     def _write_ids(self, ids: NDArray[Any]) -> None:
         if ids.size and not np.can_cast(ids.dtype, self._dtype, "safe"):
@@ -244,6 +286,27 @@ class IndexedDatasetWriter:
         shutil.copyfileobj(self._boundaries, file)
 
 
+def publish_together(writers: Sequence[IndexedDatasetWriter]) -> None:
+    """Give the files of several writers their names at once, before their ``with`` blocks end.
+
+    What can fail for want of room or rights is done for all of them first, and leaves older pairs whole. While names
+    change no pair has an index, so that an old one is never taken for a companion of a new one.
+
+    Raises:
+        ValueError: when a last document was not ended.
+        DataError: when a folder is where a file is to be.
+        OSError: when the disk refuses.
+    """
+    for writer in writers:
+        writer._prepare()
+    for writer in writers:
+        writer._withdraw()
+    for writer in writers:
+        writer._name_ids()
+    for writer in writers:
+        writer._name_index()
+
+
 def remove_leftovers(prefix: str | Path) -> list[Path]:
     """Remove what writers of a pair left behind that were killed; returns it.
 
@@ -253,8 +316,8 @@ def remove_leftovers(prefix: str | Path) -> list[Path]:
     for ids in glob.glob(f"{glob.escape(str(prefix))}.bin.*.part"):
         with suppress(OSError), open(ids, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            process = ids.split(".")[-2]
-            for path in map(Path, glob.glob(f"{glob.escape(str(prefix))}.*.{process}.part")):
+            writer = ids.split(".")[-2]
+            for path in map(Path, glob.glob(f"{glob.escape(str(prefix))}.*.{writer}.part")):
                 path.unlink()
                 removed.append(path)
     return removed

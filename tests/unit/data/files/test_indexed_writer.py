@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter, id_dtype, remove_leftovers
+from megatron.data.files.indexed_writer import publish_together
 from tests.unit.data.pairs import LETTERS, NAMES, content, packed, pair, write
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "megatron"
@@ -169,11 +170,13 @@ def test_documents_that_cannot_be_are_refused(
 
 
 def test_a_document_that_was_not_ended_is_refused(tmp_path: Path) -> None:
-    writer = IndexedDatasetWriter(tmp_path / "x", np.uint16)
-    writer.add_document([1])
-    writer.add_sequence([2])
-    with pytest.raises(ValueError, match="was not ended"), writer:
-        pass
+    def write_a_half() -> None:
+        with IndexedDatasetWriter(tmp_path / "x", np.uint16) as writer:
+            writer.add_document([1])
+            writer.add_sequence([2])
+
+    with pytest.raises(ValueError, match="was not ended"):
+        write_a_half()
     assert content(tmp_path) == {}
 
 
@@ -232,12 +235,70 @@ def test_a_killed_writer_leaves_no_pair_and_what_it_leaves_can_be_removed(tmp_pa
 
 
 def test_a_writer_that_cannot_begin_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / f"x.bin.{os.getpid()}.part").mkdir()
-    with pytest.raises(IsADirectoryError):
-        IndexedDatasetWriter(tmp_path / "x", np.uint16)
-    with pytest.raises(FileNotFoundError):
-        IndexedDatasetWriter(tmp_path / "none" / "x", np.uint16)
-    assert len(os.listdir(tmp_path)) == 1
+    IndexedDatasetWriter(tmp_path / "x", np.uint16)
+    assert os.listdir(tmp_path) == []
+    with pytest.raises(FileNotFoundError), IndexedDatasetWriter(tmp_path / "none" / "x", np.uint16):
+        pass
+    assert os.listdir(tmp_path) == []
+
+
+def test_writers_of_one_process_number_write_into_files_of_their_own(tmp_path: Path) -> None:
+    """As two containers do, whose first processes have the same number."""
+    with (
+        IndexedDatasetWriter(tmp_path / "x", np.uint16) as one,
+        IndexedDatasetWriter(tmp_path / "x", np.uint16) as other,
+    ):
+        one.add_document([1])
+        other.add_document([2, 3])
+        assert len(os.listdir(tmp_path)) == 2
+    assert IndexedDataset(tmp_path / "x")[0].tolist() == [1]
+
+
+def write_both(folder: Path, token: int, *beside: str) -> None:
+    """Two pairs at once."""
+    with IndexedDatasetWriter(folder / "a", np.uint16) as a, IndexedDatasetWriter(folder / "b", np.uint16) as b:
+        for writer in (a, b):
+            writer.add_document([token])
+            for suffix in beside:
+                writer.add_file(suffix, bytes([token]))
+        publish_together([a, b])
+        assert [IndexedDataset(folder / name)[0].tolist() for name in "ab"] == [[token], [token]]
+
+
+@pytest.mark.parametrize("obstacle", ["b.bin", "b.note", "b.beside/old"])
+def test_pairs_published_together_are_all_old_where_one_cannot_be_written(tmp_path: Path, obstacle: str) -> None:
+    write_both(tmp_path, 1, "note", "beside/note")
+    (tmp_path / obstacle).unlink(missing_ok=True)
+    (tmp_path / obstacle).mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    with pytest.raises(DataError, match="is a folder, and a file is to be there"):
+        write_both(tmp_path, 2, "note", "beside/note")
+    assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+    (tmp_path / obstacle).rmdir()
+    write_both(tmp_path, 3, "note", "beside/note")
+
+
+def test_while_names_change_no_pair_has_an_index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail at each rename in turn: at no time is one pair new and the other old."""
+    replace = os.replace
+    for n, whole in enumerate([0, 0, 0, 1]):
+        for name in ("a", "b"):
+            write(tmp_path / name, [[1]])
+        calls = iter(range(9))
+
+        def stop(source: str, target: str, calls: Iterator[int] = calls, last: int = n) -> None:
+            if next(calls) == last:
+                raise OSError("no space left")
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", stop)
+        with pytest.raises(OSError, match="no space left"):
+            write_both(tmp_path, 2)
+        monkeypatch.setattr(os, "replace", replace)
+        indexes = sorted(tmp_path.glob("*.idx"))
+        assert len(indexes) == whole
+        assert all(IndexedDataset(path.with_suffix(""))[0].tolist() == [2] for path in indexes)
+        assert not list(tmp_path.glob("*.part"))
 
 
 def test_the_index_gets_its_name_last_and_loses_it_first(small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -254,15 +315,17 @@ def test_the_index_gets_its_name_last_and_loses_it_first(small: Path, monkeypatc
 
         monkeypatch.setattr(os, "replace", stop)
 
+    def write_with_note() -> None:
+        with IndexedDatasetWriter(small, np.uint16) as writer:
+            writer.add_file("note", b"beside")
+            writer.add_document([7] * 50)
+
     for n, present in enumerate([{"small.bin"}, {"small.bin"}, {"small.bin", "small.note"}]):
         for name, data in old.items():
             (small.parent / name).write_bytes(data)
         fail_at(n)
-        writer = IndexedDatasetWriter(small, np.uint16)
-        writer.add_file("note", b"beside")
-        writer.add_document([7] * 50)
-        with pytest.raises(OSError, match="no space left"), writer:
-            pass
+        with pytest.raises(OSError, match="no space left"):
+            write_with_note()
         assert set(content(small.parent)) == present
 
 
@@ -290,8 +353,6 @@ def test_a_folder_beside_the_pair_is_whole_or_absent(tmp_path: Path, monkeypatch
 @pytest.mark.parametrize("file", ["_bin", "_lengths", "_boundaries"])
 def test_a_full_disk_leaves_the_old_pair_alone(small: Path, monkeypatch: pytest.MonkeyPatch, file: str) -> None:
     before = content(small.parent)
-    writer = IndexedDatasetWriter(small, np.uint16)
-    writer.add_document([7] * 50)
 
     class Full(io.BufferedWriter):
         def flush(self) -> None:
@@ -300,8 +361,12 @@ def test_a_full_disk_leaves_the_old_pair_alone(small: Path, monkeypatch: pytest.
         def seek(self, target: int, whence: int = 0) -> int:
             raise OSError(errno.ENOSPC, "no space left")
 
-    getattr(writer, file).close()
-    monkeypatch.setattr(writer, file, Full(io.FileIO(os.devnull, "wb")))
-    with pytest.raises(OSError, match="no space left"), writer:
-        pass
+    def write_to_a_full_disk() -> None:
+        with IndexedDatasetWriter(small, np.uint16) as writer:
+            writer.add_document([7] * 50)
+            getattr(writer, file).close()
+            monkeypatch.setattr(writer, file, Full(io.FileIO(os.devnull, "wb")))
+
+    with pytest.raises(OSError, match="no space left"):
+        write_to_a_full_disk()
     assert content(small.parent) == before
