@@ -10,11 +10,12 @@ import math
 import re
 import shlex
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePath
+from pathlib import Path
 from typing import Any
 
+from megatron.config.names import APART, unique_names
 from megatron.config.problems import Problem, UserError, did_you_mean
 from megatron.config.run import DataConfig
 from megatron.config.settings import SETTINGS
@@ -36,7 +37,9 @@ MOST_SOURCES = 32766
 """A blend's table holds the number of each sample's source in 16 bits, and Megatron-LM leaves the last one out."""
 
 NUMBER = r"\d+(\.\d*)?|\.\d+"
-APART = r"[\s:/]+"  # what parts names from one another where records, curves and folders are named after them
+CALLED = {"validation": "valid", "val": "valid", "dev": "valid", "eval": "valid"}
+"""What others call a split."""
+
 MOST_WORDS = 16  # of a list that is written out in a fix
 
 
@@ -155,11 +158,20 @@ def way_problems(data: DataConfig) -> Iterator[Problem]:
     if not used:
         yield Problem("E501", "there is no data", ("--data-path PREFIX", "--mock-data"))
     elif len(used) > 1:
-        named = ", ".join(names[0] for names in used[:-1]) + f" and {used[-1][0]}"
+        flags = [SETTINGS[names[0]].flag for names in used]
+        named = ", ".join(flags[:-1]) + f" and {flags[-1]}"
         each = "both" if len(used) == 2 else "all"
         others = ([name for names in used if names is not kept for name in names] for kept in used)
         fixes = tuple(" ".join(SETTINGS[name].spell(SETTINGS[name].default) for name in some) for some in others)
-        yield Problem("E501", f"{named} {each} say where tokens come from", fixes)
+        yield Problem("E501", f"{named} {each} say where tokens come from", (*_trained_on(data, used), *fixes))
+
+
+def _trained_on(data: DataConfig, used: Sequence[Sequence[str]]) -> tuple[str, ...]:
+    """The fix for files to evaluate on beside ``data_path``: that one is to train on, whole."""
+    if len(used) != 2 or used[0] != ["data_path"] or used[1][0] not in ("valid_data_path", "test_data_path"):
+        return ()
+    whole = Words(data.data_path, SETTINGS["train_data_path"].flag).instead(data.data_path)
+    return tuple(f"{fix} {SETTINGS['data_path'].spell(())}" for fix in whole)
 
 
 def word_lists(data: DataConfig) -> dict[str, Words]:
@@ -170,15 +182,25 @@ def word_lists(data: DataConfig) -> dict[str, Words]:
 
     """
     if data.data_args_path is not None:
-        words = _read(data.data_args_path, "--data-args-path").split()
-        if not words:
-            raise _unusable(f"--data-args-path {data.data_args_path} is empty", "WEIGHT PREFIX WEIGHT PREFIX ...")
-        return {"all": Words(tuple(words), "", data.data_args_path)}
+        return {"all": Words(_argument_file(data.data_args_path), "", data.data_args_path)}
     if data.per_split_data_args_path is not None:
         return _per_split(data.per_split_data_args_path)
     said = {"all": data.data_path} | {split: getattr(data, f"{split}_data_path") for split in SPLITS}
     flags = {split: f"--{split}-data-path" for split in SPLITS} | {"all": "--data-path"}
     return {split: Words(words, flags[split]) for split, words in said.items() if words}
+
+
+def _argument_file(path: str) -> tuple[str, ...]:
+    """The words of a file of weights and prefixes."""
+    form, text = "WEIGHT PREFIX WEIGHT PREFIX ...", _read(path, "--data-args-path")
+    words = text.split()
+    without_comments = re.sub(r"(?m)(?<!\S)#.*$", "", text).split()
+    if words != without_comments:
+        sentence = f"--data-args-path {path} has a '#', which begins no comment: all its words are weights and prefixes"
+        raise _unusable(sentence, " ".join(without_comments) if 0 < len(without_comments) <= MOST_WORDS else form)
+    if not words:
+        raise _unusable(f"--data-args-path {path} is empty", form)
+    return tuple(words)
 
 
 def _per_split(path: str) -> dict[str, Words]:
@@ -205,7 +227,7 @@ def _per_split(path: str) -> dict[str, Words]:
 def _entry_problems(flag: str, key: str, value: Any) -> Iterator[Problem]:
     """What is wrong with one entry of that file."""
     if key not in SPLITS:
-        meant = did_you_mean(key, SPLITS)
+        meant = CALLED.get(key.lower()) or did_you_mean(key, SPLITS)
         fixes = (f"call it {meant}",) if meant else (f"take {key} out",)
         yield Problem("E507", f"{flag}: there is no split {key!r}, only train, valid and test", fixes)
     elif value is not None and not isinstance(value, str) and not _is_list_of_words(value):
@@ -259,7 +281,7 @@ def blend_problems(said: Words) -> Iterator[Problem]:
     if len(words) % 2 == 0 and len({number is None for number in numbers}) > 1:
         odd = next(word for word, number in zip(words[::2], numbers) if number is None)
         sentence = f"{where}: {odd} stands in the place of a weight; every prefix has one before it, or none has"
-        yield Problem("E502", sentence, said.instead([word for word in words if as_weight(word) is None]))
+        yield Problem("E502", sentence, said.instead(_paired(words)))
         return
     blend = read_blend(words)
     if not all(blend.prefixes):
@@ -270,6 +292,15 @@ def blend_problems(said: Words) -> Iterator[Problem]:
         yield Problem("E502", sentence, ("python tools/merge_datasets.py",))
     if blend.weights is not None:
         yield from _weight_problems(said, blend.prefixes, blend.weights)
+
+
+def _paired(words: Sequence[str]) -> list[str]:
+    """The prefixes, each behind its weight where there are as many of these, in the order they have."""
+    prefixes = [word for word in words if as_weight(word) is None]
+    weights = [word for word in words if as_weight(word) is not None]
+    if len(weights) != len(prefixes):
+        return prefixes
+    return [word for pair in zip(weights, prefixes) for word in pair]
 
 
 def _weight_problems(said: Words, prefixes: Sequence[str], weights: Sequence[float]) -> Iterator[Problem]:
@@ -353,27 +384,3 @@ def name_problems(data: DataConfig, lists: Mapping[str, Words]) -> Iterator[Prob
 
 def _count(number: int, noun: str) -> str:
     return f"{number:,} {noun}{'' if number == 1 else 's'}"
-
-
-def unique_names(prefixes: Sequence[str]) -> tuple[str, ...]:
-    """A name for each prefix: its last part, or as many of its last parts as tell all of them apart.
-
-    What would be there twice gets a number, and what no name may hold becomes a ``-``.
-    """
-    paths = [PurePath(prefix) for prefix in prefixes]
-    parts = [tuple(re.sub(APART, "-", part) for part in path.parts if part != path.anchor) for path in paths]
-    lengths = range(1, max([1, *map(len, parts)]) + 1)
-    tries = [["-".join(some[-length:]) for some in parts] for length in lengths]
-    apart = len(set(parts))
-    return tuple(_numbered(next((names for names in tries if len(set(names)) == apart), tries[-1])))
-
-
-def _numbered(names: Iterable[str]) -> Iterator[str]:
-    """The names, with a number behind those that were there before."""
-    seen: set[str] = set()
-    for name in names:
-        unique, number = name, 2
-        while unique in seen:
-            unique, number = f"{name}-{number}", number + 1
-        seen.add(unique)
-        yield unique

@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
 from megatron.config import megatron_flags as table
+from megatron.config import other_names
 from megatron.config.memory import shown, state_bytes
 from megatron.config.problems import Problem, did_you_mean
 from megatron.config.run import RunConfig
@@ -26,12 +27,20 @@ def judge(foreign: Iterable[Sequence[str]]) -> tuple[Layer, list[str]]:
     """
     layer, ignored = Layer(), dict[str, list[str]]()
     for spelling, words in map(_spelled, foreign):
-        reason = table.IGNORED.get(spelling)
-        if reason and set(words) <= set(table.HARMLESS_VALUES.get(spelling, words)):
+        reason = _harmless(spelling, words)
+        if reason:
             ignored.setdefault(reason, []).append(" ".join([spelling, *words]))
         else:
             layer.problems.append(_refusal(spelling, words, layer.doubtful))
     return layer, _told(ignored)
+
+
+def _harmless(spelling: str, words: Sequence[str]) -> str | None:
+    """Why a flag with its words may be ignored; None where it may not."""
+    values, reason = other_names.HARMLESS.get(
+        spelling, (table.HARMLESS_VALUES.get(spelling, words), table.IGNORED.get(spelling))
+    )
+    return reason if set(words) <= set(values) else None
 
 
 def _told(ignored: Mapping[str, list[str]]) -> list[str]:
@@ -52,9 +61,14 @@ def _spelled(foreign: Sequence[str]) -> tuple[str, list[str]]:
 def _refusal(spelling: str, words: list[str], doubtful: set[str]) -> Problem:
     if not spelling:
         return Problem("E001", f"{' '.join(words)}: belongs to no flag")
-    reason = why_not(spelling)
+    plain = spelling.lower().replace("_", "-")
+    if plain in other_names.OTHERWISE:
+        why, fixes = other_names.OTHERWISE[plain]
+        return Problem("E001", f"{spelling}: no such flag; {why}", fixes)
+    meant = other_names.SAME.get(plain)
+    reason = None if meant else why_not(spelling)
     if reason is None:
-        return _misspelt(spelling, words, doubtful)
+        return _misspelt(spelling, words, meant or _nearest(plain), doubtful)
     why, fixes = reason
     return Problem("E004", f"{' '.join([spelling, *words])} of Megatron-LM is not here: {why}", fixes)
 
@@ -73,13 +87,17 @@ def why_not(spelling: str) -> tuple[str, tuple[str, ...]] | None:
     return ("nothing takes its place", drop) if spelling in table.OTHERS.split() else None
 
 
-def _misspelt(spelling: str, words: list[str], doubtful: set[str]) -> Problem:
-    guess = did_you_mean(spelling, [*SPELLINGS, *GENERAL, *table.IGNORED])
-    if guess is None:
+def _nearest(spelling: str) -> str | None:
+    """The flag of which this is most likely a misspelling."""
+    return did_you_mean(spelling, [*SPELLINGS, *GENERAL, *table.IGNORED])
+
+
+def _misspelt(spelling: str, words: list[str], meant: str | None, doubtful: set[str]) -> Problem:
+    if meant is None:
         return Problem("E001", f"{spelling}: no such flag", ("--help",))
-    if guess in SPELLINGS:
-        doubtful.add(SPELLINGS[guess].name)
-    return Problem("E001", f"{spelling}: no such flag; did you mean {guess}?", (" ".join([guess, *words]),))
+    if meant in SPELLINGS:
+        doubtful.add(SPELLINGS[meant].name)
+    return Problem("E001", f"{spelling}: no such flag; did you mean {meant}?", (" ".join([meant, *words]),))
 
 
 def habits(spellings: Collection[str], config: RunConfig) -> list[Problem]:

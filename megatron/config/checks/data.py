@@ -24,10 +24,13 @@ from megatron.config.data_paths import (
 )
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import DataConfig, RunConfig
+from megatron.config.settings import SETTINGS
 
 MOST_MISSING = 5  # prefixes without files that are told one by one
 MOST_OFFERED = 3
 ENDINGS = (".bin", ".idx")
+TEXT_ENDING = r"(\.(jsonl|json|txt))?(\.(gz|zst|bz2|xz))?$"
+TOKENIZER = ("tokenizer_type", "tokenizer_model", "vocab_file", "merge_file")
 
 
 def source(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -88,7 +91,7 @@ def files(config: RunConfig, world_size: int) -> Iterator[Problem]:
         missing = {prefix: ends for prefix in prefixes if (ends := _missing(prefix))}
         told = list(missing)[:MOST_MISSING] if len(missing) > MOST_MISSING + 1 else list(missing)
         for prefix in told:
-            yield _not_there(said, prefix, missing[prefix])
+            yield _not_there(said, prefix, missing[prefix], config.data)
         if len(told) < len(missing):
             more = f"{len(missing) - len(told):,} more of its {len(prefixes):,} prefixes"
             yield Problem("E503", f"{said.origin}: the files of {more} are not there")
@@ -105,26 +108,65 @@ def _missing(prefix: str) -> list[str]:
     return [prefix + end for end in ENDINGS if not Path(prefix + end).is_file()]
 
 
-def _not_there(said: Words, prefix: str, missing: Sequence[str]) -> Problem:
-    def instead(*others: str) -> tuple[str, ...]:
-        changed = (others if word.strip() == prefix else (word,) for word in said.words)
-        return said.instead([word for words in changed for word in words])
-
+def _not_there(said: Words, prefix: str, missing: Sequence[str], data: DataConfig) -> Problem:
     if len(prefix.split()) > 1:
         sentence = f"{said.origin}: {prefix!r} is one word, because it is quoted, and there are no files of that name"
-        return Problem("E502", sentence, instead(*prefix.split()))
+        return Problem("E502", sentence, _instead(said, prefix, prefix.split()))
     stem = re.sub(r"\.(bin|idx)$", "", prefix)
     if stem != prefix:
-        return Problem("E503", f"{said.origin} {prefix} is a file; its prefix is wanted", instead(stem))
-    others = [str(path.with_suffix("")) for path in Path(prefix).parent.glob("*.idx")]
-    there = sorted(set(others) - set(said.words), key=lambda other: (not other.startswith(prefix), other))
-    fixes = [fix for other in there for fix in instead(other)][:MOST_OFFERED]
-    written = re.sub(r"_[^_/]+_document$", "", prefix)
-    make = f"python tools/preprocess_data.py --output-prefix {shlex.quote(written)}"
+        return Problem(
+            "E503", f"{said.origin} {prefix} is a file; its prefix is wanted", _instead(said, prefix, [stem])
+        )
+    if Path(prefix).is_dir():
+        return _is_folder(said, prefix, data)
+    is_text = Path(prefix).is_file()
+    begun = re.sub(TEXT_ENDING, "", prefix) if is_text else prefix
+    there = sorted(
+        _datasets(Path(prefix).parent) - set(said.words), key=lambda name: (not name.startswith(begun), name)
+    )
+    near = [name for name in there if name.startswith(begun)] if is_text else there
+    fixes = [fix for other in near for fix in _instead(said, prefix, [other])][:MOST_OFFERED]
+    if is_text:
+        sentence = f"{said.origin} {prefix} is no prefix of token files; these are made from text first"
+        return Problem("E503", sentence, (*fixes, _preprocessing(prefix, begun, data)))
     files = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not there"
     folder = Path(prefix).parent
     why = "" if folder.is_dir() else f", nor is the folder {folder}"
-    return Problem("E503", f"{said.origin}: {files}{why}", tuple(fixes) or (make,))
+    written = re.sub(r"_[^_/]+_document$", "", prefix)
+    text = next((written + end for end in (".jsonl", ".json", ".txt") if Path(written + end).is_file()), "TEXT.jsonl")
+    return Problem("E503", f"{said.origin}: {files}{why}", tuple(fixes) or (_preprocessing(text, written, data),))
+
+
+def _is_folder(said: Words, folder: str, data: DataConfig) -> Problem:
+    """What to say instead of a folder: the prefixes in it."""
+    there = sorted(_datasets(Path(folder)))
+    sentence = f"{said.origin} {folder} is a folder; prefixes of token files are wanted"
+    if not there:
+        return Problem(
+            "E503", f"{sentence}, and there are none in it", (_preprocessing(folder, f"{folder}/all", data),)
+        )
+    together = _instead(said, folder, there) if read_blend(said.words).weights is None else ()
+    each = [fix for name in there for fix in _instead(said, folder, [name])]
+    return Problem("E503", sentence, tuple(dict.fromkeys([*together, *each]))[:MOST_OFFERED])
+
+
+def _datasets(folder: Path) -> set[str]:
+    """The prefixes of token files in a folder."""
+    return {str(path.with_suffix("")) for path in folder.glob("*.idx")}
+
+
+def _instead(said: Words, prefix: str, others: Sequence[str]) -> tuple[str, ...]:
+    """A fix that says ``others`` in place of one of the prefixes."""
+    changed = (others if word.strip() == prefix else (word,) for word in said.words)
+    return said.instead([word for words in changed for word in words])
+
+
+def _preprocessing(text: str, written: str, data: DataConfig) -> str:
+    """The command that makes token files of a text, with the tokenizer that the flags name, if any."""
+    named = [SETTINGS[name].spell(getattr(data, name)) for name in TOKENIZER if getattr(data, name) is not None]
+    tokenizer = " ".join(named) if data.tokenizer_type else "--tokenizer-type ByteTokenizer"
+    paths = f"--input {shlex.quote(text)} --output-prefix {shlex.quote(written)}"
+    return f"python tools/preprocess_data.py {paths} {tokenizer}"
 
 
 def split(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -164,7 +206,7 @@ def documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
     eod, size = config.data.eod_id, config.model.vocab_size
     if eod is not None and size is not None and eod >= size:
         fixes = (f"--eod-id {size - 1}", f"--vocab-size {eod + 1}")
-        yield Problem("E508", f"eod_id {eod} is not in a vocabulary of {size} ids, 0 to {size - 1}", fixes)
+        yield Problem("E508", f"--eod-id {eod} is not in a vocabulary of {size} ids, 0 to {size - 1}", fixes)
 
 
 CHECKS = (source, blends, files, split, needed, validation_sets, documents)

@@ -22,8 +22,8 @@ from megatron.config.data_paths import (
     data_sources,
     read_blend,
     split_shares,
-    unique_names,
 )
+from megatron.config.names import unique_names
 from megatron.config.problems import UserError
 from megatron.config.run import DataConfig
 

@@ -100,9 +100,7 @@ def test_checks_leave_out_what_could_not_be_read() -> None:
 )
 def test_no_check_stumbles_over_values_that_could_not_be_read(data: DataConfig) -> None:
     config = replace(GOOD, data=data)
-    told = {problem.code for problem in problems(config, 1)} | {
-        "E304"
-    }  # train_iters beside an unreadable train_samples
+    told = {problem.code for problem in problems(config, 1)} | {"E304"}
     for name in SETTINGS:
         assert {problem.code for problem in problems(config, 1, {name})} <= told, name
 
@@ -157,6 +155,22 @@ def test_what_preprocessing_wrote_is_offered_first(tmp_path: Path) -> None:
     first, _ = problems(config, 1)
     assert len(first.fixes) == 3
     assert first.fixes[0] == f"--train-data-path 3 {tmp_path}/corpus_text_document 4 {tmp_path}/a"
+
+
+def test_a_text_is_offered_as_what_was_made_of_it(tmp_path: Path) -> None:
+    for name in ("a.idx", "web_text_document.idx", "web.jsonl.gz"):
+        (tmp_path / name).touch()
+    web = tmp_path / "web"
+    config = replace(GOOD, data=DataConfig(data_path=(f"{web}.jsonl.gz",)))
+    command = f"python tools/preprocess_data.py --input {web}.jsonl.gz --output-prefix {web}"
+    [problem] = problems(config, 1)
+    assert problem.fixes == (f"--data-path {web}_text_document", f"{command} --tokenizer-type ByteTokenizer")
+
+
+def test_a_text_that_is_there_is_what_token_files_are_made_of(tmp_path: Path) -> None:
+    (tmp_path / "web.txt").touch()
+    [problem] = problems(replace(GOOD, data=DataConfig(data_path=(f"{tmp_path}/web_text_document",))), 1)
+    assert f"--input {tmp_path}/web.txt --output-prefix {tmp_path}/web " in problem.fixes[0]
 
 
 def test_a_number_may_be_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

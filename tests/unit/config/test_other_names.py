@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from megatron.config import other_names
+from megatron.config.arguments import parse
+from megatron.config.problems import UserError
+from megatron.config.settings import SPELLINGS
+from tests.unit.config.test_megatron_flags import NAMES
+
+RUN = ["--mock-data", "--vocab-size", "257", "--train-iters", "10"]
+
+
+def test_they_are_names_of_others_and_lead_to_ours() -> None:
+    theirs = [*other_names.SAME, *other_names.OTHERWISE]
+    assert len(theirs) == len(set(theirs))
+    assert [name for name in theirs if name in SPELLINGS or name in NAMES] == []
+    assert set(other_names.SAME.values()) <= set(SPELLINGS)
+    assert set(other_names.HARMLESS) <= set(other_names.OTHERWISE)
+    for name, (_, fixes) in other_names.OTHERWISE.items():
+        offered = set(re.findall(r"--[\w-]+", " ".join(fixes)))
+        assert offered
+        assert offered <= {*SPELLINGS, name}
+
+
+@pytest.mark.parametrize("name", other_names.SAME)
+def test_the_value_goes_with_the_name(name: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse([*RUN, name.replace("-", "_").replace("__", "--", 1), "7"], {})
+    assert error.value.problems[0].fixes == (f"{other_names.SAME[name]} 7",)
+
+
+@pytest.mark.parametrize("words", [["--data-impl", "mmap"], ["--dataset-impl=infer"]])
+def test_values_that_ask_for_what_is_done_anyhow_are_ignored_and_told(words: list[str]) -> None:
+    with_it, without = parse([*RUN, *words], {}), parse(RUN, {})
+    assert with_it.config == without.config
+    assert set(with_it.notes) - set(without.notes) == {
+        f"ignored: {' '.join(words).replace('=', ' ')} because token files are memory-mapped, and nothing else"
+    }
+
+
+def test_a_field_that_another_name_means_is_not_judged_by_its_default() -> None:
+    with pytest.raises(UserError) as error:
+        parse(["--mock-data", "--vocab-size", "257", "--max-steps", "10"], {})
+    assert [problem.code for problem in error.value.problems] == ["E001"]
