@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.data.command_line import Parser, refused
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset
 from megatron.data.files.inspect import Findings, Sample, Summary, samples, summarize, verify
@@ -27,17 +28,18 @@ from megatron.data.tokenizers.tokenizer import (
     wrote,
 )
 
+PICTURES = (".png", ".pdf", ".svg")
 SHARES = {"p10": 0.1, "median": 0.5, "p90": 0.9, "p99": 0.99}
 RECORDED = ("tokenizer_type", "vocab_size", "eod", "parses_special_tokens")  # of the tokenizer, with --json
 SHOWN_IDS = 12
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        "inspect_dataset.py",
         description="Say what pairs of .bin and .idx hold. Every pointer is checked in any case.",
         epilog="Exit status: 1 when something is wrong with one of the pairs, 2 for wrong flags.",
-        allow_abbrev=False,
     )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="pairs without .bin/.idx")
     parser.add_argument("--verify", action="store_true", help="read every id: is it below the vocabulary's size")
@@ -60,6 +62,9 @@ def check_flags(args: argparse.Namespace) -> None:
         raise DataError("--samples and --top are numbers of things to show", "--samples 3")
     if args.top and not args.verify:
         raise DataError("--top counts ids, which only --verify reads", f"--verify --top {args.top}")
+    if args.histogram is not None and args.histogram.suffix not in PICTURES:
+        seen = f"--histogram {args.histogram}: pictures end in {', '.join(PICTURES)}"
+        raise DataError(seen, f"--histogram {args.histogram.with_suffix('.png')}")
     given = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(args, name) is not None]
     if given and args.tokenizer_type is None:
         raise DataError(f"--{given[0].replace('_', '-')} says no type", "--tokenizer-type HuggingFaceTokenizer")
@@ -224,7 +229,7 @@ def main(argv: Sequence[str]) -> int:
     Returns:
         The exit status: 1 when something is wrong with one of them, 2 for wrong flags.
     """
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse(argv)
     try:
         check_flags(args)
     except DataError as error:
@@ -250,8 +255,10 @@ def main(argv: Sequence[str]) -> int:
             from megatron.training.length_plot import draw_lengths
 
             draw_lengths([(Path(found.data.prefix).name, found.summary) for found in inspections], args.histogram)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             return _fail(error, 1)
+        except OSError as error:
+            return _fail(refused(error, args.histogram, "--histogram"), 1)
         print(f"lengths of documents: {args.histogram}", file=sys.stderr if args.json else sys.stdout)
     return status
 

@@ -7,23 +7,26 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
+from megatron.data.command_line import Parser, StoppedError, counted, refused, stopped_by_signals
 from megatron.data.errors import DataError
 from megatron.data.files.merge import Part, check_output, check_parts, find_prefixes, merge
 from megatron.data.files.meter import Meter
+from megatron.data.files.output import check_new
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The flags, spelled as Megatron-LM's merging spells them."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        "merge_datasets.py",
         description="Put pairs of .bin and .idx end to end, as if all their text had been preprocessed at once.",
         epilog="The pairs of a folder are taken in the order of their names. All must have been written with one "
         "tokenizer. Where the share of each corpus matters, leave them apart: pretrain_gpt.py --data-path W PREFIX ...",
-        allow_abbrev=False,
     )
     parser.add_argument(
         "--input", required=True, nargs="+", metavar="DIR|PREFIX", help="folders of pairs, or pairs without .bin/.idx"
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the merged pair, no suffix")
+    parser.add_argument("--overwrite", action="store_true", help="take the place of a pair that is there")
     parser.add_argument("--multimodal", action="store_true", help="refused: the modes of multimodal data are not read")
     return parser
 
@@ -32,28 +35,46 @@ def main(argv: Sequence[str]) -> int:
     """Write the pair and print what and where it is.
 
     Returns:
-        The exit status: 1 when the parts do not go together or the disk refuses, 2 for wrong flags.
+        The exit status: 1 when the parts do not go together or the disk refuses, 2 for wrong flags or where something
+        is there already, 128 and the signal's number after SIGINT and SIGTERM.
     """
-    args = build_parser().parse_args(argv)
+    args = build_parser().parse(argv)
     if args.multimodal:
         return _fail("--multimodal: the modes of multimodal data are not read; text pairs only", 2)
     try:
-        parts = [Part.of(prefix) for prefix in find_prefixes(args.input)]
-        check_parts(parts)
-        check_output(args.input, parts, args.output_prefix)
-        for part in parts:
-            print(f"{part.prefix}: {part.documents:,} documents, {part.tokens:,} tokens")
-        meter = Meter(sys.stderr, sum(part.num_bytes for part in parts))
-        with closing(meter):
-            merge(parts, args.output_prefix, meter.add)
-    except (DataError, OSError) as error:
+        check_new((args.output_prefix,), args.overwrite)
+    except DataError as error:
+        return _fail(error, 2)
+    try:
+        with stopped_by_signals():
+            run(args)
+    except DataError as error:
         return _fail(error, 1)
-    except KeyboardInterrupt:
-        return _fail("interrupted, and nothing was written", 130)
+    except OSError as error:
+        return _fail(refused(error, args.output_prefix, "--output-prefix"), 1)
+    except StoppedError as stop:
+        return _fail(f"stopped by {stop}; nothing was written under {args.output_prefix}", stop.status)
+    return 0
+
+
+def run(args: argparse.Namespace) -> None:
+    """Write the pair and print what and where it is.
+
+    Raises:
+        DataError: when the parts do not go together.
+        OSError: when the disk refuses.
+    """
+    parts = [Part.of(prefix) for prefix in find_prefixes(args.input)]
+    check_parts(parts)
+    check_output(args.input, parts, args.output_prefix)
+    for part in parts:
+        print(f"{part.prefix}: {counted(part.documents, 'documents')}, {counted(part.tokens, 'tokens')}")
+    meter = Meter(sys.stderr, sum(part.num_bytes for part in parts))
+    with closing(meter):
+        merge(parts, args.output_prefix, meter.add)
     documents, tokens = sum(part.documents for part in parts), sum(part.tokens for part in parts)
     print(f"pairs: {len(parts):,}, documents: {documents:,}, tokens: {tokens:,}")
     print(f"for the next step, pretrain_gpt.py: --data-path {args.output_prefix}")
-    return 0
 
 
 def _fail(problem: object, status: int) -> int:

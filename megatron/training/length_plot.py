@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from megatron.data.command_line import counted
 from megatron.data.files.inspect import Summary
 from megatron.training.console import compact
 from megatron.training.plot import MUTED, STYLE
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
 
 DOCUMENTS, TOKENS, QUANTILE = "#2563eb", "#ea580c", "#52606d"
 BINS = 60
+ALIKE = 1.2  # lengths of a smaller ratio are marked by one number
 QUANTILES = (("median", 0.5, "--", 0.98), ("99th percentile", 0.99, ":", 0.9))  # of the documents; height of the words
 
 
@@ -36,9 +39,12 @@ def draw_lengths(summaries: Sequence[tuple[str, Summary]], out: Path) -> None:
     with rc_context(STYLE):
         figure = Figure(figsize=(9, 1.4 + 2.6 * len(summaries)), dpi=150, layout="constrained")
         panels = figure.subplots(len(summaries), 1, sharex=True, squeeze=False)[:, 0]
+        shortest = min((summary.lengths.quantile(0) for _, summary in summaries if summary.lengths.total), default=1)
+        longest = max((summary.lengths.quantile(1) for _, summary in summaries), default=1)
         for axes, (title, summary) in zip(panels, summaries):
-            _draw_panel(axes, summary)
+            _draw_panel(axes, summary, math.sqrt(shortest * longest))
             axes.set_title(title, loc="left", fontweight="bold")
+        _mark_lengths(panels[-1], shortest, max(shortest, longest))
         panels[-1].set_xlabel("tokens of a document")
         handles = panels[0].get_legend_handles_labels()[0]
         figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=9)
@@ -50,8 +56,11 @@ def draw_lengths(summaries: Sequence[tuple[str, Summary]], out: Path) -> None:
             partial.unlink(missing_ok=True)
 
 
-def _draw_panel(axes: Axes, summary: Summary) -> None:
-    """Which share of the documents, and of the tokens, lies in documents of a length; empty ones are left out."""
+def _draw_panel(axes: Axes, summary: Summary, middle: float) -> None:
+    """Which share of the documents, and of the tokens, lies in documents of a length; empty ones are left out.
+
+    ``middle``: of all panels' axis of lengths.
+    """
     lengths = summary.lengths
     edges = bin_edges(lengths.quantile(0), lengths.quantile(1))
     documents, _ = np.histogram(lengths.values, edges, weights=lengths.counts)
@@ -60,24 +69,35 @@ def _draw_panel(axes: Axes, summary: Summary) -> None:
     axes.stairs(share, edges, fill=True, color=DOCUMENTS, alpha=0.75, label="documents")
     axes.stairs(100 * tokens / max(summary.tokens, 1), edges, color=TOKENS, linewidth=1.8, label="tokens")
     if lengths.total:
-        _mark_quantiles(axes, summary)
+        _mark_quantiles(axes, summary, middle)
     axes.margins(y=0.25)
     axes.set_ylim(bottom=0)
+    axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100], minor=False)  # the room above is for words
     axes.set_xscale("log")
-    narrow = edges[-1] < 20 * edges[0]
-    axes.xaxis.set_major_formatter(lambda value, _: compact(value, trim=True))
-    axes.xaxis.set_minor_formatter(lambda value, _: compact(value, trim=True) if narrow else "")
     axes.set_ylabel("share of all (%)")
-    right = f"{summary.documents:,} documents, {compact(summary.tokens)} tokens"
+    right = f"{counted(summary.documents, 'documents')}, {compact(summary.tokens)} tokens"
     axes.set_title(right, loc="right", color=MUTED, fontsize=10)
 
 
-def _mark_quantiles(axes: Axes, summary: Summary) -> None:
+def _mark_lengths(axes: Axes, shortest: int, longest: int) -> None:
+    """Numbers at the bottom: powers of ten, more where there are few of them, both ends where lengths are alike."""
+    if longest < ALIKE * shortest:
+        axes.set_xlim(max(shortest - 1, 0.5), longest + 2)
+        axes.set_xticks(sorted({shortest, longest}), labels=[f"{length:,}" for length in sorted({shortest, longest})])
+        axes.set_xticks([], minor=True)
+        return
+    narrow = longest < 20 * shortest
+    axes.xaxis.set_major_formatter(lambda value, _: compact(value, trim=True))
+    axes.xaxis.set_minor_formatter(lambda value, _: compact(value, trim=True) if narrow else "")
+
+
+def _mark_quantiles(axes: Axes, summary: Summary, middle: float) -> None:
     height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
     for name, quantile, style, y in QUANTILES:
         at = summary.lengths.quantile(quantile)
+        side = "right" if at > middle else "left"  # the words lie inwards
         axes.axvline(at, color=QUANTILE, linewidth=1.2, linestyle=style)
-        axes.text(at, y, f" {name} {at:,}", transform=height, va="top", fontsize=9)
+        axes.text(at, y, f" {name} {at:,} ", transform=height, ha=side, va="top", fontsize=9)
 
 
 def bin_edges(shortest: int, longest: int) -> np.ndarray:

@@ -133,8 +133,7 @@ def check_output(inputs: Sequence[str], parts: Sequence[Part], output: str) -> N
     """Whether the merged pair can be written there, besides its parts.
 
     Raises:
-        DataError: when it is one of them, or would be one the next time, or the disk has no room, or a record is in
-            the way that would speak of other ids.
+        DataError: when it is one of them, or would be one the next time, or the disk has no room.
     """
     if not os.path.basename(output):
         raise DataError(f"--output-prefix {output} is a folder", f"--output-prefix {output}merged")
@@ -148,11 +147,6 @@ def check_output(inputs: Sequence[str], parts: Sequence[Part], output: str) -> N
                 f"--output-prefix {output} lies in {one}, whose pairs are merged: next time it would be one of them",
                 f"--output-prefix {os.path.join(os.path.dirname(folder), os.path.basename(output))}",
             )
-    if all(part.record is None for part in parts) and os.path.exists(f"{output}.{RECORD}"):
-        raise DataError(
-            f"{output}.{RECORD} names a tokenizer, and nothing says that of the parts",
-            f"rm {shlex.quote(f'{output}.{RECORD}')}",
-        )
     os.makedirs(folder, exist_ok=True)
     needed = sum(part.num_bytes + 2 * INDEX_BYTES * max(part.sequences, part.documents) for part in parts)
     free = shutil.disk_usage(folder).free
@@ -181,6 +175,8 @@ def merge(parts: Sequence[Part], output: str, report: Callable[[int], None] = la
             if (data.dtype, data.num_tokens, len(data)) != (part.dtype, part.tokens, part.sequences):
                 raise DataError(f"{part.prefix} has changed since the merge began", "merge when nobody writes it")
             writer.add_pair(f"{part.prefix}.bin", data.lengths, data.documents, report)
+        writer.leave_no(RECORD)
+        writer.leave_no(FOLDER)
         for suffix, content in _beside(parts).items():
             writer.add_file(suffix, content)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
+from megatron.data.command_line import size
+
 TERMINAL_SECONDS, FILE_SECONDS = 0.2, 10.0  # between two lines
 
 
@@ -28,7 +30,7 @@ class Meter:
         self._said = now
         rate = self._done / (now - self._start)
         left = (self._total - self._done) / rate
-        line = f"{self._done / 1e9:,.2f} of {self._total / 1e9:,.2f} GB, {rate / 1e6:,.0f} MB/s, {left:,.0f} s left"
+        line = f"{size(self._done)} of {size(self._total)}, {size(rate)}/s, {left:,.0f} s left"
         self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
         self._stream.flush()
 

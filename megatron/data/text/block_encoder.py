@@ -183,6 +183,8 @@ class BlockEncoder:
                     self._tokenizer.encode(text)
                 good.append(row)
                 places.append((file, line))
+            except DataError as error:
+                self._bad.append(Bad(file, line, f": {error.seen}", error.fixes))
             except ValueError as error:
                 self._bad.append(Bad(file, line, f": {error}", ()))
         self._bad.sort(key=lambda bad: bad.line)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import glob
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,14 +13,15 @@ from megatron.data.errors import DataError
 from megatron.data.text.blocks import JSON_LINES, compression, cut_lines, holds_lines
 from megatron.data.text.records import (
     BadDocumentError,
+    check_utf8,
     no_document,
-    other_encoding,
     plain_text,
     texts_of_line,
     whole_lines,
 )
 
 PLAIN_TEXT = (".txt",)
+SKIP = "--on-bad-line skip"
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
 
 
@@ -28,7 +29,7 @@ class Document(NamedTuple):
     """One document as it was read.
 
     Attributes:
-        texts: its text under each of the keys asked for; bytes where nothing said how they are encoded.
+        texts: its text under each of the keys asked for; bytes of UTF-8 where it is a plain file.
         source: file, and line if it has one, for messages.
         num_bytes: how much of the decompressed input it took, without its line end.
     """
@@ -39,7 +40,7 @@ class Document(NamedTuple):
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a tool that reads text: ``input``, ``json_keys``, ``suffix``, ``exclude``."""
+    """The flags of a tool that reads text: ``input``, ``json_keys``, ``suffix``, ``exclude``, ``on_bad_line``."""
     read = parser.add_argument_group("input")
     read.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
     read.add_argument(
@@ -55,6 +56,12 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
     )
     read.add_argument(
         "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to pass over inside a folder"
+    )
+    read.add_argument(
+        "--on-bad-line",
+        choices=("fail", "skip"),
+        default="fail",
+        help="at a document that is no text: end (fail), or name it, count it and go on",
     )
 
 
@@ -112,32 +119,58 @@ def _raise(error: OSError) -> None:
     raise error
 
 
-def read_documents(file: Path, keys: Sequence[str]) -> Iterator[Document]:
+def read_documents(
+    file: Path, keys: Sequence[str], passed_over: Callable[[DataError], None] | None = None
+) -> Iterator[Document]:
     """Documents of one file: a JSON object per line of ``.jsonl`` and ``.json`` (blank lines aside), else all of it.
+
+    Args:
+        file: to read.
+        keys: where an object's texts are.
+        passed_over: is told what is wrong with a document, which is left out then.
 
     Raises:
         DataError: when a line is no JSON object with text under each of ``keys``, naming file and line; when there is
-            no object; when the file is damaged or binary.
+            no object; when the file is damaged, binary or not UTF-8; all of it only unless ``passed_over`` is told.
+            When there are several keys and one text.
     """
-    if not holds_lines(file):
-        check_plain(file, keys)
-        try:
-            text = plain_text(file)
-        except BadDocumentError as bad:
-            raise bad.of(str(file)) from bad
-        yield Document((text,), str(file), len(text))
-        return
-    number, documents = 0, 0
+    documents = _documents_of_lines if holds_lines(file) else _document_of_plain
+    for document in documents(file, keys):
+        if isinstance(document, Document):
+            yield document
+        elif passed_over is None:
+            raise document
+        else:
+            passed_over(document)
+
+
+def _documents_of_lines(file: Path, keys: Sequence[str]) -> Iterator[Document | DataError]:
+    """Each document, or what is wrong with it."""
+    number = documents = 0
     for block in cut_lines(file):
         for line in whole_lines(block.read()):
             number += 1
             if line and not line.isspace():
                 documents += 1
-                yield _document(line, keys, file, f"{file}:{number}")
+                try:
+                    yield Document(texts_of_line(line, keys, file), f"{file}:{number}", len(line))
+                except BadDocumentError as bad:
+                    yield bad.of(f"{file}:{number}", SKIP)
         if block.trouble:
-            raise DataError(f"{file}:{number + 1} {block.trouble}", "copy the file again")
+            yield DataError(f"{file}:{number + 1} {block.trouble}", "copy the file again", SKIP)
+            return
     if not documents:
-        raise no_document(file).of(str(file))
+        yield no_document(file).of(str(file), SKIP)
+
+
+def _document_of_plain(file: Path, keys: Sequence[str]) -> Iterator[Document | DataError]:
+    check_plain(file, keys)
+    try:
+        text = plain_text(file)
+        check_utf8(text, file)
+        yield Document((text,), str(file), len(text))
+    except BadDocumentError as bad:
+        yield bad.of(str(file), SKIP)
 
 
 def check_plain(file: Path, keys: Sequence[str]) -> None:
@@ -148,15 +181,3 @@ def check_plain(file: Path, keys: Sequence[str]) -> None:
     """
     if len(keys) > 1:
         raise DataError(f"{file} is one plain text, not {len(keys)} texts: {', '.join(keys)}", "--json-keys text")
-
-
-def _document(line: bytes, keys: Sequence[str], file: Path, source: str) -> Document:
-    try:
-        return Document(texts_of_line(line, keys, file), source, len(line))
-    except BadDocumentError as bad:
-        raise bad.of(source) from bad
-
-
-def not_utf8(file: Path, error: UnicodeDecodeError) -> DataError:
-    """The error to raise where the bytes of a plain text are not those of UTF-8."""
-    return other_encoding(file, error).of(str(file))

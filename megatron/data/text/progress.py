@@ -6,6 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
+from megatron.data.command_line import size
+
 BAR = 24  # columns
 TERMINAL_SECONDS = 0.2
 FILE_SECONDS = 10.0
@@ -84,6 +86,42 @@ class Progress:
             self._shown = False
 
 
+class Stages:
+    """Prints what a long work is at, and for how long: over itself on a terminal, a line now and then in a file."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        self._terminal = stream.isatty()
+        self._start = self._last = time.monotonic()
+        self._stage = "starting"
+
+    def doing(self, stage: str) -> None:
+        """Another stage has begun, or more of it is done."""
+        self._stage = stage
+        self.tick()
+
+    def tick(self) -> None:
+        """Print the stage, if it is time to."""
+        now = time.monotonic()
+        if now - self._last < (TERMINAL_SECONDS if self._terminal else FILE_SECONDS):
+            return
+        self._last = now
+        line = f"{self._stage}, {duration(now - self._start)}"
+        self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
+        self._stream.flush()
+
+    def say(self, sentence: str) -> None:
+        """Print a sentence of its own."""
+        self.close()
+        print(sentence, file=self._stream, flush=True)
+
+    def close(self) -> None:
+        """Take the line that is written over away."""
+        if self._terminal:
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()
+
+
 def describe(totals: Totals, input_bytes: int, seconds: float) -> str:
     """How far it is after ``seconds``, on one line."""
     seconds = max(seconds, 1e-9)
@@ -92,7 +130,7 @@ def describe(totals: Totals, input_bytes: int, seconds: float) -> str:
     left = f"{duration(seconds / share - seconds)} left" if share else "? left"
     return (
         f"[{bar:.<{BAR}}] {100 * share:5.1f}% | {totals.documents:,} documents, {short(totals.tokens)} tokens | "
-        f"{totals.text_bytes / 1e6 / seconds:,.1f} MB/s, {short(totals.tokens / seconds)} tokens/s | {left}"
+        f"{size(totals.text_bytes / seconds)}/s, {short(totals.tokens / seconds)} tokens/s | {left}"
     )
 
 
@@ -108,7 +146,7 @@ def short(number: float) -> str:
 def duration(seconds: float) -> str:
     """A time in the two largest units that it has: ``8s``, ``3m05s``, ``2h10m``, ``1d04h``."""
     whole = round(seconds)
-    for unit, size, next_unit, next_size in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
-        if whole >= size:
-            return f"{whole // size}{unit}{whole % size // next_size:02d}{next_unit}"
+    for unit, length, next_unit, next_length in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
+        if whole >= length:
+            return f"{whole // length}{unit}{whole % length // next_length:02d}{next_unit}"
     return f"{whole}s"

@@ -40,9 +40,9 @@ class BadDocumentError(Exception):
         self.seen = seen
         self.fixes = fixes
 
-    def of(self, source: str) -> DataError:
+    def of(self, source: str, *more_fixes: str) -> DataError:
         """The error for the document that is called so."""
-        return DataError(source + self.seen, *self.fixes)
+        return DataError(source + self.seen, *self.fixes, *more_fixes)
 
 
 def texts_of_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ...]:

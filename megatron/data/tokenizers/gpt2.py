@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from pathlib import Path
 
 from tokenizers import models
@@ -18,6 +19,8 @@ from megatron.data.tokenizers.huggingface import (
 )
 from megatron.data.tokenizers.reading import read_file
 
+TWO = "--vocab-file vocab.json --merge-file merges.txt"
+
 
 class GPT2BPETokenizer(HuggingFaceTokenizer):
     """A byte-level BPE that cuts words as GPT-2's does, kept as a ``tokenizer.json``.
@@ -30,8 +33,9 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
         """From the two files.
 
         Raises:
-            DataError: when one of them is missing or damaged, or lacks a byte or ``<|endoftext|>``.
+            DataError: when one of them is missing, damaged or the other one, or lacks a byte or ``<|endoftext|>``.
         """
+        _refuse_swapped(vocab, merges)
         vocabulary, pairs = _read_vocabulary(vocab), _read_merges(merges)
         try:
             tokenizer = byte_level_bpe(models.BPE(vocabulary, pairs), words=True)
@@ -41,6 +45,14 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
         new = cls.__new__(cls)
         new._load(tokenizer_files(tokenizer), vocab, parse_special_tokens)
         return new
+
+
+def _refuse_swapped(vocab: Path, merges: Path) -> None:
+    """Raises DataError where each file begins as the other one should."""
+    first, second = (read_file(path, TWO).lstrip()[:1] for path in (vocab, merges))
+    if first != b"{" and second == b"{":
+        fix = f"--vocab-file {shlex.quote(str(merges))} --merge-file {shlex.quote(str(vocab))}"
+        raise DataError(f"{merges} holds a vocabulary, and {vocab} does not: they are swapped", fix)
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:

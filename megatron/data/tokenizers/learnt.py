@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.data.errors import DataError
-from megatron.data.text.corpus import Document, not_utf8
+from megatron.data.text.corpus import Document
 
 SAMPLE_BYTES = 2_000_000
 
@@ -54,12 +54,12 @@ class Texts:
         """The texts.
 
         Raises:
-            DataError: when one is not Unicode, or at the end, when all were empty.
+            DataError: at the end, when all were empty.
         """
         for document in self._documents:
             self.documents += 1
             for text in document.texts:
-                yield self._count(_unicode(text, document.source))
+                yield self._count(text.decode() if isinstance(text, bytes) else text)
         if not self.text_bytes:
             raise DataError(f"the documents of the input are all empty ({self.documents:,})", "another --input")
 
@@ -70,18 +70,6 @@ class Texts:
             self.sample.append(text)
             self.sample_bytes += size
         return text
-
-
-def _unicode(text: str | bytes, source: str) -> str:
-    try:
-        if isinstance(text, bytes):
-            return text.decode()
-        text.encode()  # half of a surrogate pair is no character
-        return text
-    except UnicodeDecodeError as error:
-        raise not_utf8(Path(source), error) from error
-    except UnicodeEncodeError as error:
-        raise DataError(f"{source}: {error}", "mend or remove this line") from error
 
 
 def check_folder(folder: Path) -> None:

@@ -15,13 +15,13 @@ SMALLEST = 257  # the bytes and the end of a document
 FEWEST_PAIRS = 2  # a pair seen once is no pattern
 
 
-def train_bpe(documents: Iterable[Document], vocab_size: int, show_progress: bool = False) -> Learnt:
+def train_bpe(documents: Iterable[Document], vocab_size: int) -> Learnt:
     """A tokenizer of at most ``vocab_size`` entries: `END_OF_DOCUMENT`, the 256 bytes, and the most frequent merges.
 
     It depends on the texts alone, not on their order. Fewer entries come out where the text has no more pairs.
 
     Raises:
-        DataError: when ``vocab_size`` is too small, a text is not Unicode, or there is no text.
+        DataError: when ``vocab_size`` is too small, or there is no text.
     """
     check_size(vocab_size)
     tokenizer = byte_level_bpe(models.BPE(), words=True)
@@ -30,7 +30,7 @@ def train_bpe(documents: Iterable[Document], vocab_size: int, show_progress: boo
         min_frequency=FEWEST_PAIRS,
         special_tokens=[END_OF_DOCUMENT],
         initial_alphabet=byte_letters(),
-        show_progress=show_progress,
+        show_progress=False,
     )
     texts = Texts(documents)
     tokenizer.train_from_iterator(iter(texts), trainer)

@@ -61,7 +61,7 @@ def train_sentencepiece(
         The tokenizer, and what it was learnt from.
 
     Raises:
-        DataError: when ``vocab_size`` is too small, a text is not Unicode, or there is no text.
+        DataError: when ``vocab_size`` is too small, or there is no text.
     """
     check_size(vocab_size)
     texts = Texts(documents)

@@ -182,6 +182,8 @@ def test_a_picture(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert main([prefix, prefix, "--histogram", str(tmp_path / "h.png")]) == 0
     assert capsys.readouterr().out.endswith(f"lengths of documents: {tmp_path}/h.png\n")
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
+    assert main([prefix, "--histogram", str(tmp_path / "h.gif")]) == 2
+    assert f"h.gif: pictures end in .png, .pdf, .svg\n  fix: --histogram {tmp_path}/h.png" in capsys.readouterr().err
     assert main([prefix, "--json", "--histogram", str(tmp_path / "none" / "h.png")]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["problem"] is None

@@ -56,6 +56,17 @@ def test_what_does_not_go_together_is_a_sentence(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / "all.bin").exists()
 
 
+def test_what_is_there_stays_unless_it_is_to_be_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--input", str(write(tmp_path / "a", [[1]])), "--output-prefix", str(write(tmp_path / "all", [[2]]))]
+    before = content(tmp_path)
+    assert main(flags) == 2
+    assert "all.bin is there already, and 1 more\n  fix: --overwrite" in capsys.readouterr().err
+    assert content(tmp_path) == before
+    assert main([*flags, "--overwrite"]) == 0
+    assert pair(tmp_path / "all") == pair(tmp_path / "a")
+    assert "a: 1 document, 1 token\n" in capsys.readouterr().out
+
+
 def test_multimodal_data_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--input", "x", "--output-prefix", "y", "--multimodal"]) == 2
     assert "the modes of multimodal data are not read" in capsys.readouterr().err
@@ -65,12 +76,12 @@ def test_an_interrupt_is_no_traceback(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupt(meter: Meter, num_bytes: int) -> None:
-        raise KeyboardInterrupt
+        os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(Meter, "add", interrupt)
     a = str(write(tmp_path / "a", [[1]]))
     assert main(["--input", a, "--output-prefix", str(tmp_path / "all")]) == 130
-    assert capsys.readouterr().err == "merge_datasets: interrupted, and nothing was written\n"
+    assert capsys.readouterr().err == f"merge_datasets: stopped by SIGINT; nothing was written under {tmp_path}/all\n"
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 
@@ -83,7 +94,8 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing(tmp_path: Path) -> None:
         text=True,
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000)),
     )
-    assert (done.returncode, done.stderr) == (1, "merge_datasets: [Errno 27] File too large\n")
+    told = f"merge_datasets: {tmp_path}/all cannot be written: File too large\n  fix: make room on that disk"
+    assert (done.returncode, done.stderr) == (1, f"{told} | another --output-prefix\n")
     assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx"]
 
 

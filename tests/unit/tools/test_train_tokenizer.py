@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import random
 import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -16,6 +22,7 @@ from megatron.data.tokenizers.tokenizer import tokenizer_files
 from tools import preprocess_data
 from tools.train_tokenizer import main
 
+ROOT = Path(__file__).parents[3]
 LINES = ["def area(width, height):", "    return width * height", "", "for row in rows: print(row)"] * 20
 
 
@@ -38,7 +45,7 @@ def test_made_from_text_and_read_by_everyone(corpus: Path, tmp_path: Path, capsy
     out = capsys.readouterr().out.splitlines()
     text_bytes = len("".join(LINES)) + len("\n".join(LINES))
     assert out[0] == f"files: 2, documents: 81, text bytes: {text_bytes:,}"
-    assert re.fullmatch(r"entries: 290, bytes per token: \d\.\d\d in the first 0\.0 MB", out[1])
+    assert re.fullmatch(r"entries: 290, bytes per token: \d\.\d\d in the first \d\.\d kB", out[1])
     step, told = out[2].split(": ")
     assert step == "for the next step, preprocess_data.py"
     assert told == f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {tmp_path}/bpe"
@@ -125,6 +132,65 @@ def test_a_mistake_is_told_in_a_sentence_and_leaves_no_files(
     assert train(corpus, tmp_path / "bpe", *flags) == status
     assert message in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["corpus"]
+
+
+def test_bad_lines_are_passed_over_if_asked_to(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with (corpus / "a.jsonl").open("a") as file:
+        file.write('{"text": \n{"text": "last"}\n')
+    assert train(corpus, tmp_path / "bpe", "--suffix", ".jsonl") == 1
+    assert "a.jsonl:81 is not JSON" in capsys.readouterr().err
+    assert train(corpus, tmp_path / "bpe", "--suffix", ".jsonl", ".md", "--on-bad-line", "skip") == 0
+    out, err = capsys.readouterr()
+    assert out.splitlines()[0].startswith("files: 2, documents: 81, ")
+    assert out.splitlines()[0].endswith(", passed over: 2")
+    assert f"passed over: {corpus}/a.jsonl:81 is not JSON" in err
+    assert f"passed over: {corpus}/c.md is UTF-16" in err
+
+
+@pytest.mark.parametrize(("kind", "number"), [("bpe", signal.SIGINT), ("sentencepiece", signal.SIGTERM)])
+def test_a_signal_ends_it_at_once_whatever_the_library_does(tmp_path: Path, kind: str, number: signal.Signals) -> None:
+    """Native code runs for many seconds without heeding signals."""
+    draw = random.Random(0)
+    text = " ".join(f"{draw.getrandbits(80):x}" for _ in range(400_000))
+    (tmp_path / "c.jsonl").write_text(
+        "".join(json.dumps({"text": text[i : i + 999]}) + "\n" for i in range(0, len(text), 999))
+    )
+    flags = ["--input", tmp_path / "c.jsonl", "--vocab-size", "60000", "--output", tmp_path / "o", "--type", kind]
+    unigram = ["--sentencepiece-model-type", "unigram"] if kind == "sentencepiece" else []
+    process = subprocess.Popen(
+        [sys.executable, str(ROOT / "tools" / "train_tokenizer.py"), *map(str, flags), *unigram],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        start_new_session=True,
+    )
+    time.sleep(2.5)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    started = time.monotonic()
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    _, err = process.communicate(timeout=20)
+    assert time.monotonic() - started < 2
+    assert (process.returncode, err) == (
+        128 + number,
+        f"train_tokenizer: stopped by {number.name}; nothing was written\n",
+    )
+    assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
+    assert children
+    assert not any(is_alive(int(child)) for child in children if "spawn_main" in command_of(child))
+
+
+def command_of(process: str) -> str:
+    path = Path(f"/proc/{process}/cmdline")
+    return path.read_text() if path.exists() else ""
+
+
+def is_alive(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def test_a_tokenizer_that_is_there_stays(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

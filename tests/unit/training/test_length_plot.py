@@ -44,7 +44,8 @@ def test_shares_of_all_bins_are_everything(tmp_path: Path, monkeypatch: pytest.M
         for n in (1, 3, 17, 400):
             inside = np.searchsorted(data.edges, n, side="right") - 1
             assert data.values[inside] == pytest.approx(100 * weight(n) * lengths.count(n))
-    assert [text.get_text() for text in axes.texts] == [" median 17", " 99th percentile 400"]
+    assert [text.get_text() for text in axes.texts] == [" median 17 ", " 99th percentile 400 "]
+    assert [text.get_horizontalalignment() for text in axes.texts] == ["left", "right"]
 
 
 def test_one_panel_for_each_pair_also_without_tokens(tmp_path: Path) -> None:
@@ -52,6 +53,18 @@ def test_one_panel_for_each_pair_also_without_tokens(tmp_path: Path) -> None:
     draw_lengths(pairs, tmp_path / "out.png")
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
     assert not list(tmp_path.glob(".partial*"))
+
+
+def test_lengths_that_are_alike_are_marked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[Figure] = []
+    save = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args: (drawn.append(figure), save(figure, *args)))
+    draw_lengths([("name", summary_of(tmp_path, [372_116]))], tmp_path / "out.png")
+    (axes,) = drawn[0].axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["372,116"]
+    assert not axes.get_xticks(minor=True).size
+    assert max(axes.get_yticks()) == 100 < axes.get_ylim()[1]
+    assert axes.get_title("right") == "1 document, 372K tokens"
 
 
 def test_a_kind_of_picture_that_nobody_knows(tmp_path: Path) -> None:

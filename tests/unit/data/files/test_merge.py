@@ -136,7 +136,8 @@ def test_one_tokenizer_under_other_names_and_with_special_tokens_in_texts(tmp_pa
     merge(parts, str(tmp_path / "all"))
     record = read_record(tmp_path / "all")
     assert record == parts["ab".index(first)].record
-    assert record is not None and record.parses_special_tokens
+    assert record is not None
+    assert record.parses_special_tokens
 
 
 @pytest.mark.parametrize(
@@ -197,11 +198,10 @@ def test_an_output_beside_the_parts_is_fine_where_they_are_named(tmp_path: Path)
     check_output([a], [Part.of(a)], f"{tmp_path}/all")
 
 
-def test_a_record_of_other_ids_in_the_way_is_refused(tmp_path: Path) -> None:
-    a = str(write(tmp_path / "a", [[1]]))
-    (tmp_path / f"all.{RECORD}").write_bytes(BYTES.to_bytes())
-    with pytest.raises(DataError, match=r"all\.tokens\.json names a tokenizer, and nothing says that of the parts"):
-        check_output([a], [Part.of(a)], f"{tmp_path}/all")
+def test_a_record_of_other_ids_goes_with_them(tmp_path: Path) -> None:
+    with_record(tmp_path / "all", files=("tokenizer.json",))
+    merge([Part.of(str(write(tmp_path / "a", [[1]])))], str(tmp_path / "all"))
+    assert sorted(os.listdir(tmp_path)) == ["a.bin", "a.idx", "all.bin", "all.idx"]
 
 
 def test_a_disk_that_is_too_small_is_refused_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

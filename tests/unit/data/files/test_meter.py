@@ -29,8 +29,8 @@ def test_a_file_gets_a_line_now_and_then(clock: list[float]) -> None:
         meter.add(10**9)
     meter.close()
     assert stream.getvalue().splitlines() == [
-        "2.00 of 10.00 GB, 200 MB/s, 40 s left",
-        "4.00 of 10.00 GB, 200 MB/s, 30 s left",
+        "2.0 GB of 10.0 GB, 200.0 MB/s, 40 s left",
+        "4.0 GB of 10.0 GB, 200.0 MB/s, 30 s left",
     ]
 
 
@@ -40,4 +40,4 @@ def test_a_terminal_has_one_line_that_goes_away(clock: list[float]) -> None:
     for clock[0] in (100.1, 101.0):
         meter.add(10**8)
     meter.close()
-    assert stream.getvalue() == "\r0.20 of 1.00 GB, 200 MB/s, 4 s left\x1b[K\r\x1b[K"
+    assert stream.getvalue() == "\r200.0 MB of 1.0 GB, 200.0 MB/s, 4 s left\x1b[K\r\x1b[K"

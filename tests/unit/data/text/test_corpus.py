@@ -95,10 +95,10 @@ def test_an_input_without_files_is_refused(tree: Path, name: str, message: str) 
 
 
 def test_a_plain_file_is_one_document_of_its_bytes(tmp_path: Path) -> None:
-    path = tmp_path / "latin.py"
-    path.write_bytes(b"# caf\xe9\r\n")
+    path = tmp_path / "x.py"
+    path.write_bytes(b"# caf\xc3\xa9\r\n")
     (document,) = read_documents(path, ["text"])
-    assert document == ((b"# caf\xe9\r\n",), str(path), 8)
+    assert document == ((b"# caf\xc3\xa9\r\n",), str(path), 9)
     with pytest.raises(DataError, match="one plain text, not 2 texts: text, url"):
         list(read_documents(path, ["text", "url"]))
 
@@ -160,9 +160,33 @@ def test_the_fix_for_another_encoding_works(tmp_path: Path, name: str, encoding:
     path.write_bytes(record.encode(encoding))
     with pytest.raises(DataError, match="UTF-8 text") as caught:
         list(read_documents(path, ["text"]))
-    subprocess.run(["sh", "-c", str(caught.value).split("fix: ")[1]], check=True)
+    subprocess.run(["sh", "-c", str(caught.value).split("fix: ")[1].split(" | ")[0]], check=True)
     (document,) = read_documents(path.with_stem("a b.utf8"), ["text"])
     assert document.texts == ("café" if name.endswith(".jsonl") else record.encode(),)
+
+
+def test_what_is_passed_over_is_told_and_the_rest_read(tmp_path: Path) -> None:
+    for name, content in {
+        "a.jsonl": b'{"text": "1"}\nno\n\n{"text": 2}\n{"text": "\\ud800"}\n{"text": "3"}',
+        "b.txt": b"caf\xe9",
+        "c.txt": b"good",
+        "d.jsonl": b"",
+        "e.jsonl.gz": gzip.compress(b'{"text": "4"}\n{"text": "5"}\n')[:-9],
+    }.items():
+        (tmp_path / name).write_bytes(content)
+    told: list[DataError] = []
+    files = sorted(tmp_path.iterdir())
+    texts = [d.texts[0] for file in files for d in read_documents(file, ["text"], told.append)]
+    assert [text for text in texts if text not in ("4", "5")] == ["1", "3", b"good"]
+    assert [error.seen.removeprefix(f"{tmp_path}/").split(" ")[0].rstrip(":") for error in told] == [
+        "a.jsonl:2",
+        "a.jsonl:4",
+        "a.jsonl:5",
+        "b.txt",
+        "d.jsonl",
+        f"e.jsonl.gz:{len(texts) - 2}",
+    ]
+    assert all("--on-bad-line skip" in error.fixes for error in told)
 
 
 def test_a_mark_of_utf_8_is_no_text(tmp_path: Path) -> None:

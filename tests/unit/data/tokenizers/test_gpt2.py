@@ -36,6 +36,13 @@ def test_ids_are_those_of_transformers(pair: tuple[GPT2BPETokenizer, GPT2Tokeniz
     assert exported.eos_token_id == ours.eod
 
 
+def test_files_that_are_swapped_are_told(tmp_path: Path) -> None:
+    vocab, merges = gpt2(tmp_path)
+    with pytest.raises(DataError, match="they are swapped") as told:
+        GPT2BPETokenizer.from_vocabulary(merges, vocab)
+    assert told.value.fixes == (f"--vocab-file {vocab} --merge-file {merges}",)
+
+
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_ids_of_any_text(pair: tuple[GPT2BPETokenizer, GPT2Tokenizer], text: str) -> None:

@@ -120,17 +120,9 @@ def test_bytes_per_token_are_those_of_the_sample(monkeypatch: pytest.MonkeyPatch
     assert small.sample_tokens == len(made(trained).encode(texts[0]).ids)
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (b"caf\xe9", "d.txt is not UTF-8 text: byte 3"),
-        ("\ud800", "d.txt: 'utf-8' codec can't encode"),
-        ("", "the documents of the input are all empty \\(1\\)"),
-    ],
-)
-def test_what_nothing_can_be_learnt_from_is_named(text: str | bytes, message: str) -> None:
-    with pytest.raises(DataError, match=message):
-        train_bpe([Document((text,), "d.txt", 9)], 300)
+def test_what_nothing_can_be_learnt_from_is_named() -> None:
+    with pytest.raises(DataError, match=r"the documents of the input are all empty \(1\)"):
+        train_bpe([Document(("",), "d.txt", 9)], 300)
 
 
 def test_a_vocabulary_holds_all_bytes() -> None:

@@ -106,7 +106,6 @@ def test_fewer_lines_are_learnt_from_than_there_are() -> None:
         (["text"], SMALLEST - 1, "a vocabulary of 258 does not hold the 256 bytes"),
         (["".join(map(chr, range(0x4E00, 0x4F00)))], 300, r"of the text\n  fix: --vocab-size 5\d\d or more"),
         (["", ""], 300, r"all empty \(2\)"),
-        (["\ud800"], 300, "d0: 'utf-8' codec can't encode"),
     ],
 )
 def test_what_cannot_be_is_told(texts: list[str], size: int, message: str) -> None:
