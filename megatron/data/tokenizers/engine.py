@@ -1,24 +1,27 @@
 """The library that turns a tokenizer's texts into ids: the fastest one that is proven to give the same.
 
 gigatoken is tens of times as fast as the library a tokenizer was made for, and reimplements it; so it is used where,
-before the work starts, both give the same ids for the beginning of the corpus and for the texts of `ODD`, which are
-chosen to be where tokenizers differ.
+before the work starts, both give the same ids for the beginning of the corpus, for texts around every added token, and
+for those of `ODD`, which are chosen to be where tokenizers differ.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import unicodedata
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.metadata import version
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron.data.command_line import size as told_size
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.encoded import Encoded, Tokenizer, unicode_text
+from megatron.data.tokenizers.failures import failures_as
 from megatron.data.tokenizers.huggingface import TOKENIZER
 
 FAST = "gigatoken"
@@ -90,14 +93,15 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], wish: str = "auto
     if wish == OWN:
         return _own(tokenizer, "asked for")
     try:
-        encode_batch = _fast(tokenizer)
-        _prove(tokenizer, encode_batch, sample)
+        file = _file(tokenizer)
+        encode_batch = _fast(tokenizer, file)
+        _prove(tokenizer, encode_batch, [*ODD, *_spelled_out(_added_tokens(file)), *sample])
     except _NotFastError as error:
         if wish == FAST:
             raise DataError(str(error), "--engine auto", "--engine hf") from error
         return _own(tokenizer, str(error))
-    size = sum(len(text.encode()) for text in sample)
-    reason = f"it gives the ids of {tokenizer.library} for the first {size / 1e6:.1f} MB and for {len(ODD)} odd texts"
+    proof = told_size(sum(len(text.encode()) for text in sample))
+    reason = f"it gives the ids of {tokenizer.library} for the first {proof} and for {len(ODD)} odd texts"
     return Engine(_named(FAST), reason, encode_batch)
 
 
@@ -110,55 +114,81 @@ def build_engine(tokenizer: Tokenizer, name: str) -> Engine:
     if name.split()[0] != FAST:
         return _own(tokenizer, "chosen before")
     try:
-        return Engine(_named(FAST), "chosen before", _fast(tokenizer))
+        return Engine(_named(FAST), "chosen before", _fast(tokenizer, _file(tokenizer)))
     except _NotFastError as error:
         raise DataError(str(error), "--engine hf") from error
 
 
 def _own(tokenizer: Tokenizer, reason: str) -> Engine:
-    return Engine(_named(tokenizer.library), reason, tokenizer.encode_batch)
+    name = _named(tokenizer.library) if tokenizer.files else type(tokenizer).__name__
+    return Engine(name, reason, tokenizer.encode_batch)
 
 
 def _named(library: str) -> str:
     return f"{library} {version(library)}"
 
 
-def _fast(tokenizer: Tokenizer) -> EncodeBatch:
-    """What gigatoken makes of a tokenizer."""
+def _file(tokenizer: Tokenizer) -> bytes:
+    """The ``tokenizer.json`` of a tokenizer."""
     if not tokenizer.files:
-        raise _NotFastError(f"{type(tokenizer).__name__} needs no library")
+        raise _NotFastError("it needs no library")
     content = tokenizer.hugging_face_files().get(TOKENIZER)
     if content is None:
         raise _NotFastError("this tokenizer has no tokenizer.json, which gigatoken reads")
+    return content
+
+
+def _fast(tokenizer: Tokenizer, file: bytes) -> EncodeBatch:
+    """What gigatoken makes of a tokenizer."""
     try:
+        import_module("awkward")  # gigatoken does so with the first texts, and hides what a signal raises meanwhile
         import gigatoken
     except ImportError:
         raise _NotFastError("gigatoken is not installed (pip install gigatoken)") from None
     if not tokenizer.settings.get("parse_special_tokens"):
-        content = _without_special_tokens(content)
-    with _failures_as("gigatoken does not read this tokenizer"):
-        fast = gigatoken.Tokenizer.from_json(content)
+        file = _without_special_tokens(file)
+    _refuse_added_tokens(file)
+    with failures_as(lambda said: _NotFastError(f"gigatoken does not read this tokenizer: {said}")):
+        fast = gigatoken.Tokenizer.from_json(file)
     return lambda texts: _encode_batch(fast, texts)
 
 
-def _without_special_tokens(content: bytes) -> bytes:
+def _without_special_tokens(file: bytes) -> bytes:
     """A ``tokenizer.json`` to which special tokens, spelled out in a text, are text."""
-    tokenizer = json.loads(content)
+    tokenizer = json.loads(file)
     tokenizer["added_tokens"] = [token for token in tokenizer.get("added_tokens") or [] if not token["special"]]
     return json.dumps(tokenizer).encode()
 
 
+def _refuse_added_tokens(file: bytes) -> None:
+    """gigatoken finds added tokens in the text as it is written, and in the middle of words too."""
+    tokenizer = json.loads(file)
+    for token in tokenizer.get("added_tokens") or ():
+        if token["single_word"]:
+            seen = "only where it is a word of its own"
+        elif token["normalized"] and tokenizer.get("normalizer") is not None:
+            seen = "in the normalised text"
+        else:
+            continue
+        raise _NotFastError(f"this tokenizer looks for {_shown(token['content'])} {seen}, which gigatoken does not")
+
+
 def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> Encoded:
-    if texts and all(isinstance(text, bytes) for text in texts):
-        return _flat(fast.encode_batch(texts).layout)
-    characters = [text.decode() if isinstance(text, bytes) else text for text in texts]
+    """Ids of the texts.
+
+    Raises:
+        UnicodeError: when one is no Unicode text.
+        DataError: when gigatoken fails for another reason.
+    """
+    if not all(isinstance(text, bytes) for text in texts):
+        texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
     try:
-        layout = fast.encode_batch(characters).layout
-    except TypeError:  # how it refuses half of a surrogate pair
-        for text in characters:
-            unicode_text(text)
+        with failures_as(lambda said: DataError(f"gigatoken cannot encode these texts: {said}", f"--engine {OWN}")):
+            return _flat(fast.encode_batch(texts).layout)
+    except DataError:
+        for text in texts:
+            unicode_text(text)  # half of a surrogate pair is what it refuses
         raise
-    return _flat(layout)
 
 
 def _flat(layout: Any) -> Encoded:
@@ -166,12 +196,12 @@ def _flat(layout: Any) -> Encoded:
     return Encoded(layout.content.data[offsets[0] : offsets[-1]], np.diff(offsets))
 
 
-def _prove(tokenizer: Tokenizer, encode_batch: EncodeBatch, sample: Sequence[str]) -> None:
+def _prove(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]) -> None:
     """Compare ids, text by text."""
-    texts = [*ODD, *_spelled_out(tokenizer.special_ids), *sample]
-    ours = tokenizer.encode_batch(texts)
-    with _failures_as("gigatoken cannot encode what the tokenizer can"):
-        fast = encode_batch(texts)
+    try:
+        ours, fast = tokenizer.encode_batch(texts), encode_batch(texts)
+    except ValueError as error:
+        raise _NotFastError(str(error).partition("\n")[0]) from error
     if np.array_equal(ours.ids, fast.ids) and np.array_equal(ours.lengths, fast.lengths):
         return
     pairs = zip(texts, _apart(ours), _apart(fast))
@@ -179,26 +209,36 @@ def _prove(tokenizer: Tokenizer, encode_batch: EncodeBatch, sample: Sequence[str
     raise _NotFastError(f"gigatoken gives other ids than {tokenizer.library}, the first time for {_shown(different)}")
 
 
-@contextmanager
-def _failures_as(sentence: str) -> Iterator[None]:
-    """Whatever gigatoken raises, the other library does not; a panic of its Rust code is no `Exception`."""
-    try:
-        yield
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        first_line = str(error).partition("\n")[0]
-        raise _NotFastError(f"{sentence}: {first_line}") from error
-
-
 def _apart(encoded: Encoded) -> list[NDArray[Any]]:
     return np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1]
 
 
-def _spelled_out(special_ids: Mapping[str, int]) -> list[str]:
-    """Texts in which every special token is spelled out: alone, in words, and all together."""
-    tokens = list(special_ids)
-    return [*tokens, *(f"so{token} ends {token}it" for token in tokens), "".join(tokens), " ".join(tokens)]
+def _added_tokens(file: bytes) -> list[str]:
+    """How the added tokens of a ``tokenizer.json`` are spelled, special or not."""
+    return [token["content"] for token in json.loads(file).get("added_tokens") or ()]
+
+
+def _spelled_out(tokens: Sequence[str]) -> list[str]:
+    """Texts in which every token is spelled out: alone, in words, between spaces, and with the others."""
+    forms = list(dict.fromkeys(form for token in tokens for form in _forms(token)))
+    around = [text for form in forms for text in (form, f"so{form} ends {form}it", f"a  {form}\n {form}{form} .")]
+    return [*around, *_overlaps(tokens), "".join(tokens), " ".join(tokens)]
+
+
+def _forms(token: str) -> list[str]:
+    """A token, and texts that a normaliser may take for it."""
+    composed, apart = (unicodedata.normalize(form, token) for form in ("NFC", "NFD"))
+    return [token, token.upper(), token.lower(), composed, apart]
+
+
+def _overlaps(tokens: Sequence[str]) -> list[str]:
+    """Texts in which a token begins before another has ended, so that one of them must be chosen."""
+    beginning: dict[str, list[str]] = {}
+    for token in tokens:
+        for size in range(1, len(token)):
+            beginning.setdefault(token[:size], []).append(token)
+    ends = [(token, token[cut:]) for token in tokens for cut in range(1, len(token))]
+    return [token + other[len(end) :] for token, end in ends for other in beginning.get(end, ())]
 
 
 def _shown(text: str) -> str:

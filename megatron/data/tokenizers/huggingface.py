@@ -16,10 +16,12 @@ from tokenizers import decoders, models, pre_tokenizers
 from megatron.data.digest import fingerprint
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.encoded import Encoded, earlier_fingerprints, from_lists, unicode_text
+from megatron.data.tokenizers.failures import cannot_encode, failures_as
 from megatron.data.tokenizers.hub import fetch, is_hub_name
 from megatron.data.tokenizers.reading import read_file
 
 TOKENIZER, CONFIG, SPECIAL = "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"
+PIECES = "tokenizer.model"  # how folders of Hugging Face call a model of SentencePiece
 END_OF_DOCUMENT = "<|endoftext|>"
 NO_FILES = "Hugging Face cannot read this tokenizer to the same ids: a model trained with it is exported without one"
 ENDS = (END_OF_DOCUMENT, "</s>")  # what ends a document where the files do not say it
@@ -84,7 +86,7 @@ class HuggingFaceTokenizer:
         """Ids of the text.
 
         Raises:
-            ValueError: when it is no Unicode text.
+            ValueError: when it is no Unicode text, or the library cannot encode it.
         """
         return self.encode_batch([text]).ids
 
@@ -92,9 +94,11 @@ class HuggingFaceTokenizer:
         """Ids of the texts, on as many threads as ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` allow.
 
         Raises:
-            ValueError: when one is no Unicode text.
+            ValueError: when one is no Unicode text, or the library cannot encode it.
         """
-        encoded = self._tokenizer.encode_batch_fast([unicode_text(text) for text in texts], add_special_tokens=False)
+        characters = [unicode_text(text) for text in texts]
+        with failures_as(cannot_encode(self.library)):
+            encoded = self._tokenizer.encode_batch_fast(characters, add_special_tokens=False)
         return from_lists([one.ids for one in encoded])
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -153,8 +157,10 @@ def _read_files(path: Path) -> dict[str, bytes]:
     if not main.is_file():
         fetch = f"hf download {path} --include 'tokenizer*' 'special*' --local-dir DIR"
         convert = f"import transformers as t; t.AutoTokenizer.from_pretrained({str(path)!r}).save_pretrained('DIR')"
-        how = f"python -c {shlex.quote(convert)}" if path.is_dir() else fetch
-        raise DataError(f"there is no {main}", how, "--tokenizer-model DIR")
+        how = [f"python -c {shlex.quote(convert)}" if path.is_dir() else fetch]
+        if (main.with_name(PIECES)).is_file():
+            how.insert(0, f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {shlex.quote(str(path))}")
+        raise DataError(f"there is no {main}", *how, "--tokenizer-model DIR")
     files = {TOKENIZER: read_file(main)}
     beside = {name: main.with_name(name) for name in (CONFIG, SPECIAL)}
     return files | {name: read_file(file) for name, file in beside.items() if file.is_file()}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from megatron.data.digest import fingerprint
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.encoded import Encoded, earlier_fingerprints, from_lists, threads, unicode_text
+from megatron.data.tokenizers.failures import cannot_encode, failures_as
 from megatron.data.tokenizers.reading import read_file
 from megatron.data.tokenizers.sentencepiece_file import Kind, Model, Piece, read_model, with_kinds
 from megatron.data.tokenizers.sentencepiece_json import hugging_face_files
@@ -95,7 +96,7 @@ class SentencePieceTokenizer:
         """Ids of the text.
 
         Raises:
-            ValueError: when it is no Unicode text.
+            ValueError: when it is no Unicode text, or the library cannot encode it.
         """
         return self.encode_batch([text]).ids
 
@@ -103,10 +104,11 @@ class SentencePieceTokenizer:
         """Ids of the texts, on all cores unless in a worker process.
 
         Raises:
-            ValueError: when one is no Unicode text.
+            ValueError: when one is no Unicode text, or the library cannot encode it.
         """
         characters = [unicode_text(text) for text in texts]
-        return from_lists(self._processor.encode(characters, num_threads=threads()) if characters else [])
+        with failures_as(cannot_encode(self.library)):
+            return from_lists(self._processor.encode(characters, num_threads=threads()) if characters else [])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""

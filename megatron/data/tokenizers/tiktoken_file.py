@@ -8,6 +8,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from megatron.data.digest import fingerprint
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.encoded import Encoded, earlier_fingerprints, from_lists, threads, unicode_text
+from megatron.data.tokenizers.failures import cannot_encode, failures_as
 from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT
 from megatron.data.tokenizers.reading import read_file
 from megatron.data.tokenizers.tiktoken_json import hugging_face_files
@@ -154,7 +156,7 @@ class TikTokenizer:
         """Ids of the text.
 
         Raises:
-            ValueError: when it is no Unicode text.
+            ValueError: when it is no Unicode text, or the library cannot encode it.
         """
         return self.encode_batch([text]).ids
 
@@ -162,12 +164,13 @@ class TikTokenizer:
         """Ids of the texts, on all cores unless in a worker process.
 
         Raises:
-            ValueError: when one is no Unicode text.
+            ValueError: when one is no Unicode text, or the library cannot encode it.
         """
         characters = [unicode_text(text) for text in texts]
-        if self.settings.get("parse_special_tokens"):
-            return from_lists(self._encoding.encode_batch(characters, num_threads=threads(), allowed_special="all"))
-        return from_lists(self._encoding.encode_ordinary_batch(characters, num_threads=threads()))
+        with failures_as(cannot_encode(self.library)):
+            if self.settings.get("parse_special_tokens"):
+                return from_lists(self._encoding.encode_batch(characters, num_threads=threads(), allowed_special="all"))
+            return from_lists(self._encoding.encode_ordinary_batch(characters, num_threads=threads()))
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""
@@ -175,6 +178,10 @@ class TikTokenizer:
 
     def hugging_face_files(self) -> dict[str, bytes]:
         """A ``tokenizer.json`` of the same ids; only, to ``transformers`` a special token spelled out is its id."""
+        return dict(self._hugging_face_files)
+
+    @cached_property
+    def _hugging_face_files(self) -> Mapping[str, bytes]:
         return hugging_face_files(self._ranks, self._pattern, self.special_ids, self.eod)
 
 

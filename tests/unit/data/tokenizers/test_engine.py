@@ -12,16 +12,18 @@ from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import AddedToken, normalizers
 
 from megatron.data.errors import DataError
 from megatron.data.tokenizers import engine as engine_module
 from megatron.data.tokenizers.encoded import Encoded, Tokenizer
 from megatron.data.tokenizers.engine import ODD, build_engine, choose_engine
-from megatron.data.tokenizers.huggingface import TOKENIZER, HuggingFaceTokenizer
+from megatron.data.tokenizers.huggingface import TOKENIZER, HuggingFaceTokenizer, tokenizer_files
 from megatron.data.tokenizers.tokenizer import ByteTokenizer, Llama2Tokenizer, NullTokenizer, build_tokenizer
-from tests.unit.data.made_tokenizers import TEXT, apart, choice, sentencepiece_model
+from tests.unit.data.made_tokenizers import TEXT, apart, bpe, choice, sentencepiece_model
 
 ROOT = Path(__file__).parents[4]
 DATA = ROOT.parent / "shared" / "data"  # what a clone does not bring
@@ -87,6 +89,73 @@ def test_special_tokens_are_what_the_tokenizer_says(name: str, parse: bool, tmp_
     ids = engine.encode_batch([f"one{token} two {token}"]).ids.tolist()
     assert ids == tokenizer.encode(f"one{token} two {token}").tolist()
     assert ids.count(number) == (2 if parse else 0)
+
+
+# --- added tokens ---
+
+WORD = AddedToken("<tool>", single_word=True, normalized=False)
+ACCENT = AddedToken("e\u0301<", normalized=True)
+OVERLAPPING = (AddedToken("qvx", normalized=True), AddedToken("vxz", normalized=False))
+
+
+def with_tokens(folder: Path, *tokens: AddedToken, nfc: bool = False) -> HuggingFaceTokenizer:
+    """A byte-level BPE with added tokens that are not special."""
+    tokenizer = tokenizers.Tokenizer.from_str(bpe().to_str())
+    if nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.add_tokens(list(tokens))
+    for name, content in tokenizer_files(tokenizer).items():
+        (folder / name).write_bytes(content)
+    return HuggingFaceTokenizer(folder)
+
+
+@pytest.mark.parametrize(
+    ("token", "nfc", "reason"),
+    [
+        (WORD, False, "looks for '<tool>' only where it is a word of its own, which gigatoken does not"),
+        (ACCENT, True, r"looks for 'e\u0301<' in the normalised text, which gigatoken does not"),
+    ],
+)
+def test_added_tokens_that_are_found_elsewhere_are_refused(
+    tmp_path: Path, token: AddedToken, nfc: bool, reason: str
+) -> None:
+    tokenizer = with_tokens(tmp_path, token, nfc=nfc)
+    engine = choose_engine(tokenizer, TEXT)
+    assert engine.encode_batch == tokenizer.encode_batch
+    assert engine.reason == f"this tokenizer {reason}"
+    with pytest.raises(DataError, match="this tokenizer looks for"):
+        build_engine(tokenizer, "gigatoken 0.10.0")
+
+
+@pytest.mark.parametrize(("tokens", "nfc"), [((WORD,), False), ((ACCENT,), True), (OVERLAPPING, False)])
+def test_the_proof_finds_added_tokens_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tokens: tuple[AddedToken, ...], nfc: bool
+) -> None:
+    monkeypatch.setattr(engine_module, "_refuse_added_tokens", lambda file: None)
+    engine = choose_engine(with_tokens(tmp_path, *tokens, nfc=nfc), TEXT)
+    assert engine.reason.startswith("gigatoken gives other ids than tokenizers, the first time for "), engine.reason
+
+
+def test_other_added_tokens_do_not_keep_gigatoken_out(tmp_path: Path) -> None:
+    marks = [{}, {"normalized": False}, {"lstrip": True}, {"rstrip": True}]
+    tokenizer = with_tokens(tmp_path, *(AddedToken(f"<t{number}>", **mark) for number, mark in enumerate(marks)))
+    engine = choose_engine(tokenizer, TEXT)
+    assert engine.name.startswith("gigatoken "), engine.reason
+    texts = [f"{before}<t{number}>{after}" for number in range(4) for before in ("", "a", " \n ") for after in "b "]
+    assert apart(engine.encode_batch(texts)) == apart(tokenizer.encode_batch(texts))
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(tokens=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=5, unique=True))
+def test_overlaps_are_all_there(tokens: list[str]) -> None:
+    brute = {
+        one + other[shared:]
+        for one in tokens
+        for other in tokens
+        for shared in range(1, min(len(one), len(other)))
+        if one.endswith(other[:shared])
+    }
+    assert set(engine_module._overlaps(tokens)) == brute
 
 
 # --- the choice ---
@@ -159,7 +228,7 @@ def test_what_is_wished_for(tokenizers_made: dict[str, Tokenizer]) -> None:
 @pytest.mark.parametrize("tokenizer", [ByteTokenizer(), NullTokenizer(99)])
 def test_what_needs_no_library_gets_none(tokenizer: Tokenizer) -> None:
     engine = choose_engine(tokenizer, ["7 8"])
-    assert engine.name.startswith("numpy ")
+    assert engine.name == type(tokenizer).__name__
     assert "needs no library" in engine.reason
 
 
@@ -202,13 +271,20 @@ def test_a_panic_of_its_code_is_a_reason(
         return encode_batch
 
     tokenizer = tokenizers_made["TikTokenizer"]
-    monkeypatch.setattr(engine_module, "_encode_batch", failing(PanicException("index out of bounds\nat lib.rs")))
-    assert choose_engine(tokenizer, TEXT).reason == (
-        "gigatoken cannot encode what the tokenizer can: index out of bounds"
-    )
-    monkeypatch.setattr(engine_module, "_encode_batch", failing(KeyboardInterrupt()))
+    monkeypatch.setattr(engine_module, "_flat", failing(PanicException("index out of bounds\nat lib.rs")))
+    assert choose_engine(tokenizer, TEXT).reason == "gigatoken cannot encode these texts: index out of bounds"
+    with pytest.raises(DataError, match=r"gigatoken cannot encode these texts: .*\n  fix: --engine hf"):
+        build_engine(tokenizer, "gigatoken 0.10.0").encode_batch(["one"])
+    monkeypatch.setattr(engine_module, "_flat", failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         choose_engine(tokenizer, TEXT)
+
+
+def test_what_the_tokenizer_cannot_encode_proves_nothing(tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(choice("TikTokenizer", tmp_path))
+    engine = choose_engine(tokenizer, [" " * 1_000_000 + "x"])
+    assert engine.encode_batch == tokenizer.encode_batch
+    assert engine.reason.startswith("tiktoken cannot encode this text: ")
 
 
 @pytest.mark.parametrize("bad", [b"caf\xe9", "half a pair: \ud800"])

@@ -1,0 +1,115 @@
+"""Failures of the libraries that encode: what becomes an error of a text, and what ends the program."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import tokenizers
+from tokenizers import models, pre_tokenizers
+
+from megatron.data.text.block_encoder import BlockEncoder, Job
+from megatron.data.text.blocks import Lines
+from megatron.data.tokenizers.encoded import Tokenizer
+from megatron.data.tokenizers.engine import build_engine
+from megatron.data.tokenizers.failures import cannot_encode, failures_as
+from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, tokenizer_files
+from megatron.data.tokenizers.tokenizer import build_tokenizer
+from tests.unit.data.made_tokenizers import choice
+
+FILE = Path("x.jsonl")
+
+
+class PanicException(BaseException):
+    """Called as that of the libraries written in Rust."""
+
+
+class StoppedError(BaseException):
+    """As the handler of a signal raises."""
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (Exception("no such word\nat lib.rs"), "no such word"),
+        (PanicException("index out of bounds"), "index out of bounds"),
+        (RuntimeError(), "RuntimeError"),
+    ],
+)
+def test_a_failure_is_an_error_of_the_text(error: BaseException, said: str) -> None:
+    message = f"^library cannot encode this text: {said}$"
+    with pytest.raises(ValueError, match=message), failures_as(cannot_encode("library")):
+        raise error
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), StoppedError(), MemoryError(), SystemExit(3), GeneratorExit()])
+def test_what_is_no_failure_goes_through(error: BaseException) -> None:
+    with pytest.raises(type(error)) as caught, failures_as(cannot_encode("library")):
+        raise error
+    assert caught.value is error
+
+
+@contextmanager
+def raised_by_signal() -> Iterator[None]:
+    def handle(number: int, frame: object) -> None:
+        raise StoppedError
+
+    before = signal.signal(signal.SIGALRM, handle)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer"])
+def test_a_signal_while_a_library_encodes_ends_the_program(kind: str, tmp_path: Path) -> None:
+    tokenizer = build_tokenizer(choice(kind, tmp_path))
+
+    def encode_for_long() -> None:
+        for _ in range(500):
+            tokenizer.encode_batch(["the cat sat on the mat"] * 2000)
+
+    with raised_by_signal():
+        signal.setitimer(signal.ITIMER_REAL, 0.05)
+        with pytest.raises(StoppedError):
+            encode_for_long()
+
+
+def without_unknown(folder: Path) -> HuggingFaceTokenizer:
+    """Whole words only, and none for those that are not known."""
+    tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    for name, content in tokenizer_files(tokenizer).items():
+        (folder / name).write_bytes(content)
+    return HuggingFaceTokenizer(folder)
+
+
+def encoded(tokenizer: Tokenizer, texts: list[str]) -> tuple[int, list[str]]:
+    """How many of the documents were encoded, and what is told of the others."""
+    job = Job(("text",), None, tokenizer.fingerprint, append_eod=False)  # type: ignore[arg-type]
+    content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
+    done = BlockEncoder(job, tokenizer, build_engine(tokenizer, "hf"))(Lines(FILE, content, len(content), True, True))
+    return done.documents, [str(bad.of(0)) for bad in done.told]
+
+
+def test_a_word_that_is_not_known_is_told_with_its_document(tmp_path: Path) -> None:
+    count, told = encoded(without_unknown(tmp_path), ["a b", "a zzz", "b"])
+    assert count == 2
+    assert len(told) == 1
+    assert told[0].startswith("x.jsonl:2: tokenizers cannot encode this text: ")
+
+
+@pytest.mark.parametrize("parse", [False, True])
+def test_a_panic_is_told_with_its_document(parse: bool, tmp_path: Path) -> None:
+    """The regular expressions of tiktoken overflow their stack at a million spaces."""
+    tokenizer = build_tokenizer(choice("TikTokenizer", tmp_path))
+    tokenizer.settings = {"parse_special_tokens": parse}  # type: ignore[misc]
+    count, told = encoded(tokenizer, ["the cat", "x" + " " * 1_500_000 + "x", "sat"])
+    assert count == 2
+    assert len(told) == 1
+    assert told[0].startswith("x.jsonl:2: tiktoken cannot encode this text: ")
