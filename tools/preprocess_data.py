@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 
+from megatron.data.command_line import Parser, StoppedError, refused, size
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import id_dtype
+from megatron.data.files.output import check_new
 from megatron.data.text.blocks import BLOCK_BYTES
 from megatron.data.text.corpus import add_input_flags, find_files
 from megatron.data.text.preprocess import Plan, output_prefix, write_dataset
 from megatron.data.text.progress import Progress, Totals, short
+from megatron.data.text.stop import Stop, signals_noted
 from megatron.data.tokenizers.engine import WISHES
 from megatron.data.tokenizers.huggingface import NO_FILES
 from megatron.data.tokenizers.tokenizer import Tokenizer, TokenizerChoice, add_tokenizer_flags, build_tokenizer
@@ -41,22 +41,14 @@ REFUSED = {
 """Megatron-LM's flags that ask for what is not done here, and what to do instead."""
 
 
-class StoppedError(BaseException):
-    """A signal came that asks this process to end."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The flags, spelled as Megatron-LM's preprocessing spells them."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
+        "preprocess_data.py",
         description="Turn text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
         epilog="Files ending in .jsonl or .json, and .gz, .zst, .bz2 or .xz after it, hold one JSON object per line; "
         "any other file is one document. The files are the same for any number of workers and any engine. "
         "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
-        allow_abbrev=False,
     )
     add_input_flags(parser)
     add_tokenizer_flags(parser)
@@ -65,13 +57,8 @@ def build_parser() -> argparse.ArgumentParser:
     write.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="path and beginning of the files' names"
     )
+    write.add_argument("--overwrite", action="store_true", help="take the place of what is there under this prefix")
     run = parser.add_argument_group("work")
-    run.add_argument(
-        "--on-bad-line",
-        choices=("fail", "skip"),
-        default="fail",
-        help="at a document that is no text: end (fail), or name it, count it and go on",
-    )
     run.add_argument("--workers", type=int, metavar="N", help="processes that encode (the cores of this process)")
     run.add_argument(
         "--engine",
@@ -112,21 +99,6 @@ def useful_workers(files: Sequence[Path], wanted: int | None) -> int:
     return min(cores(), blocks)
 
 
-@contextmanager
-def stopped_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT raise `StoppedError` in here."""
-
-    def stop(number: int, frame: FrameType | None) -> None:
-        raise StoppedError(number)
-
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def summary(plan: Plan, totals: Totals, dtype: str, engine: str, seconds: float) -> str:
     """What was read and written, in a few lines."""
     ratio = totals.text_bytes / totals.tokens
@@ -134,12 +106,12 @@ def summary(plan: Plan, totals: Totals, dtype: str, engine: str, seconds: float)
         f"files: {len(plan.files):,}, documents: {totals.documents:,}, empty texts: {totals.empty:,}, "
         f"passed over: {totals.bad:,}\n"
         f"text bytes: {totals.text_bytes:,}, tokens: {totals.tokens:,} ({dtype}), bytes per token: {ratio:.2f}\n"
-        f"time: {seconds:.1f}s, {totals.text_bytes / 1e6 / seconds:,.1f} MB/s, "
+        f"time: {seconds:.1f}s, {size(totals.text_bytes / seconds)}/s, "
         f"{short(totals.tokens / seconds)} tokens/s, workers: {plan.workers}, engine: {engine}"
     )
 
 
-def run(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
+def run(args: argparse.Namespace, tokenizer: Tokenizer, stop: Stop) -> None:
     """Write the files and print what and where they are.
 
     Raises:
@@ -147,6 +119,7 @@ def run(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         OSError: when a file cannot be read or written.
     """
     started = time.monotonic()
+    stop.wait_for_checks()
     files = find_files(args.input, args.suffix, args.exclude)
     plan = Plan(
         files,
@@ -162,7 +135,7 @@ def run(args: argparse.Namespace, tokenizer: Tokenizer) -> None:
         os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the libraries that encode would start one per core
     progress = Progress(sys.stderr, sum(file.stat().st_size for file in files), args.log_interval)
     try:
-        totals, engine = write_dataset(plan, tokenizer, progress)
+        totals, engine = write_dataset(plan, tokenizer, progress, stop.check)
     finally:
         progress.close()
     dtype = id_dtype(tokenizer.vocab_size).name
@@ -181,34 +154,35 @@ def main(argv: Sequence[str]) -> int:
         signal's number after SIGINT and SIGTERM.
     """
     parser = build_parser()
-    refused = next((flag for flag in REFUSED if any(a.split("=")[0] == flag for a in argv)), None)
-    if refused is not None:
-        parser.error(f"{refused}: {REFUSED[refused]}")
-    args = parser.parse_args(argv)
+    theirs = next((flag for flag in REFUSED if any(a.split("=")[0] == flag for a in argv)), None)
+    if theirs is not None:
+        parser.error(f"{theirs}: {REFUSED[theirs]}")
+    args = parser.parse(argv)
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers is {args.workers}, must be at least 1")
     for flag, (_, why) in HARMLESS.items():
         if getattr(args, flag[2:].replace("-", "_")) is not None:
             print(f"{flag} has no effect: {why}", file=sys.stderr)
     try:
-        with stopped_by_signals():
-            return _write(args)
-    except StoppedError as stop:
-        return _fail(f"stopped by {stop}; nothing was written under {args.output_prefix}", 128 + stop.number)
+        with signals_noted() as stop:
+            return _write(args, stop)
+    except StoppedError as stopped:
+        return _fail(f"stopped by {stopped}; nothing was written under {args.output_prefix}", stopped.status)
 
 
-def _write(args: argparse.Namespace) -> int:
+def _write(args: argparse.Namespace, stop: Stop) -> int:
     """The exit status of a run that no signal ends."""
     try:
+        check_new((output_prefix(args.output_prefix, key) for key in args.json_keys), args.overwrite)
         tokenizer = build_tokenizer(TokenizerChoice.from_args(args))
     except DataError as error:
         return _fail(str(error), 2)
     try:
-        run(args, tokenizer)
+        run(args, tokenizer, stop)
     except DataError as error:
         return _fail(str(error), 1)
     except OSError as error:
-        return _fail(str(error) if error.filename else f"{args.output_prefix}: {error.strerror}", 1)
+        return _fail(str(refused(error, args.output_prefix, "--output-prefix")), 1)
     return 0
 
 

@@ -12,7 +12,10 @@ from typing import IO, Protocol
 from megatron.data.errors import DataError
 
 SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
-READ_BYTES = 1 << 14  # of text that compresses a thousandfold this gives 16 MB
+PIECE_BYTES = 16 << 20  # of text at most, about
+READ_BYTES = {".gz": 1 << 14, ".zst": 1 << 9, ".bz2": 1 << 14, ".xz": 1 << 14}
+"""What is read at once. The libraries of .bz2 and .xz stop at `PIECE_BYTES` of text; of the others so much cannot give
+more: .gz compresses a thousandfold at most, .zst a block of 128 kB to 4 bytes."""
 PADDING = b"\0"  # tar and tape tools leave it behind a .gz, and .xz allows it
 
 
@@ -39,17 +42,26 @@ def decompressed(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
     current = new()
     fresh = True  # nothing of the current stream has been read
     try:
-        while data := stream.read(READ_BYTES):
+        while data := stream.read(READ_BYTES[file.suffix]):
             while data := data.lstrip(PADDING) if fresh else data:
-                piece = current.decompress(data)
+                yield from _pieces(current, data)
                 data, fresh = current.unused_data, current.eof
                 if current.eof:
                     current = new()
-                yield piece
     except errors as error:
         raise DamagedError(f"is no {file.suffix} from here on: {error}") from error
     if not fresh:
         raise DamagedError(f"ends in the middle of a {file.suffix} stream")
+
+
+def _pieces(current: _Decompressor, data: bytes) -> Iterator[bytes]:
+    """What is in ``data``, which is a part of one stream and perhaps more."""
+    if not isinstance(current, bz2.BZ2Decompressor | lzma.LZMADecompressor):
+        yield current.decompress(data)
+        return
+    yield current.decompress(data, PIECE_BYTES)
+    while not current.needs_input and not current.eof:
+        yield current.decompress(b"", PIECE_BYTES)
 
 
 def _library(suffix: str) -> tuple[Callable[[], _Decompressor], type[Exception] | tuple[type[Exception], ...]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDatasetWriter, id_dtype, remove_leftovers
+from megatron.data.files.indexed_writer import publish_together
 from megatron.data.text.block_encoder import Bad, BlockEncoder, EncodedBlock, Job
 from megatron.data.text.blocks import BLOCK_BYTES, Block, Lines, cut, holds_lines
 from megatron.data.text.corpus import check_plain
@@ -17,10 +18,11 @@ from megatron.data.text.progress import Totals
 from megatron.data.text.records import BadDocumentError, no_document, plain_text, texts_of_line, whole_lines
 from megatron.data.text.workers import Workers
 from megatron.data.tokenizers.encoded import Tokenizer
-from megatron.data.tokenizers.engine import Engine, choose_engine
+from megatron.data.tokenizers.engine import OWN, Engine, choose_engine
 from megatron.data.tokenizers.tokenizer import FOLDER, RECORD, TokenizerChoice, TokenizerRecord
 
-SAMPLE_BYTES = 1 << 20  # of the input, on which a fast engine proves itself
+SAMPLE_BYTES = 1 << 20  # of texts, on which a fast engine proves itself
+SEARCHED_BYTES = 8 << 20  # of the input, in which they are looked for
 TOLD = 20  # bad documents that are told one by one
 
 
@@ -66,7 +68,9 @@ def output_prefix(prefix: str, key: str) -> str:
     return f"{prefix}_{key}_document"
 
 
-def write_dataset(plan: Plan, tokenizer: Tokenizer, listener: Listener) -> tuple[Totals, Engine]:
+def write_dataset(
+    plan: Plan, tokenizer: Tokenizer, listener: Listener, check: Callable[[], None] = lambda: None
+) -> tuple[Totals, Engine]:
     """Write ``<prefix>_<key>_document.{bin,idx,tokens.json}`` for every key, byte for byte the same for any workers.
 
     The files of the tokenizer are copied to ``<prefix>_<key>_document.tokenizer/``. An empty text is a document of no
@@ -76,16 +80,13 @@ def write_dataset(plan: Plan, tokenizer: Tokenizer, listener: Listener) -> tuple
         plan: what to do.
         tokenizer: that of the plan.
         listener: is told the engine, what is passed over, and how far it is.
+        check: called between steps, and not any more once files get their names; what it raises ends the work.
 
     Raises:
         DataError: when a document is not what it should be, or there is none; no file is left under its name.
         OSError: when a file cannot be read or written.
     """
-    if len(set(plan.keys)) < len(plan.keys):
-        raise DataError(f"a key is named twice: {', '.join(plan.keys)}", "--json-keys text")
-    for file in plan.files:
-        if not holds_lines(file):
-            check_plain(file, plan.keys)
+    _check_keys(plan)
     job = Job(plan.keys, plan.choice, tokenizer.fingerprint, plan.append_eod)
     account = _Account(plan.skip_bad, listener)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
@@ -94,16 +95,21 @@ def write_dataset(plan: Plan, tokenizer: Tokenizer, listener: Listener) -> tuple
             listener.say(f"removed {path}, which a run that was killed had left")
     with ExitStack() as stack:
         workers = stack.enter_context(Workers(job, plan.workers)) if plan.workers > 1 else None
-        engine = choose_engine(tokenizer, sample_texts(plan.files, plan.keys), plan.engine)
+        sample = sample_texts(plan.files, plan.keys) if tokenizer.files and plan.engine != OWN else []
+        engine = choose_engine(tokenizer, sample, plan.engine)
+        check()
         listener.say(f"engine: {engine.name} ({engine.reason})")
         writers = [stack.enter_context(_open(output_prefix(plan.prefix, key), tokenizer)) for key in plan.keys]
         blocks = cut(plan.files, plan.block_bytes)
         here = BlockEncoder(job, tokenizer, engine)
         results = (
-            ((block, here(block)) for block in blocks) if workers is None else workers.encoded(blocks, engine.name)
+            ((block, here(block)) for block in blocks)
+            if workers is None
+            else workers.encoded(blocks, engine.name, check)
         )
         encoded = stack.enter_context(closing(results))
         for block, result in encoded:
+            check()
             account.settle(block, result)
             for writer, column in zip(writers, result.columns):
                 writer.add_documents(*column)
@@ -112,12 +118,26 @@ def write_dataset(plan: Plan, tokenizer: Tokenizer, listener: Listener) -> tuple
         if not account.totals.tokens:
             seen = f"the documents of the input are all empty ({account.totals.documents:,})"
             raise DataError(seen, "another --input")
+        publish_together(writers)
     return account.totals, engine
+
+
+def _check_keys(plan: Plan) -> None:
+    if len(set(plan.keys)) < len(plan.keys):
+        raise DataError(f"a key is named twice: {', '.join(plan.keys)}", "--json-keys text")
+    for key in plan.keys:
+        if "/" in key:
+            seen = f"--json-keys {key}: the name of the files would hold it, and a name cannot hold '/'"
+            raise DataError(seen, "rename the key in the input")
+    for file in plan.files:
+        if not holds_lines(file):
+            check_plain(file, plan.keys)
 
 
 def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
     """A writer that will also leave what is needed to know the tokenizer."""
     writer = IndexedDatasetWriter(prefix, id_dtype(tokenizer.vocab_size))
+    writer.leave_no(FOLDER)
     writer.add_file(RECORD, TokenizerRecord.of(tokenizer).to_bytes())
     for name, content in tokenizer.files.items():
         writer.add_file(f"{FOLDER}/{name}", content)
@@ -125,31 +145,38 @@ def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
 
 
 def sample_texts(files: Iterable[Path], keys: Sequence[str]) -> list[str]:
-    """The first texts of the input, about `SAMPLE_BYTES` of them; what cannot be read is left out."""
+    """The first texts of the input, `SAMPLE_BYTES` of them at most; what cannot be read is left out.
+
+    They are looked for in the first `SEARCHED_BYTES`, so that an input without texts is told of soon.
+    """
     found: list[str] = []
-    size = 0
-    for text in _readable(files, keys):
-        found.append(text[: SAMPLE_BYTES - size])
-        size += len(found[-1])
-        if size >= SAMPLE_BYTES:
+    size = searched = 0
+    for read, texts in _readable(files, keys):
+        for text in texts:
+            found.append(text[: SAMPLE_BYTES - size])
+            size += len(found[-1])
+        searched += read
+        if size >= SAMPLE_BYTES or searched >= SEARCHED_BYTES:
             break
     return found
 
 
-def _readable(files: Iterable[Path], keys: Sequence[str]) -> Iterator[str]:
+def _readable(files: Iterable[Path], keys: Sequence[str]) -> Iterator[tuple[int, Sequence[str]]]:
+    """Documents, bad ones without texts, and how many bytes they are."""
     for block in cut(list(files), SAMPLE_BYTES):
         if isinstance(block, Lines):
             for line in whole_lines(block.read()):
                 try:
-                    yield from texts_of_line(line, keys, block.file)
+                    yield len(line), texts_of_line(line, keys, block.file)
                 except BadDocumentError:
-                    continue
+                    yield len(line), ()
             continue
         for file in block.files:
             try:
-                yield plain_text(file).decode()
+                content = plain_text(file)
+                yield len(content), (content.decode(),)
             except (BadDocumentError, UnicodeDecodeError):
-                continue
+                yield file.stat().st_size, ()
 
 
 class _Account:

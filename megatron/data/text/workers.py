@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
-import threading
 from collections import deque
-from collections.abc import Generator, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Generator, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from functools import cache, partial
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from queue import SimpleQueue
@@ -27,13 +24,13 @@ import numpy as np
 from megatron.data.errors import DataError
 from megatron.data.text.block_encoder import BlockEncoder, EncodedBlock, Job
 from megatron.data.text.blocks import Block, weight
+from megatron.data.text.child import PATIENCE, TICK, death, end_with_parent, interrupts_blocked
 from megatron.data.tokenizers.encoded import Encoded, Tokenizer
 from megatron.data.tokenizers.engine import build_engine
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 
 AHEAD = 2  # blocks on the way for each worker: one is encoded, one waits
 HELD_BYTES = 64 << 20  # of text on the way for each worker; a single block may be larger
-PATIENCE = 10.0  # seconds for a process to end
 
 
 class Workers:
@@ -53,7 +50,9 @@ class Workers:
         for worker in self._workers:
             self._idle.put(worker)
 
-    def encoded(self, blocks: Iterable[Block], engine: str) -> Generator[tuple[Block, EncodedBlock]]:
+    def encoded(
+        self, blocks: Iterable[Block], engine: str, check: Callable[[], None] = lambda: None
+    ) -> Generator[tuple[Block, EncodedBlock]]:
         """Each block, in their order, with what became of it.
 
         A block is taken from ``blocks`` only when there is room for it, so memory does not depend on how many there
@@ -62,6 +61,7 @@ class Workers:
         Args:
             blocks: to encode.
             engine: the name of what encodes.
+            check: called a few times a second while there is nothing to do but wait; what it raises ends this.
 
         Raises:
             DataError: when a worker raised one, or died.
@@ -75,12 +75,12 @@ class Workers:
                     while on_the_way and self._is_full(len(on_the_way), held + weight(block)):
                         held -= weight(on_the_way[0][0])
                         given, answer = on_the_way.popleft()
-                        yield given, answer.result()
+                        yield given, _answer(answer, check)
                     on_the_way.append((block, threads.submit(self._ask, engine, block)))
                     held += weight(block)
                 while on_the_way:
                     given, answer = on_the_way.popleft()
-                    yield given, answer.result()
+                    yield given, _answer(answer, check)
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
                 self._kill()  # what they are at is no longer wanted, and may take long
@@ -120,7 +120,7 @@ class _Worker:
         spawn = multiprocessing.get_context("spawn")
         self._connection, theirs = spawn.Pipe()
         self.process: SpawnProcess = spawn.Process(target=_work, args=(theirs, job), daemon=True)
-        with _interrupts_blocked():
+        with interrupts_blocked():
             self.process.start()
         theirs.close()  # now only the worker has that end: when it dies, ours is told
 
@@ -130,19 +130,10 @@ class _Worker:
             self._connection.send((engine, block))
             answer = _receive(self._connection)
         except (EOFError, OSError) as error:
-            raise self._death() from error
+            raise death(self.process, "--workers 1") from error
         if isinstance(answer, Exception):
             raise answer
         return answer
-
-    def _death(self) -> DataError:
-        self.process.join(PATIENCE)
-        status = self.process.exitcode
-        if status is None or status >= 0:
-            return DataError(f"a worker process ended with status {status}; what it said is above")
-        name = signal.Signals(-status).name
-        perhaps = "; perhaps memory ran out" if -status == signal.SIGKILL else ""
-        return DataError(f"a worker process was ended by {name}{perhaps}", "--workers 1", "more memory")
 
     def end(self) -> None:
         """End a process that waits for a block."""
@@ -151,20 +142,15 @@ class _Worker:
         self.process.kill()
 
 
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """Processes that begin here never see Ctrl-C: it is for this one, which tells them."""
-    resource_tracker.ensure_running()  # now, because to start it ends the blocking
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+def _answer(answer: Future[EncodedBlock], check: Callable[[], None]) -> EncodedBlock:
+    while not wait([answer], TICK).done:
+        check()
+    return answer.result()
 
 
 def _work(connection: Connection, job: Job) -> None:
     """A worker: one thread, since there are as many workers as there should be threads."""
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = cache(partial(_tokenizer, job))
     with suppress(DataError, OSError):  # it comes again with the first block, and is told
@@ -223,10 +209,3 @@ def _receive(connection: Connection) -> EncodedBlock | Exception:
             left = left[count:]
         columns.append(Encoded(ids, lengths))
     return answer._replace(columns=tuple(columns))
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
