@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from megatron.config.checks import batch, checkpoint, data, idle
@@ -22,7 +22,7 @@ from megatron.config.presets import PRESETS
 from megatron.config.problems import Problem, UserError, did_you_mean
 from megatron.config.resolve import resolve
 from megatron.config.run import CheckpointConfig, RunConfig
-from megatron.config.settings import SETTINGS
+from megatron.config.settings import SETTINGS, in_flags
 from megatron.config.sources import (
     Layer,
     build,
@@ -96,7 +96,8 @@ def parse(
     config = build(said)
     found = [problem for layer in layers for problem in layer.problems] + habits(reading.spellings, config)
     world_size = _world_size(known, config, environ, found, notes)
-    found += problems(config, world_size, {name for layer in layers for name in layer.doubtful})
+    doubtful = {name for layer in layers for name in layer.doubtful}
+    found += [_in_flags(problem) for problem in problems(config, world_size, doubtful)]
     in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
     if saved is None and theirs.values and in_range:
         shape = to_dict(build(theirs.values))
@@ -112,8 +113,14 @@ def parse(
     notes += assumptions(reading.spellings, said)
     notes += costs(reading.spellings, config, world_size)
     notes += [*batch.remarks(config, world_size), *data.remarks(config), *checkpoint.remarks(config)]
-    notes += idle.remarks(config)
+    notes += map(in_flags, idle.remarks(config))
     return Parsed(resolve(config, world_size), world_size, known.check_config, tuple(notes))
+
+
+def _in_flags(problem: Problem) -> Problem:
+    """The problem in terms of flags; those of files speak of flags already, and of paths, which stay as they are."""
+    of_files = problem.code.startswith(("E5", "E8"))
+    return problem if of_files else replace(problem, sentence=in_flags(problem.sentence))
 
 
 def _recalled(recall: Recall, options: CheckpointConfig) -> tuple[Mapping[str, Any] | None, Sequence[Problem]]:
@@ -157,7 +164,7 @@ def _from_flags(given: Sequence[Given]) -> Layer:
         before = said.get(name)
         if before is not None and before.main != g.main and layer.values[name] != value:
             layer.doubtful.add(name)
-            sentence = f"{before.spelling} and {g.spelling} contradict each other: both set {name}"
+            sentence = f"{before.spelling} and {g.spelling} contradict each other: both set {g.setting.flag}"
             layer.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {g.spelling}")))
         said[name], layer.values[name] = g, value
     return layer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -175,6 +176,19 @@ def _finite(value: Any) -> Any:
 def flag(name: str) -> str:
     """The flag of a field: ``hidden_size`` -> ``--hidden-size``."""
     return "--" + name.replace("_", "-")
+
+
+def in_flags(sentence: str) -> str:
+    """The same sentence with the flags of the fields that it speaks of.
+
+    A name of one word is an ordinary word except at the beginning, where it is what the sentence is about.
+    """
+    return re.sub(r"(?<![\w./=-])[a-z0-9]+(_[a-z0-9]+)+(?![\w./=-])|^\w+(?= )", _in_flags, sentence)
+
+
+def _in_flags(word: re.Match[str]) -> str:
+    setting = SETTINGS.get(word[0])
+    return setting.flag if setting else word[0]
 
 
 def _all_settings() -> dict[str, Setting]:

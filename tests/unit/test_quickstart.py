@@ -125,7 +125,7 @@ def test_text_under_another_key(tmp_path: Path, checkout: Path) -> None:
     done = quickstart(*flags, "--json-keys", "body", "--", "--num-layers", "0", cwd=tmp_path, root=checkout)
     assert (tmp_path / "run" / "data" / "corpus_body_document.idx").exists()
     assert done.returncode == 2
-    assert done.stderr.count("num_layers") == 1, "a mistake in the flags is told once"
+    assert done.stderr.count("--num-layers 0: must be") == 1, "a mistake in the flags is told once"
 
 
 def test_what_is_there_already_is_left_alone(tmp_path: Path, checkout: Path) -> None:

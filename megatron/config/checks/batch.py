@@ -78,7 +78,7 @@ def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
     left = total_samples(t, ranks) - trained_samples(t, ranks)
     if left:
         last = batch_at(t, ranks, trained_samples(t, ranks))
-        yield f"train_samples {t.train_samples:,}: the last {left:,} do not fill a step of {last:,} and are left out"
+        yield f"--train-samples {t.train_samples:,}: the last {left:,} do not fill a step of {last:,} and are left out"
 
 
 def recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]:

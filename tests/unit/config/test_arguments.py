@@ -143,8 +143,8 @@ def test_notes_tell_what_may_not_be_meant(monkeypatch: pytest.MonkeyPatch) -> No
     assert notes == (
         f"--valid-data-path names {there} more than once: each time it is read by itself, in the same order",
         "the weights of --valid-data-path have no effect: each of its prefixes is a validation set by itself",
-        "split has no effect without data_path",
-        "eod_id has no effect without reset_position_ids, reset_attention_mask or eod_mask_loss",
+        "--split has no effect without --data-path",
+        "--eod-id has no effect without --reset-position-ids, --reset-attention-mask or --eod-mask-loss",
     )
 
 
@@ -155,7 +155,7 @@ def test_notes_tell_what_was_ignored_and_why() -> None:
     assert len(notes) == 4
     assert notes[0].startswith("ignored: --use-flash-attn because attention")
     assert notes[1].startswith("ignored: --num-workers 4 because samples")
-    assert notes[3] == "sequence_parallel has no effect without TP above 1"
+    assert notes[3] == "--sequence-parallel has no effect without TP above 1"
     assert accepted().notes == ()
 
 
@@ -187,7 +187,7 @@ def test_flags_that_are_ignored_for_one_reason_share_a_note() -> None:
 def test_samples_that_fill_no_step_are_noted_and_not_counted() -> None:
     argv = ["--set", "train_iters=null", "--global-batch-size", "64", "--train-samples"]
     parsed = accepted(*argv, "1000")
-    assert parsed.notes == ("train_samples 1,000: the last 40 do not fill a step of 64 and are left out",)
+    assert parsed.notes == ("--train-samples 1,000: the last 40 do not fill a step of 64 and are left out",)
     assert "\nlength     15 steps, 960 samples, " in parsed.summary()
     assert accepted(*argv, "960").notes == ()
 
