@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -26,6 +27,7 @@ from megatron.data.tokenizers.huggingface import TOKENIZER
 
 FAST = "gigatoken"
 OWN = "hf"
+MOST_OVERLAPS = 20_000  # thousands of added tokens may overlap in every pair
 WISHES = ("auto", FAST, OWN)
 """What a person may ask for: the fastest that is proven, or one of the two."""
 
@@ -232,13 +234,14 @@ def _forms(token: str) -> list[str]:
 
 
 def _overlaps(tokens: Sequence[str]) -> list[str]:
-    """Texts in which a token begins before another has ended, so that one of them must be chosen."""
+    """Texts in which a token begins before another has ended, so that one of them must be chosen; not all of many."""
     beginning: dict[str, list[str]] = {}
     for token in tokens:
         for size in range(1, len(token)):
             beginning.setdefault(token[:size], []).append(token)
     ends = [(token, token[cut:]) for token in tokens for cut in range(1, len(token))]
-    return [token + other[len(end) :] for token, end in ends for other in beginning.get(end, ())]
+    texts = (token + other[len(end) :] for token, end in ends for other in beginning.get(end, ()))
+    return list(islice(texts, MOST_OVERLAPS))
 
 
 def _shown(text: str) -> str:
