@@ -203,9 +203,10 @@ class BlockEncoder:
         """A little of the block, encoded by the tokenizer itself too."""
         if not self._engine.name.startswith(FAST) or not documents.places:
             return None
-        which = Random(len(documents.places)).randrange(len(documents.places))
+        chance = Random(documents.columns[0][0][-CHECKED:])  # another place in every block, the same in every run
+        which = chance.randrange(len(documents.places))
         text = max((texts[which] for texts in documents.columns), key=len)
-        start = Random(len(text)).randrange(max(1, len(text) - CHECKED))
+        start = chance.randrange(max(1, len(text) - CHECKED))
         piece = text[start : start + CHECKED].decode(errors="ignore")
         if np.array_equal(self._engine.encode_batch([piece]).ids, self._tokenizer.encode(piece)):
             return None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from megatron.config.run import OTHER_TOKENIZERS, DataConfig
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.encoded import Tokenizer
 from megatron.data.tokenizers.gpt2 import GPT2BPETokenizer
-from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
+from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer, local_folder
 from megatron.data.tokenizers.plain import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.sentencepiece_model import (
     GPTSentencePieceTokenizer,
@@ -68,6 +68,16 @@ class TokenizerChoice:
     def from_args(cls, args: argparse.Namespace) -> TokenizerChoice:
         """What the flags of `add_tokenizer_flags` say."""
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
+
+    def local(self) -> TokenizerChoice:
+        """The same with a folder of this machine for a name on the hub, so that other processes need not ask it.
+
+        Raises:
+            DataError: when the hub does not give it.
+        """
+        if self.tokenizer_type != "HuggingFaceTokenizer" or self.tokenizer_model is None:
+            return self
+        return replace(self, tokenizer_model=str(local_folder(self.tokenizer_model)))
 
 
 def _hugging_face(choice: TokenizerChoice) -> Tokenizer:

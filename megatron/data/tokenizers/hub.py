@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 from megatron.data.errors import DataError
@@ -14,9 +14,11 @@ def is_hub_name(name: str) -> bool:
     return bool(re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*", name)) and not Path(name).exists()
 
 
-def fetch(name: str, files: Sequence[str]) -> Path:
+@cache
+def fetch(name: str, files: tuple[str, ...]) -> Path:
     """A folder with those of the ``files`` that ``org/name`` has: from the local cache, else downloaded into it.
 
+    The hub is asked once, and then no more as long as the process lives.
     ``HF_ENDPOINT``, ``HF_TOKEN``, ``HF_HOME`` and ``HF_HUB_OFFLINE`` are heeded.
 
     Raises:

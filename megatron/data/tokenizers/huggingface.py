@@ -56,7 +56,7 @@ class HuggingFaceTokenizer:
         Raises:
             DataError: when there is none, it is damaged or random, or nothing says which id ends a document.
         """
-        folder = fetch(str(path), (TOKENIZER, CONFIG, SPECIAL)) if is_hub_name(str(path)) else Path(path)
+        folder = local_folder(path)
         self._load(_read_files(folder), folder, parse_special_tokens)
 
     def _load(self, files: Mapping[str, bytes], path: Path, parse_special_tokens: bool) -> None:
@@ -149,6 +149,15 @@ def _end_of_document(files: Mapping[str, bytes], ids: Mapping[str, int], path: P
         return end
     seen = f"{path} names no eos_token" if named is None else f"{path} has no id for its eos_token '{named}'"
     raise DataError(f"{seen}: nothing says what ends a document", f'"eos_token": "..." in {CONFIG} beside {TOKENIZER}')
+
+
+def local_folder(path: str | Path) -> Path:
+    """The path, or the folder of this machine with the files of ``org/name`` on the hub.
+
+    Raises:
+        DataError: when the hub does not give them.
+    """
+    return fetch(str(path), (TOKENIZER, CONFIG, SPECIAL)) if is_hub_name(str(path)) else Path(path)
 
 
 def _read_files(path: Path) -> dict[str, bytes]:

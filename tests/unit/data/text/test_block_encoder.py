@@ -117,3 +117,17 @@ def test_an_engine_that_differs_is_found() -> None:
     assert message.startswith(("x.jsonl:7: gigatoken 0 and numpy give different ids", "x.jsonl:8: gigatoken 0"))
     assert message.endswith("fix: --engine hf")
     assert encoder(engine=Engine("gigatoken 0", "", BYTES.encode_batch))(block).differs is None
+
+
+def test_blocks_are_checked_in_different_places() -> None:
+    pieces: list[str] = []
+
+    def encode(texts: Sequence[str | bytes]) -> Encoded:
+        pieces.extend(text for text in texts if isinstance(text, str))
+        return BYTES.encode_batch(texts)
+
+    encode_block = encoder(engine=Engine("gigatoken 0", "", encode))
+    for number in range(100, 130):
+        encode_block(lines(*({"text": f"{document}: {number}"} for document in range(8))))
+    assert len(pieces) == 30
+    assert {piece[0] for piece in pieces} == set("01234567")

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from megatron.data.tokenizers.hub import is_hub_name
+from megatron.data.tokenizers.tokenizer import TokenizerChoice
 from tests.unit.data.made_tokenizers import hugging_face
 
 ROOT = Path(__file__).parents[4]
@@ -24,11 +25,11 @@ BUILD = (
 )
 
 
-def build(name: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+def build(name: str, cwd: Path, code: str = BUILD, **environment: str) -> subprocess.CompletedProcess[str]:
     """Build the tokenizer of a name in a new process, which reads the environment anew."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith(("HF_", "HUGGING"))}
     there = clean | {"PYTHONPATH": str(ROOT), "HF_HOME": str(cwd / "home"), "HF_HUB_DISABLE_TELEMETRY": "1"}
-    command = [sys.executable, "-c", BUILD, name]
+    command = [sys.executable, "-c", code, name]
     return subprocess.run(command, cwd=cwd, env=there | environment, capture_output=True, text=True, check=False)
 
 
@@ -100,6 +101,35 @@ def test_what_the_hub_does_not_give_is_told_with_what_to_do(tmp_path: Path) -> N
     last = done.stderr.splitlines()[-2:]
     assert "DataError: org/other is no folder here, and the hub does not give it: " in last[0]
     assert "fix: where there is a network: hf download org/other --include 'tokenizer.json'" in last[1]
+
+
+LOCAL = (
+    "import sys; from megatron.data.tokenizers.tokenizer import *; "
+    "told = TokenizerChoice('HuggingFaceTokenizer', sys.argv[1]); t = build_tokenizer(told); "
+    "print(told.local().tokenizer_model, build_tokenizer(told.local()).fingerprint == t.fingerprint)"
+)
+
+
+def test_the_hub_is_asked_once_for_all_processes(hub: tuple[str, type[Hub]], tmp_path: Path) -> None:
+    """What workers are given is a folder."""
+    endpoint, handler = hub
+    first = build("org/name", tmp_path, HF_ENDPOINT=endpoint)
+    assert first.returncode == 0, first.stderr
+    handler.asked.clear()
+    build("org/name", tmp_path, HF_ENDPOINT=endpoint)
+    once = len(handler.asked)
+    handler.asked.clear()
+    done = build("org/name", tmp_path, LOCAL, HF_ENDPOINT=endpoint)
+    folder, same = done.stdout.split()
+    assert (same, len(handler.asked)) == ("True", once), done.stderr
+    assert once
+    assert (Path(folder) / "tokenizer.json").is_file()
+
+
+def test_other_choices_are_local() -> None:
+    for told in (TokenizerChoice("TikTokenizer", "a/b"), TokenizerChoice("ByteTokenizer")):
+        assert told.local() is told
+    assert TokenizerChoice("HuggingFaceTokenizer", "./a/b/c").local().tokenizer_model == "a/b/c"
 
 
 def test_what_is_a_name_and_what_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
