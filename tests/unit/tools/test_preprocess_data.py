@@ -5,12 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import resource
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -18,7 +20,10 @@ import numpy as np
 import pytest
 
 from megatron.data.files.indexed import IndexedDataset
+from megatron.data.text import preprocess
 from megatron.data.tokenizers import huggingface
+from megatron.data.tokenizers.encoded import Tokenizer
+from megatron.data.tokenizers.engine import Engine
 from megatron.data.tokenizers.tokenizer import ByteTokenizer, TokenizerRecord, read_record, recorded_tokenizer
 from tools.preprocess_data import HARMLESS, REFUSED, cores, main
 
@@ -51,7 +56,7 @@ def test_json_lines_to_documents(corpus: Path, tmp_path: Path, capsys: pytest.Ca
     counts, tokens, time, step = out.splitlines()
     assert counts == "files: 1, documents: 4, empty texts: 1, passed over: 0"
     assert tokens == "text bytes: 311, tokens: 314 (uint16), bytes per token: 0.99"
-    assert time.endswith("workers: 1, engine: numpy " + np.__version__)
+    assert time.endswith("workers: 1, engine: ByteTokenizer")
     assert step == f"for the next step, pretrain_gpt.py: --data-path {tmp_path}/out_text_document"
     assert [line.split(" |")[0] for line in err.splitlines()[1:]] == [f"[{'#' * 24}] 100.0%"]
 
@@ -166,8 +171,23 @@ def test_a_tokenizer_of_before_leaves_nothing(corpus: Path, tmp_path: Path, mode
     kept = tmp_path / "out_text_document.tokenizer"
     assert len(list(kept.iterdir())) == 3
     (model / huggingface.SPECIAL).unlink()
-    assert run_model(tmp_path, model, "--input", str(corpus)) == 0
+    assert run_model(tmp_path, model, "--input", str(corpus), "--overwrite") == 0
     assert sorted(p.name for p in kept.iterdir()) == [huggingface.TOKENIZER, huggingface.CONFIG]
+    assert run(tmp_path, "--input", str(corpus), "--overwrite") == 0
+    assert not kept.exists()
+
+
+def test_what_is_there_stays_unless_it_is_to_be_overwritten(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, "--input", str(corpus), "--json-keys", "title") == 0
+    before = {p: p.read_bytes() for p in tmp_path.glob("out*")}
+    assert run(tmp_path, "--input", str(corpus), "--json-keys", "text", "title") == 2
+    told = (
+        f"{tmp_path}/out_title_document.bin is there already, and 2 more\n  fix: --overwrite | another --output-prefix"
+    )
+    assert told in capsys.readouterr().err
+    assert {p: p.read_bytes() for p in tmp_path.glob("out*")} == before
 
 
 def test_a_text_in_another_encoding_is_named_and_leaves_no_files(
@@ -193,7 +213,7 @@ def test_a_failed_run_leaves_an_older_dataset_whole(corpus: Path, tmp_path: Path
     assert run(tmp_path, "--input", str(corpus)) == 0
     before = {p: p.read_bytes() for p in tmp_path.glob("out*")}
     (tmp_path / "bad.jsonl").write_text("{\n")
-    assert run(tmp_path, "--input", str(corpus), str(tmp_path / "bad.jsonl")) == 1
+    assert run(tmp_path, "--input", str(corpus), str(tmp_path / "bad.jsonl"), "--overwrite") == 1
     assert {p: p.read_bytes() for p in tmp_path.glob("out*")} == before
 
 
@@ -234,7 +254,35 @@ def test_what_is_not_done_is_refused_by_name(
         run(tmp_path, "--input", str(corpus), flag)
     assert caught.value.code == 2
     name = flag.split("=")[0]
-    assert f"error: {name}: {REFUSED[name]}" in capsys.readouterr().err
+    assert f"preprocess_data: {name}: {REFUSED[name]}" in capsys.readouterr().err
+
+
+def test_all_unknown_flags_are_told_at_once(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        run(tmp_path, "--imput", str(corpus), "--json-key=x", "--qqq")
+    assert caught.value.code == 2
+    assert capsys.readouterr().err == (
+        "preprocess_data: there is no --imput (did you mean --input?), no --json-key (did you mean --json-keys?), "
+        "no --qqq\n  help: python tools/preprocess_data.py --help\n"
+    )
+
+
+@pytest.mark.parametrize(("prefix", "why"), [("/proc/x", "No such file"), ("c.jsonl/x", "File exists|Not a directory")])
+def test_a_place_that_cannot_be_written_is_named(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], prefix: str, why: str
+) -> None:
+    prefix = str(tmp_path / prefix)
+    flags = ["--input", str(corpus), "--tokenizer-type", "ByteTokenizer", "--output-prefix", prefix]
+    assert main(flags) == 1
+    told = rf"preprocess_data: {prefix} cannot be written: ({why}).*\n  fix: another --output-prefix\n$"
+    assert re.search(told, capsys.readouterr().err)
+
+
+def test_one_document_that_is_no_ids_has_one_line_of_fixes(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(tmp_path, "--input", str(corpus), "--tokenizer-type", "NullTokenizer", "--vocab-size", "9") == 1
+    assert capsys.readouterr().err.count("fix:") == 1
 
 
 def test_a_number_of_workers_that_cannot_be(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -338,6 +386,40 @@ def test_a_signal_ends_it_with_a_sentence(
     wait_until_gone(workers)
 
 
+def test_a_signal_that_a_library_swallows_is_not_lost(
+    corpus: Path, tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Rust code does that calls Python, and takes what is raised there for a failure of its own."""
+    choose = preprocess.choose_engine
+
+    def swallowing(tokenizer: Tokenizer, sample: Sequence[str], wish: str) -> Engine:
+        with suppress(BaseException):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return choose(tokenizer, sample, "hf")
+
+    monkeypatch.setattr(preprocess, "choose_engine", swallowing)
+    assert run_model(tmp_path, model, "--input", str(corpus)) == 143
+    assert "stopped by SIGTERM; nothing was written" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+def test_a_signal_is_heard_whenever_it_comes(long_corpus: Path, tmp_path: Path, workers: str) -> None:
+    tokenizer = huggingface.bytes_as_ids()
+    (tmp_path / "model").mkdir()
+    for name, content in huggingface.tokenizer_files(tokenizer).items():
+        (tmp_path / "model" / name).write_bytes(content)
+    flags = ["--input", long_corpus, "--output-prefix", tmp_path / "data" / "out", "--workers", workers]
+    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "model"]
+    for seconds in (0.8, 1.2):
+        process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
+        time.sleep(seconds)
+        process.terminate()
+        process.communicate(timeout=20)
+        assert process.returncode in (143, -signal.SIGTERM)
+        assert not list((tmp_path / "data").glob("*"))
+
+
 def test_a_worker_that_is_killed_ends_it_with_a_sentence(long_corpus: Path, tmp_path: Path) -> None:
     process = start(tmp_path, long_corpus)
     workers = wait_for_work(process)
@@ -384,7 +466,10 @@ def test_a_full_disk_ends_it_with_a_sentence(long_corpus: Path, tmp_path: Path) 
     process = start(tmp_path, long_corpus, fill)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert err.splitlines()[-1] == f"preprocess_data: {tmp_path}/out: File too large"
+    assert err.splitlines()[-2:] == [
+        f"preprocess_data: {tmp_path}/out cannot be written: File too large",
+        "  fix: make room on that disk | another --output-prefix",
+    ]
     assert list(tmp_path.iterdir()) == []
 
 
