@@ -22,8 +22,8 @@ def main(argv: Sequence[str]) -> int:
     """Check the flags, then train.
 
     Returns:
-        The exit status: 0 at the end, 1 after an error, 2 for flags or files that are refused before the start,
-        124 when ``exit_duration_in_mins`` is over, 128 + n after signal n.
+        The exit status: 0 at the end, 1 after an error, 2 for flags or files that are refused before the first
+        step, 124 when ``exit_duration_in_mins`` is over, 128 + n after signal n.
 
     """
     started = time.monotonic()

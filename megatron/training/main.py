@@ -22,7 +22,12 @@ from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest
 from megatron.training.together import claimed
 
-EXPECTED = (UserError, DataError, CheckpointError, NonFiniteError)
+
+class RefusedError(Exception):
+    """What was asked for cannot begin: the text of the error that says why, which is its cause."""
+
+
+EXPECTED = (RefusedError, UserError, DataError, CheckpointError, NonFiniteError)
 """Errors whose text says all there is to say; others come with their traceback."""
 
 
@@ -35,15 +40,16 @@ def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = No
         started: what ``time.monotonic()`` was when the process began; None for now.
 
     Returns:
-        The exit status: that of :func:`megatron.training.loop.train`, or 1 after an error. After an error the
-        process should end at once: torch.distributed is left open, and so are the peers' connections to it.
+        The exit status: that of :func:`megatron.training.loop.train`, 2 where flags or files turn out not to do
+        before the first step, or 1 after any other error. After an error the process should end at once:
+        torch.distributed is left open, and so are the peers' connections to it.
 
     """
     try:
         status = join_and_train(config, notes, started)
     except Exception as error:
         report(error)
-        return 1
+        return 2 if isinstance(error, RefusedError) else 1
     leave_distributed()
     return status
 
@@ -63,9 +69,12 @@ def join_and_train(config: RunConfig, notes: Sequence[str], started: float | Non
 def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest) -> int:
     """Begin where there is something to begin with, and train."""
     world = stop.world
-    origin = choose(config.checkpoint, world)
-    trainer = build(config, world.rank, world.size, fresh=origin.fresh)
-    notes = [*notes, *begin(trainer, origin)]
+    try:
+        origin = choose(config.checkpoint, world)
+        trainer = build(config, world.rank, world.size, fresh=origin.fresh)
+        notes = [*notes, *begin(trainer, origin)]
+    except (UserError, DataError) as error:
+        raise RefusedError(str(error)) from error
     place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
     with RunLog(config, world_size=world.size, device=trainer.device, enabled=world.rank == 0, **place) as log:
         for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
