@@ -28,6 +28,8 @@ HARMLESS = {
     "--keep-newlines": (False, "documents are not split, so newlines are kept"),
     "--lang": (True, "documents are not split into sentences, so their language does not matter"),
     "--use-gigatoken": (False, "--engine auto uses gigatoken where its ids are proven to be the same"),
+    "--legacy-tokenizer": (False, "there is one way to make each tokenizer"),
+    "--tokenizer-hf-no-use-fast": (False, "a tokenizer.json gives the same ids whatever reads it"),
 }
 """Megatron-LM's flags that change nothing here: whether each has a value, and why."""
 
@@ -37,6 +39,10 @@ REFUSED = {
     "--workers-to-check": "--workers is the number of cores unless it is given, and more is never faster",
     "--max-documents": "all documents are read; `head -n N` makes a smaller input",
     "--performance-dir": "the speed is printed, and not kept in a file",
+    "--vocab-extra-ids": "ids without text are for T5; add tokens to the tokenizer.json instead",
+    "--tokenizer-metadata": "the type is said with --tokenizer-type, and where it is with --tokenizer-model",
+    "--null-tokenizer-eod-id": "NullTokenizer ends documents with its last id, --vocab-size less one",
+    "--trust-remote-code": "code that comes with a model is not run; give a folder with a tokenizer.json",
 }
 """Megatron-LM's flags that ask for what is not done here, and what to do instead."""
 
@@ -46,8 +52,8 @@ def build_parser() -> Parser:
     parser = Parser(
         "preprocess_data.py",
         description="Turn text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
-        epilog="Files ending in .jsonl or .json, and .gz, .zst, .bz2 or .xz after it, hold one JSON object per line; "
-        "any other file is one document. The files are the same for any number of workers and any engine. "
+        epilog="Files ending in .jsonl, .json or .ndjson, and .gz, .zst, .bz2 or .xz after it, hold one JSON object "
+        "per line; any other file is one document. The files are the same for any number of workers and any engine. "
         "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)

@@ -12,7 +12,7 @@ from typing import IO, NamedTuple
 from megatron.data.errors import DataError
 from megatron.data.text.compressed import SUFFIXES, DamagedError, decompressed
 
-JSON_LINES = (".jsonl", ".json")
+JSON_LINES = (".jsonl", ".json", ".ndjson")
 BLOCK_BYTES = 2 << 20
 SEARCH_BYTES = 1 << 16
 
@@ -68,13 +68,19 @@ Block = Lines | Texts
 
 
 def holds_lines(file: Path) -> bool:
-    """Whether a file is one of JSON lines, by its name."""
-    return file.name.removesuffix(compression(file)).endswith(JSON_LINES)
+    """Whether a file is one of JSON lines, by its name in any case."""
+    return unpacked_name(file).lower().endswith(JSON_LINES)
 
 
 def compression(file: Path) -> str:
-    """The suffix that says how a file is compressed; empty if it is not."""
-    return file.suffix if file.suffix in SUFFIXES else ""
+    """The suffix, in small letters, that says how a file is compressed; empty if it is not."""
+    suffix = file.suffix.lower()
+    return suffix if suffix in SUFFIXES else ""
+
+
+def unpacked_name(file: Path) -> str:
+    """The name without the suffix of a compression."""
+    return file.name[: len(file.name) - len(compression(file))]
 
 
 def weight(block: Block) -> int:

@@ -38,20 +38,21 @@ def decompressed(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
         DamagedError: when the file is cut short, or is not what its name says.
         DataError: when the library that reads it is missing.
     """
-    new, errors = _library(file.suffix)
+    suffix = file.suffix.lower()
+    new, errors = _library(suffix)
     current = new()
     fresh = True  # nothing of the current stream has been read
     try:
-        while data := stream.read(READ_BYTES[file.suffix]):
+        while data := stream.read(READ_BYTES[suffix]):
             while data := data.lstrip(PADDING) if fresh else data:
                 yield from _pieces(current, data)
                 data, fresh = current.unused_data, current.eof
                 if current.eof:
                     current = new()
     except errors as error:
-        raise DamagedError(f"is no {file.suffix} from here on: {error}") from error
+        raise DamagedError(f"is no {suffix} from here on: {error}") from error
     if not fresh:
-        raise DamagedError(f"ends in the middle of a {file.suffix} stream")
+        raise DamagedError(f"ends in the middle of a {suffix} stream")
 
 
 def _pieces(current: _Decompressor, data: bytes) -> Iterator[bytes]:

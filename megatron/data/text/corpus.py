@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import glob
 import os
+import shlex
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.data.errors import DataError
-from megatron.data.text.blocks import JSON_LINES, compression, cut_lines, holds_lines
+from megatron.data.text.blocks import JSON_LINES, cut_lines, holds_lines, unpacked_name
 from megatron.data.text.records import (
     BadDocumentError,
     check_utf8,
@@ -23,6 +24,8 @@ from megatron.data.text.records import (
 PLAIN_TEXT = (".txt",)
 SKIP = "--on-bad-line skip"
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
+OTHER_COMPRESSIONS = {".zstd": "mv {0} {1}.zst", ".z": "uncompress {0}", ".lz4": "lz4 -d {0}", ".br": "brotli -d {0}"}
+"""Suffixes of what is not unpacked here, and what to do with a file instead."""
 
 
 class Document(NamedTuple):
@@ -52,7 +55,7 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
         default=[*JSON_LINES, *PLAIN_TEXT],
         metavar=".EXT",
         help="which files to take from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows "
-        "(.jsonl .json .txt)",
+        "(.jsonl .json .ndjson .txt)",
     )
     read.add_argument(
         "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to pass over inside a folder"
@@ -68,29 +71,53 @@ def add_input_flags(parser: argparse.ArgumentParser) -> None:
 def find_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
     """Files named by ``inputs``: each a file, a pattern like ``data/*.jsonl``, or a folder.
 
-    Of a folder, these are the files below it that end in one of ``suffixes``, compressed or not, in the order of their
-    paths; files and folders called one of ``exclude`` are passed over. Patterns are sorted too.
+    Of a folder, these are the files below it that end in one of ``suffixes``, in any case, compressed or not, in the
+    order of their paths; files and folders called one of ``exclude`` are passed over. Patterns are sorted too. What is
+    the name of a file is no pattern.
 
     Raises:
-        DataError: when an input gives no file, or a folder holds one twice, compressed and not; when a file is of a
-            format that is not read.
+        DataError: when an input gives no file, or the same documents would come twice: a folder or pattern has a file
+            compressed in different ways, or a file is named twice; when a file is of a format that is not read.
     """
     files: list[Path] = []
     for name in inputs:
-        if os.path.isdir(name):
-            found = _walk(Path(name), tuple(suffixes), exclude)
-        else:
-            found = [Path(p) for p in (sorted(glob.glob(name, recursive=True)) or [name]) if os.path.isfile(p)]
+        found = _walk(Path(name), tuple(suffixes), exclude) if os.path.isdir(name) else _named(name)
         if not found:
-            what = (
-                f"no file below it ends in {' or '.join(suffixes)}" if os.path.isdir(name) else "there is no such file"
-            )
-            raise DataError(f"--input {name}: {what}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
+            raise _nothing(name, suffixes)
         files += found
-    other = next((file for file in files if file.name.endswith(ARCHIVES)), None)
-    if other is not None:
-        raise DataError(f"{other}: {other.suffix} files are not read", "write its documents as lines of a .jsonl file")
+    for file in files:
+        _check_format(file)
+    _refuse_repeats(files)
     return files
+
+
+def _named(name: str) -> list[Path]:
+    """The file of this name, or those that it is a pattern for."""
+    if os.path.isfile(name):
+        return [Path(name)]
+    found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
+    _refuse_copies(found)
+    return found
+
+
+def _nothing(name: str, suffixes: Collection[str]) -> DataError:
+    if os.path.isdir(name):
+        what = f"no file below it ends in {' or '.join(suffixes)}"
+    elif os.path.exists(name):
+        what = "it is no file but a pipe or a device, and is read more than once"
+        return DataError(f"--input {name}: {what}", "write it to a file: cat ... > FILE.jsonl")
+    else:
+        what = "there is no such file"
+    return DataError(f"--input {name}: {what}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
+
+
+def _check_format(file: Path) -> None:
+    suffix = file.suffix.lower()
+    if suffix in ARCHIVES:
+        raise DataError(f"{file}: {file.suffix} files are not read", "write its documents as lines of a .jsonl file")
+    if suffix in OTHER_COMPRESSIONS:
+        unpack = OTHER_COMPRESSIONS[suffix].format(shlex.quote(str(file)), shlex.quote(str(file.with_suffix(""))))
+        raise DataError(f"{file}: {file.suffix} files are not read", unpack)
 
 
 def _walk(folder: Path, suffixes: tuple[str, ...], exclude: Collection[str]) -> list[Path]:
@@ -104,15 +131,32 @@ def _walk(folder: Path, suffixes: tuple[str, ...], exclude: Collection[str]) -> 
 
 
 def _ends_in(file: Path, suffixes: tuple[str, ...]) -> bool:
-    return file.name.endswith(suffixes) or file.name.removesuffix(compression(file)).endswith(suffixes)
+    wanted = tuple(suffix.lower() for suffix in suffixes)
+    names = [file.name.lower(), unpacked_name(file).lower()]
+    if file.suffix.lower() in OTHER_COMPRESSIONS:
+        names.append(file.stem.lower())
+    return any(name.endswith(wanted) for name in names)
 
 
 def _refuse_copies(files: Collection[Path]) -> None:
-    plain = {str(file) for file in files}
+    """Refuse files that differ in their compression alone."""
+    seen: dict[Path, Path] = {}
+    for file in sorted(files):
+        other = seen.setdefault(file.with_name(unpacked_name(file)), file)
+        if other != file:
+            what = f"{file} lies beside {other}: the same documents would come twice"
+            raise DataError(what, f"--exclude {shlex.quote(file.name)}", "name both files with --input")
+
+
+def _refuse_repeats(files: Collection[Path]) -> None:
+    """Refuse a file that was given twice, by whatever names."""
+    seen: dict[str, Path] = {}
     for file in files:
-        if compression(file) and (copy := str(file).removesuffix(file.suffix)) in plain:
-            seen = f"{file} lies beside {copy}: the same documents would come twice"
-            raise DataError(seen, f"--exclude {file.name}", "name both files with --input")
+        other = seen.setdefault(os.path.realpath(file), file)
+        if other is not file:
+            what = f"{file} is given twice" if file == other else f"{file} is {other}, which is given too"
+            fix = "name it once; to read a corpus more often, give it a weight: pretrain_gpt.py --data-path 2 PREFIX"
+            raise DataError(f"--input: {what}: its documents would come twice", fix)
 
 
 def _raise(error: OSError) -> None:

@@ -135,7 +135,7 @@ def plain_text(file: Path) -> bytes:
     """
     try:
         with open(file, "rb") as stream:
-            content = b"".join(decompressed(file, stream)) if file.suffix in SUFFIXES else stream.read()
+            content = b"".join(decompressed(file, stream)) if file.suffix.lower() in SUFFIXES else stream.read()
     except DamagedError as error:
         raise BadDocumentError(f" {error}", "copy it again", _exclude(file)) from error
     if content.startswith(UTF_16):
@@ -175,7 +175,7 @@ def _exclude(file: Path) -> str:
 
 def _recode(file: Path, encoding: str) -> tuple[str, ...]:
     """The command that makes UTF-8 of a file."""
-    if file.suffix in SUFFIXES:
+    if file.suffix.lower() in SUFFIXES:
         return (f"decompress it and convert it from {encoding} with iconv",)
     name, new = shlex.quote(str(file)), shlex.quote(str(file.with_stem(f"{file.stem}.utf8")))
     return (f"iconv -f {encoding} -t UTF-8 {name} > {new}",)

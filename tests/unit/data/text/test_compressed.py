@@ -73,3 +73,11 @@ def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(DataError, match=r"zstandard is needed for \.zst files\n  fix: pip install zstandard"):
         read(".zst", b"")
+
+
+@pytest.mark.parametrize("suffix", SUFFIXES)
+def test_pieces_are_small_however_well_a_text_compresses(suffix: str) -> None:
+    size = 100_000_000
+    pieces = [len(piece) for piece in decompressed(Path(f"x{suffix}"), io.BytesIO(COMPRESS[suffix](bytes(size))))]
+    assert sum(pieces) == size
+    assert max(pieces) <= 17_000_000

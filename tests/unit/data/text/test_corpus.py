@@ -233,3 +233,50 @@ def test_other_formats_are_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
     with pytest.raises(DataError, match=f"{name}: .* files are not read\n  fix: "):
         find_files([str(tmp_path / name)], [".jsonl"], [])
+
+
+def test_the_name_of_a_file_is_no_pattern(tmp_path: Path) -> None:
+    for name in ("data[1].jsonl", "data1.jsonl"):
+        (tmp_path / name).touch()
+    assert find_files([str(tmp_path / "data[1].jsonl")], [], []) == [tmp_path / "data[1].jsonl"]
+
+
+def test_a_file_that_is_compressed_in_two_ways_is_refused(tmp_path: Path) -> None:
+    for name in ("a.jsonl.gz", "a.jsonl.zst"):
+        (tmp_path / name).touch()
+    for name in (str(tmp_path), str(tmp_path / "a*")):
+        with pytest.raises(DataError, match=r"a\.jsonl\.zst lies beside .*a\.jsonl\.gz: the same documents"):
+            find_files([name], [".jsonl"], [])
+
+
+def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:
+    file = tmp_path / "f.jsonl"
+    file.touch()
+    for inputs in ([file, file], [file, tmp_path], [tmp_path / "f*", tmp_path / "." / "f.jsonl"]):
+        with pytest.raises(DataError, match=r"f\.jsonl is given twice: its documents would come twice"):
+            find_files([str(name) for name in inputs], [".jsonl"], [])
+    (tmp_path / "other").symlink_to(file)
+    with pytest.raises(DataError, match=r"other is .*f\.jsonl, which is given too"):
+        find_files([str(file), str(tmp_path / "other")], [], [])
+
+
+@pytest.mark.parametrize("name", ["a.ndjson", "a.JSONL", "a.Json", "a.jsonl.GZ"])
+def test_lines_are_lines_however_their_file_is_called(tmp_path: Path, name: str) -> None:
+    content = b'{"text": "a"}\n{"text": "b"}\n'
+    (tmp_path / name).write_bytes(gzip.compress(content) if name.endswith("GZ") else content)
+    (file,) = find_files([str(tmp_path)], [".jsonl", ".json", ".ndjson"], [])
+    assert [document.texts for document in read_documents(file, ["text"])] == [("a",), ("b",)]
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.zstd", "a.jsonl.Z", "a.jsonl.lz4"])
+def test_other_compressions_are_refused_by_name(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    for given in (tmp_path, tmp_path / name):
+        with pytest.raises(DataError, match=rf"a\.jsonl\.\w+: \.{name.rpartition('.')[2]} files are not read\n  fix: "):
+            find_files([str(given)], [".jsonl"], [])
+
+
+def test_a_pipe_is_refused(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(DataError, match="pipe: it is no file but a pipe or a device"):
+        find_files([str(tmp_path / "pipe")], [], [])

@@ -169,10 +169,10 @@ def test_plain_files_among_lines_keep_their_place(tmp_path: Path) -> None:
     }
     for name, content in contents.items():
         (tmp_path / name).write_bytes(content)
-    files = find_files([str(tmp_path / "d.txt"), str(tmp_path)], [".jsonl", ".txt"], [])
+    files = find_files([str(tmp_path / "d.txt"), str(tmp_path)], [".jsonl", ".txt"], ["d.txt"])
     totals, _ = run(Plan(files, ("text",), str(tmp_path / "out"), BYTES))
     assert pair(str(tmp_path / "out_text_document"))[0].decode("utf-16-le") == "ABCD"
-    assert (totals.documents, totals.empty) == (6, 2)
+    assert (totals.documents, totals.empty) == (5, 1)
 
 
 # --- bad documents ---
@@ -267,6 +267,70 @@ def test_keys_that_cannot_be(tmp_path: Path) -> None:
         run(Plan([tmp_path / "a.txt"], ("text", "text"), str(tmp_path / "out"), BYTES))
     with pytest.raises(DataError, match="one plain text, not 2 texts: text, url"):
         run(Plan([tmp_path / "a.txt"], ("text", "url"), str(tmp_path / "out"), BYTES))
+
+
+def test_a_key_that_cannot_be_part_of_a_name(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"a/b": "x"}')
+    with pytest.raises(DataError, match=r"--json-keys a/b: .* a name cannot hold '/'"):
+        run(Plan([tmp_path / "a.jsonl"], ("a/b",), str(tmp_path / "out"), BYTES))
+
+
+def test_where_one_key_cannot_be_written_all_stay_as_they_were(tmp_path: Path) -> None:
+    corpus = tmp_path / "a.jsonl"
+    plan = Plan([corpus], ("title", "text"), str(tmp_path / "out"), BYTES)
+    corpus.write_bytes(b'{"title": "a", "text": "b"}\n')
+    run(plan)
+    (tmp_path / "out_text_document.tokens.json").unlink()
+    (tmp_path / "out_text_document.tokens.json").mkdir()
+    before = {path: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()}
+    corpus.write_bytes(b'{"title": "new", "text": "new"}\n')
+    with pytest.raises(DataError, match="is a folder, and a file is to be there"):
+        run(plan)
+    assert {path: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()} == before
+
+
+def test_texts_for_the_proof_are_looked_for_at_the_beginning_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"other": "%s"}\n' % (b"x" * 80) * 12 + b'{"text": "late"}\n')
+    assert preprocess.sample_texts([tmp_path / "a.jsonl"], ["text"]) == ["late"]
+    monkeypatch.setattr(preprocess, "SEARCHED_BYTES", 1000)
+    assert preprocess.sample_texts([tmp_path / "a.jsonl"], ["text"]) == []
+
+
+@pytest.mark.parametrize("engine", ["hf", "auto"])
+def test_where_nothing_is_to_be_proven_no_text_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, engine: str
+) -> None:
+    def searched(files: Sequence[Path], keys: Sequence[str]) -> list[str]:
+        raise AssertionError("the input was searched")
+
+    monkeypatch.setattr(preprocess, "sample_texts", searched)
+    (tmp_path / "a.txt").write_bytes(b"a")
+    totals, _ = run(Plan([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES, engine=engine))
+    assert totals.tokens == 1
+
+
+def test_what_a_check_raises_after_the_last_block_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"a")
+
+    class Ended(BaseException):
+        pass
+
+    def end_at(last: int) -> Callable[[], None]:
+        calls = iter(range(9))
+
+        def check() -> None:
+            if next(calls) == last:
+                raise Ended
+
+        return check
+
+    for last in (0, 1):
+        plan = Plan([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES)
+        with pytest.raises(Ended):
+            write_dataset(plan, build_tokenizer(BYTES), Heard(), end_at(last))
+        assert [path.name for path in tmp_path.iterdir()] == ["a.txt"]
 
 
 def test_what_a_run_that_was_killed_left_is_removed_and_said(tmp_path: Path) -> None:

@@ -138,3 +138,19 @@ def test_who_is_at_work_is_not_waited_for() -> None:
         started, left = children() - before, time.monotonic()
     wait_until_gone(started)
     assert time.monotonic() - left < 2.0
+
+
+def test_a_check_ends_the_wait_for_a_long_document() -> None:
+    """The worker is busy for many seconds; what the check raises comes at once."""
+    job = Job(("text",), TokenizerChoice("NullTokenizer", vocab_size=10), NullTokenizer(10).fingerprint, False)
+    content = b'{"text": "%s"}' % (b"1 " * 20_000_000)
+    long = Lines(Path("x.jsonl"), content, len(content), first=True, last=True)
+    began = time.monotonic()
+
+    def check() -> None:
+        if time.monotonic() > began + 1:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt), Workers(job, 1) as busy:
+        list(busy.encoded([long], "numpy", check))
+    assert time.monotonic() < began + 4
