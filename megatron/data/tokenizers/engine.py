@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import unicodedata
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version
@@ -130,17 +130,17 @@ def _named(library: str) -> str:
     return f"{library} {version(library)}"
 
 
-def _file(tokenizer: Tokenizer) -> bytes:
-    """The ``tokenizer.json`` of a tokenizer."""
+def _file(tokenizer: Tokenizer) -> dict[str, Any]:
+    """What the ``tokenizer.json`` of a tokenizer says."""
     if not tokenizer.files:
         raise _NotFastError("it needs no library")
     content = tokenizer.hugging_face_files().get(TOKENIZER)
     if content is None:
         raise _NotFastError("this tokenizer has no tokenizer.json, which gigatoken reads")
-    return content
+    return dict(json.loads(content))
 
 
-def _fast(tokenizer: Tokenizer, file: bytes) -> EncodeBatch:
+def _fast(tokenizer: Tokenizer, file: Mapping[str, Any]) -> EncodeBatch:
     """What gigatoken makes of a tokenizer."""
     try:
         import_module("awkward")  # gigatoken does so with the first texts, and hides what a signal raises meanwhile
@@ -151,24 +151,21 @@ def _fast(tokenizer: Tokenizer, file: bytes) -> EncodeBatch:
         file = _without_special_tokens(file)
     _refuse_added_tokens(file)
     with failures_as(lambda said: _NotFastError(f"gigatoken does not read this tokenizer: {said}")):
-        fast = gigatoken.Tokenizer.from_json(file)
+        fast = gigatoken.Tokenizer.from_json(json.dumps(file).encode())
     return lambda texts: _encode_batch(fast, texts)
 
 
-def _without_special_tokens(file: bytes) -> bytes:
-    """A ``tokenizer.json`` to which special tokens, spelled out in a text, are text."""
-    tokenizer = json.loads(file)
-    tokenizer["added_tokens"] = [token for token in tokenizer.get("added_tokens") or [] if not token["special"]]
-    return json.dumps(tokenizer).encode()
+def _without_special_tokens(file: Mapping[str, Any]) -> dict[str, Any]:
+    """The same, so that special tokens that are spelled out in a text are text."""
+    return {**file, "added_tokens": [token for token in file.get("added_tokens") or () if not token["special"]]}
 
 
-def _refuse_added_tokens(file: bytes) -> None:
+def _refuse_added_tokens(file: Mapping[str, Any]) -> None:
     """gigatoken finds added tokens in the text as it is written, and in the middle of words too."""
-    tokenizer = json.loads(file)
-    for token in tokenizer.get("added_tokens") or ():
+    for token in file.get("added_tokens") or ():
         if token["single_word"]:
             seen = "only where it is a word of its own"
-        elif token["normalized"] and tokenizer.get("normalizer") is not None:
+        elif token["normalized"] and file.get("normalizer") is not None:
             seen = "in the normalised text"
         else:
             continue
@@ -215,9 +212,9 @@ def _apart(encoded: Encoded) -> list[NDArray[Any]]:
     return np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1]
 
 
-def _added_tokens(file: bytes) -> list[str]:
+def _added_tokens(file: Mapping[str, Any]) -> list[str]:
     """How the added tokens of a ``tokenizer.json`` are spelled, special or not."""
-    return [token["content"] for token in json.loads(file).get("added_tokens") or ()]
+    return [token["content"] for token in file.get("added_tokens") or ()]
 
 
 def _spelled_out(tokens: Sequence[str]) -> list[str]:
