@@ -87,7 +87,8 @@ def write_dataset(
         OSError: when a file cannot be read or written.
     """
     _check_keys(plan)
-    job = Job(plan.keys, plan.choice, tokenizer.fingerprint, plan.append_eod)
+    states = [_state(file) for file in plan.files]
+    job = Job(plan.keys, plan.choice.local(), tokenizer.fingerprint, plan.append_eod)
     account = _Account(plan.skip_bad, listener)
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     for key in plan.keys:
@@ -115,6 +116,7 @@ def write_dataset(
                 writer.add_documents(*column)
             account.totals.tokens = sum(writer.num_tokens for writer in writers)
             listener.update(account.totals)
+        _check_unchanged(plan.files, states)
         if not account.totals.tokens:
             seen = f"the documents of the input are all empty ({account.totals.documents:,})"
             raise DataError(seen, "another --input")
@@ -132,6 +134,18 @@ def _check_keys(plan: Plan) -> None:
     for file in plan.files:
         if not holds_lines(file):
             check_plain(file, plan.keys)
+
+
+def _state(file: Path) -> tuple[int, int]:
+    """What differs when a file was written to: its size, and when that was."""
+    state = file.stat()
+    return state.st_size, state.st_mtime_ns
+
+
+def _check_unchanged(files: Sequence[Path], states: Sequence[tuple[int, int]]) -> None:
+    for file, state in zip(files, states):
+        if _state(file) != state:
+            raise DataError(f"{file} was changed while it was read", "start again when nobody writes it")
 
 
 def _open(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:

@@ -311,6 +311,20 @@ def test_where_nothing_is_to_be_proven_no_text_is_looked_for(
     assert totals.tokens == 1
 
 
+def test_an_input_that_grows_while_it_is_read_is_refused(tmp_path: Path) -> None:
+    corpus = tmp_path / "a.jsonl"
+    corpus.write_bytes(b'{"text": "a"}\n')
+
+    def grow() -> None:
+        with corpus.open("ab") as file:
+            file.write(b'{"text": "more"}\n')
+
+    plan = Plan([corpus], ("text",), str(tmp_path / "out"), BYTES)
+    with pytest.raises(DataError, match=r"a\.jsonl was changed while it was read"):
+        write_dataset(plan, build_tokenizer(BYTES), Heard(), grow)
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"]
+
+
 def test_what_a_check_raises_after_the_last_block_leaves_nothing(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a")
 
