@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from megatron.config.arguments import Parsed, parse
+from megatron.config.checks.checkpoint import holds_checkpoints
 from megatron.config.launch import Launch, leave
 from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
@@ -51,7 +52,10 @@ def main(argv: Sequence[str]) -> int:
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
     """The configuration with the vocabulary's size filled in from the data's tokenizer, where no flag gives it."""
-    return replace(config, model=replace(config.model, vocab_size=vocabulary(config.data, config.model.vocab_size)))
+    options = config.checkpoint
+    weights = options.save if holds_checkpoints(options.save) else options.load
+    size = vocabulary(config.data, config.model.vocab_size, weights)
+    return replace(config, model=replace(config.model, vocab_size=size))
 
 
 if __name__ == "__main__":

@@ -305,12 +305,14 @@ def repeated(datasets: Mapping[str, Dataset], used: Mapping[str, int]) -> str | 
     """A note where training reads a source more than a few times."""
     readings = datasets["train"].readings(used["train"]) if "train" in datasets else ()
     most = max(readings, key=lambda reading: reading.epochs, default=None)
-    if most is None or most.epochs <= FEW_EPOCHS:
+    return None if most is None else many_epochs(most.source, most.epochs)
+
+
+def many_epochs(source: str, epochs: float) -> str | None:
+    """A note where a source is read more than a few times."""
+    if epochs <= FEW_EPOCHS:
         return None
-    return (
-        f"training reads {most.source} {most.epochs:,.1f} times; "
-        f"beyond {FEW_EPOCHS}, more text is worth more than more epochs"
-    )
+    return f"training reads {source} {epochs:,.1f} times; beyond {FEW_EPOCHS}, more text is worth more than more epochs"
 
 
 def extended(split: str, before: Sequence[int], after: Sequence[int]) -> str | None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config.data_paths import data_sources
-from megatron.config.run import DataConfig
+from megatron.config.run import HUGGING_FACE, DataConfig
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.huggingface import CONFIG, SPECIAL, special_token
 from megatron.data.tokenizers.tokenizer import (
@@ -61,18 +62,23 @@ def prefixes(data: DataConfig) -> tuple[str, ...]:
     return tuple(dict.fromkeys(prefix for source in sources.values() for prefix in source.blend.prefixes))
 
 
-def vocabulary(data: DataConfig, vocab_size: int | None) -> int:
+def vocabulary(data: DataConfig, vocab_size: int | None, weights: str | None = None) -> int:
     """Entries of the vocabulary: ``vocab_size`` if given, else what the tokenizer of the data has.
+
+    Args:
+        data: which files, and what is said of their tokenizer.
+        vocab_size: if it is known.
+        weights: where the model comes from that has a vocabulary of that size; None for a new one.
 
     Raises:
         DataError: when nothing says it, when ``vocab_size`` is too small for the tokenizer, or when the data
             were written with other tokenizers than one another, or than ``data`` says.
         UserError: as `prefixes`.
     """
-    return fitting(known_tokenizer(data, vocab_size), vocab_size)
+    return fitting(known_tokenizer(data, vocab_size), vocab_size, weights)
 
 
-def fitting(known: Known | None, vocab_size: int | None) -> int:
+def fitting(known: Known | None, vocab_size: int | None, weights: str | None = None) -> int:
     """Entries of the vocabulary: ``vocab_size`` if given, else what the ``known`` tokenizer has.
 
     Raises:
@@ -84,11 +90,20 @@ def fitting(known: Known | None, vocab_size: int | None) -> int:
             "nothing says how large the vocabulary is", "--vocab-size 50257", "--tokenizer-type ByteTokenizer"
         )
     if known is not None and size < known.vocab_size:
-        raise DataError(
-            f"a vocabulary of {size} is too small for {known.tokenizer_type}, which has {known.vocab_size} ids",
-            f"--vocab-size {known.vocab_size}",
-        )
+        seen = f"a vocabulary of {size} is too small for {known.tokenizer_type}, which has {known.vocab_size} ids"
+        if weights is None:
+            raise DataError(seen, f"--vocab-size {known.vocab_size}")
+        raise DataError(f"{seen}: the weights in {weights} know no others", *_same_words(weights))
     return size
+
+
+def _same_words(weights: str) -> tuple[str, ...]:
+    """What to do where the data have ids that the weights of a model do not know."""
+    if not weights.startswith(HUGGING_FACE):  # a checkpoint does not say by which flags its tokenizer is built
+        return ("data written with the tokenizer of the weights", "new weights: drop --load, --save ANOTHER")
+    tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(weights[len(HUGGING_FACE) :])}"
+    command = f"python tools/preprocess_data.py --input TEXT.jsonl --output-prefix PREFIX {tokenizer}"
+    return (command, "new weights: drop --load")
 
 
 def unused_entries(known: Known | None, vocab_size: int) -> str | None:

@@ -13,7 +13,7 @@ from megatron.config.run import AFTER_DOCUMENTS, RunConfig
 from megatron.data.files.indexed import IndexedDataset
 from megatron.data.files.indexed_format import CODES, HEADER, MAGIC, VERSION
 from megatron.data.gpt_dataset import split_ranges
-from megatron.data.loader import masks_of, samples_read
+from megatron.data.loader import many_epochs, masks_of, samples_read
 from megatron.data.splits import kind_of, titled
 from megatron.data.stretches import readers, sources_of
 from megatron.data.vocabulary import known_tokenizer
@@ -30,6 +30,15 @@ class Size(NamedTuple):
     documents: int
     tokens: int
     sequences: int
+
+
+class Reading(NamedTuple):
+    """How a dataset of a blend is read: its share of the samples, and how often all of it."""
+
+    prefix: str
+    size: Size
+    share: float
+    epochs: float
 
 
 def data_rows(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> list[str]:
@@ -57,7 +66,16 @@ def data_rows(config: RunConfig, world_size: int, iteration: int = 0, consumed_s
     if any(getattr(config.data, flag) for flag in AFTER_DOCUMENTS):
         known = known_tokenizer(config.data, config.model.vocab)
         rows.append(f"{'documents':<11}{masks_of(config.data, known, config.model.vocab).describe()}")
-    return rows + [f"{'note':<11}{note}" for note in _shortages(config, read)]
+    notes = [*_shortages(config, read), *_repeated(data_sources(config.data)["train"], tokens)]
+    return rows + [f"{'note':<11}{note}" for note in notes]
+
+
+def _repeated(source: Source, tokens: int) -> list[str]:
+    """What the start of a run would say of the dataset that it reads most often, of those that are shown."""
+    part = 1.0 if source.split is None else split_shares(source.split)[0]
+    most = max(_readings(source.blend, tokens, part), key=lambda reading: reading.epochs)
+    note = many_epochs(most.prefix, most.epochs)
+    return [] if note is None else [note]
 
 
 def _shortages(config: RunConfig, read: Mapping[str, int]) -> list[str]:
@@ -108,18 +126,23 @@ def _named(names: Sequence[str]) -> str:
 
 def _datasets(blend: Blend, tokens: int, part: float = 1.0) -> Iterator[str]:
     """A line for each dataset of a blend, of which ``part`` is trained on for so many ``tokens`` in all."""
+    for prefix, size, share, epochs in _readings(blend, tokens, part):
+        weight = f"{_percent(share)} " if len(blend.prefixes) > 1 and share else ""
+        often = f", {epochs:,.1f} epochs" if epochs >= 1 else f", {epochs:.2g} epochs" if epochs else ""
+        yield f"{weight}{prefix}: {size.documents:,} documents, {size.tokens:,} tokens{often}"
+    if len(blend.prefixes) > MOST_SHOWN:
+        yield f"and {len(blend.prefixes) - MOST_SHOWN:,} more"
+
+
+def _readings(blend: Blend, tokens: int, part: float) -> Iterator[Reading]:
+    """How the datasets of a blend that are shown are read."""
     shown = blend.prefixes[:MOST_SHOWN]
     sizes = [measure(prefix) for prefix in shown]
     held = [size.tokens for size in sizes]
     weights = blend.weights or (held if len(shown) == len(blend.prefixes) else [])
     shares = [weight / sum(weights) for weight in weights[: len(shown)]] if sum(weights) else [0.0] * len(shown)
-    for prefix, (documents, size, _), share in zip(shown, sizes, shares):
-        weight = f"{_percent(share)} " if len(blend.prefixes) > 1 and share else ""
-        epochs = tokens * share / (size * part) if size else 0.0
-        often = f", {epochs:,.1f} epochs" if epochs >= 1 else f", {epochs:.2g} epochs" if epochs else ""
-        yield f"{weight}{prefix}: {documents:,} documents, {size:,} tokens{often}"
-    if len(blend.prefixes) > len(shown):
-        yield f"and {len(blend.prefixes) - len(shown):,} more"
+    for prefix, size, share in zip(shown, sizes, shares):
+        yield Reading(prefix, size, share, tokens * share / (size.tokens * part) if size.tokens else 0.0)
 
 
 def _percent(share: float) -> str:

@@ -210,3 +210,12 @@ def test_padding_that_has_another_role_is_none(tmp_path: Path, role: str, meant:
     known = known_tokenizer(DataConfig(data_path=(str(tmp_path / "x"),)), None)
     assert known is not None
     assert known.pad == meant
+
+
+def test_weights_that_know_fewer_ids_are_not_made_larger(recorded: DataConfig) -> None:
+    with pytest.raises(DataError, match=r"499 is too small for .*: the weights in hf:theirs know no others") as error:
+        vocabulary(recorded, 499, "hf:theirs")
+    assert "--vocab-size" not in str(error.value)
+    assert "--output-prefix PREFIX --tokenizer-type HuggingFaceTokenizer --tokenizer-model theirs" in str(error.value)
+    with pytest.raises(DataError, match="fix: data written with the tokenizer of the weights"):
+        vocabulary(recorded, 499, "runs/a/checkpoints")

@@ -183,3 +183,15 @@ def test_it_is_printed_fast_and_without_torch() -> None:
     assert done.stdout.endswith("           a: 100,001 documents, 100,000 tokens, 0.01 epochs\nconfig ok\n")
     assert "torch" not in {line.split("|")[-1].strip() for line in done.stderr.splitlines()}
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1, "seconds, whoever else computes"
+
+
+@pytest.mark.parametrize("split", [(), ("--split", "1,0,0")])
+def test_text_that_is_read_many_times_is_told_as_at_the_start(split: tuple[str, ...]) -> None:
+    for name, documents, reads in (("a", 10, 10), ("b", 20, 5), ("c", 25, 0)):
+        write(Path(name), documents)
+        argv = ("--data-path" if split else "--train-data-path", name, *split)
+        notes = [row for row in told(*argv) if row.startswith("note ")]
+        assert notes == [row for row in at_the_start(*argv).summary() if row.startswith("note ")]
+        assert [note.partition(";")[0] for note in notes] == [f"note       training reads {name} {reads}.0 times"][
+            :reads
+        ]
