@@ -13,7 +13,7 @@ from transformers import AutoTokenizer, GPT2Tokenizer
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.engine import ODD
 from megatron.data.tokenizers.gpt2 import GPT2BPETokenizer
-from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT
+from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, HuggingFaceTokenizer
 from tests.unit.data.made_tokenizers import TEXT, apart, gpt2
 
 
@@ -34,6 +34,13 @@ def test_ids_are_those_of_transformers(pair: tuple[GPT2BPETokenizer, GPT2Tokeniz
     exported = AutoTokenizer.from_pretrained(tmp_path)
     assert exported(texts).input_ids == apart(ours.encode_batch(texts))
     assert exported.eos_token_id == ours.eod
+
+
+def test_a_folder_with_a_model_of_sentencepiece_is_offered_as_one(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    with pytest.raises(DataError, match=r"there is no .*tokenizer\.json") as told:
+        HuggingFaceTokenizer(tmp_path)
+    assert told.value.fixes[0] == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}"
 
 
 def test_files_that_are_swapped_are_told(tmp_path: Path) -> None:
