@@ -104,7 +104,7 @@ def _nothing(name: str, suffixes: Collection[str]) -> DataError:
     if os.path.isdir(name):
         what = f"no file below it ends in {' or '.join(suffixes)}"
     elif os.path.exists(name):
-        what = "it is no file but a pipe or a device, and is read more than once"
+        what = "it is a pipe or a device, and the input is read more than once"
         return DataError(f"--input {name}: {what}", "write it to a file: cat ... > FILE.jsonl")
     else:
         what = "there is no such file"

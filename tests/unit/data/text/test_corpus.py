@@ -278,5 +278,5 @@ def test_other_compressions_are_refused_by_name(tmp_path: Path, name: str) -> No
 
 def test_a_pipe_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(DataError, match="pipe: it is no file but a pipe or a device"):
+    with pytest.raises(DataError, match="pipe: it is a pipe or a device"):
         find_files([str(tmp_path / "pipe")], [], [])
