@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import tokenizers
 from tokenizers import models, pre_tokenizers
 
+from megatron.data.errors import DataError
 from megatron.data.text.block_encoder import BlockEncoder, Job
 from megatron.data.text.blocks import Lines
+from megatron.data.tokenizers import engine as engine_module
 from megatron.data.tokenizers.encoded import Tokenizer
 from megatron.data.tokenizers.engine import build_engine
 from megatron.data.tokenizers.failures import cannot_encode, failures_as
@@ -53,33 +52,6 @@ def test_what_is_no_failure_goes_through(error: BaseException) -> None:
     assert caught.value is error
 
 
-@contextmanager
-def raised_by_signal() -> Iterator[None]:
-    def handle(number: int, frame: object) -> None:
-        raise StoppedError
-
-    before = signal.signal(signal.SIGALRM, handle)
-    try:
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
-
-
-@pytest.mark.parametrize("kind", ["HuggingFaceTokenizer", "Llama2Tokenizer", "TikTokenizer"])
-def test_a_signal_while_a_library_encodes_ends_the_program(kind: str, tmp_path: Path) -> None:
-    tokenizer = build_tokenizer(choice(kind, tmp_path))
-
-    def encode_for_long() -> None:
-        for _ in range(500):
-            tokenizer.encode_batch(["the cat sat on the mat"] * 2000)
-
-    with raised_by_signal():
-        signal.setitimer(signal.ITIMER_REAL, 0.05)
-        with pytest.raises(StoppedError):
-            encode_for_long()
-
-
 def without_unknown(folder: Path) -> HuggingFaceTokenizer:
     """Whole words only, and none for those that are not known."""
     tokenizer = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, "<|endoftext|>": 2}, unk_token="[UNK]"))
@@ -89,11 +61,11 @@ def without_unknown(folder: Path) -> HuggingFaceTokenizer:
     return HuggingFaceTokenizer(folder)
 
 
-def encoded(tokenizer: Tokenizer, texts: list[str]) -> tuple[int, list[str]]:
+def encoded(tokenizer: Tokenizer, texts: list[str], engine: str = "hf") -> tuple[int, list[str]]:
     """How many of the documents were encoded, and what is told of the others."""
     job = Job(("text",), None, tokenizer.fingerprint, append_eod=False)  # type: ignore[arg-type]
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
-    done = BlockEncoder(job, tokenizer, build_engine(tokenizer, "hf"))(Lines(FILE, content, len(content), True, True))
+    done = BlockEncoder(job, tokenizer, build_engine(tokenizer, engine))(Lines(FILE, content, len(content), True, True))
     return done.documents, [str(bad.of(0)) for bad in done.told]
 
 
@@ -113,3 +85,15 @@ def test_a_panic_is_told_with_its_document(parse: bool, tmp_path: Path) -> None:
     assert count == 2
     assert len(told) == 1
     assert told[0].startswith("x.jsonl:2: tiktoken cannot encode this text: ")
+
+
+def test_what_only_gigatoken_cannot_encode_is_told_with_the_way_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def panic(layout: object) -> None:
+        raise PanicException("index out of bounds")
+
+    monkeypatch.setattr(engine_module, "_flat", panic)
+    tokenizer = build_tokenizer(choice("TikTokenizer", tmp_path))
+    with pytest.raises(DataError, match="cannot encode these texts: index out of bounds\n  fix: --engine hf"):
+        encoded(tokenizer, ["the cat"], "gigatoken")

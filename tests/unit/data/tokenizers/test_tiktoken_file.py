@@ -204,3 +204,10 @@ def test_a_folder_holds_one_file(tmp_path: Path) -> None:
     (tmp_path / "other.json").write_text(json.dumps([]))
     with pytest.raises(DataError, match="holds 2 files that end in"):
         TikTokenizer(tmp_path)
+
+
+def test_the_files_for_others_are_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = TikTokenizer(tiktoken_file(tmp_path / "cl100k_base.tiktoken"))
+    tokenizer.hugging_face_files().clear()  # each caller has a dictionary of its own
+    monkeypatch.delattr("megatron.data.tokenizers.tiktoken_file.hugging_face_files")
+    assert sorted(tokenizer.hugging_face_files()) == ["tokenizer.json", "tokenizer_config.json"]
