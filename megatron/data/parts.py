@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -93,7 +94,8 @@ class Shortage:
             return DataError(seen, *[*self._other_files()] or ["use more data"])
         left = self._left(f"no {kind} data", f"{kind} data of ")
         seen = f"{self._cut()} leaves {left}, but {needed:,} samples are needed"
-        return DataError(seen, *self.better, *self._other_files(), f"a dataset of more documents than {len(indexed)}")
+        more = f"a dataset of more documents than {len(indexed)}"
+        return DataError(seen, *(self.better or self._without_a_cut()), *self._other_files(), more)
 
     def note(self) -> str:
         """That there are no test data, which nobody asked for."""
@@ -111,6 +113,15 @@ class Shortage:
 
     def _tokens(self) -> str:
         return f"{tokens_of(self.short[0]):,} tokens, no sample of {self.seq_length} + 1"
+
+    def _without_a_cut(self) -> Iterator[str]:
+        """Ways out that leave the files to the training alone."""
+        kind, prefixes = kind_of(self.split), self.source.blend.prefixes
+        if kind == "train":
+            return
+        yield "--eval-iters 0"
+        if len(prefixes) == 1:
+            yield f"--train-data-path {shlex.quote(prefixes[0])} --{kind}-data-path ANOTHER_PREFIX instead"
 
     def _other_files(self) -> Iterator[str]:
         """Ways out where there are several files."""

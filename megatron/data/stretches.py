@@ -79,8 +79,9 @@ def readers(
         if not short:
             makers[split] = _reader(parts, source.blend.weights, training, cache)
             continue
-        better = better_splits(sources, read, files, training.seq_length)
         default = is_default(data, source)
+        wanted = [other for other in read if kind_of(other) != "test" or split == "test" or not default]
+        better = better_splits(sources, wanted, files, training.seq_length)
         shortage = Shortage(split, source, short, training.seq_length, default, better)
         if split != "test" or not default:
             raise shortage.error(needed)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.data_paths import DEFAULT_SPLIT
 from megatron.config.run import DataConfig, TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
@@ -113,27 +114,30 @@ def test_reading_past_the_end_is_refused() -> None:
 @pytest.mark.parametrize(
     ("split", "sequences", "missing", "fix"),
     [
+        (None, 10, "validation", "--split 9,1,0"),  # nobody asked for test data
         ("969, 30, 1", 10, "validation", "--split 8,1,1"),
+        (None, 1, "validation", "--eval-iters 0 | --train-data-path "),
         ("1,0,0", 10, "validation", "--split 9,1,0"),
         ("0,1,0", 10, "training", "--split 9,1,0"),
         ("1,1,0", 1, "training", "a dataset of more documents than 1"),
     ],
 )
 def test_an_empty_split_is_named_and_the_fix_works(
-    tmp_path: Path, split: str, sequences: int, missing: str, fix: str
+    tmp_path: Path, split: str | None, sequences: int, missing: str, fix: str
 ) -> None:
     data = replace(write(tmp_path / "x", [[1] * 50] * sequences), split=split)
     with pytest.raises(DataError) as caught:
         build_data(data, TRAINING, 1000, 1)
     text = str(caught.value)
-    assert f"--split '{split}' leaves no {missing} data of the {sequences} sequences in {tmp_path / 'x'}" in text
+    cut = f"--split '{split or DEFAULT_SPLIT}'"
+    assert f"{cut} leaves no {missing} data of the {sequences} sequences in {tmp_path / 'x'}" in text
     assert f"fix: {fix}" in text
     if fix.startswith("--split"):
         build_data(replace(data, split=fix.removeprefix("--split ")), TRAINING, 1000, 1)
 
 
 def test_the_fix_for_three_splits_works(tmp_path: Path) -> None:
-    data = replace(write(tmp_path / "x", [[1] * 50] * 10), split="969, 30, 1")
+    data = replace(write(tmp_path / "x", [[1] * 50] * 10), split="969,30,1")
     with pytest.raises(DataError, match="fix: --split 8,1,1"):
         build_data(data, TRAINING, 1000, 1, ("train", "valid", "test"))
     source = build_data(replace(data, split="8,1,1"), TRAINING, 1000, 1, ("train", "valid", "test"))
