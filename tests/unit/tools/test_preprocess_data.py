@@ -409,8 +409,10 @@ def test_a_signal_is_heard_whenever_it_comes(long_corpus: Path, tmp_path: Path, 
     (tmp_path / "model").mkdir()
     for name, content in huggingface.tokenizer_files(tokenizer).items():
         (tmp_path / "model" / name).write_bytes(content)
-    flags = ["--input", long_corpus, "--output-prefix", tmp_path / "data" / "out", "--workers", workers]
-    flags += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "model"]
+    for number in range(8):  # work for many seconds
+        os.link(long_corpus, tmp_path / f"{number}.jsonl")
+    flags = ["--input", tmp_path, "--suffix", ".jsonl", "--output-prefix", tmp_path / "data" / "out"]
+    flags += ["--workers", workers, "--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "model"]
     for seconds in (0.8, 1.2):
         process = subprocess.Popen(command(*flags), stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=ENVIRONMENT)
         time.sleep(seconds)
