@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 
 
@@ -22,9 +23,12 @@ def multiples_beside(value: int, of: int) -> list[int]:
     return beside(value, (n for n in (value // of * of, (value // of + 1) * of, (-(-value // of) - 1) * of) if n > 0))
 
 
+MOST_TRIED = 1_000_000  # numbers: a mistyped one of 30 digits must be answered too
+
+
 def divisors(of: int) -> list[int]:
-    """All divisors, ascending."""
-    small = [d for d in range(1, int(of**0.5) + 1) if of % d == 0]
+    """All divisors, ascending; of numbers above `MOST_TRIED` squared only those that pair with a smaller one."""
+    small = [d for d in range(1, min(math.isqrt(of), MOST_TRIED) + 1) if of % d == 0]
     return sorted({*small, *(of // d for d in small)})
 
 
