@@ -89,7 +89,7 @@ def test_when_all_are_damaged_nothing_is_begun(killed: Path, how: str) -> None:
     for step in (2, 4):
         damage(killed / f"saved/iter_000000{step}" / name)
     told = go_on(killed)
-    assert (told.status, told.samples) == (1, {})
+    assert (told.status, told.samples) == (2, {})
     assert told.err.startswith("error: E811 no checkpoint ")
     assert told.err.count(why) == 2
 
@@ -129,7 +129,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over(killed: Path) -> Non
     (path / MANIFEST).write_bytes(content)
     (path / MARKER).write_bytes(marker(content))
     told = go_on(killed)
-    assert (told.status, told.samples) == (1, {})
+    assert (told.status, told.samples) == (2, {})
     assert told.err.startswith(f"error: E811 {path} was written by a newer version: ")
     assert "\n  fix: update this program\n" in told.err
 
@@ -193,7 +193,7 @@ def test_a_beginning_from_nothing_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize("load", ["", "--load {}/saved"])
 def test_a_new_schedule_of_nothing_is_refused(tmp_path: Path, load: str) -> None:
     told = go_on(tmp_path, f"{load.format(tmp_path)} --resume-mode new-schedule")
-    assert (told.status, told.samples) == (1, {})
+    assert (told.status, told.samples) == (2, {})
     sentence = f"E812 --resume-mode new-schedule, but {tmp_path}/saved holds no checkpoint to go on from"
     assert f"{sentence}\n  fix: --load ANOTHER | --resume-mode exact\n" in told.err
 
@@ -207,7 +207,7 @@ def test_going_on_without_saving(killed: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("flags", ["--ckpt-step 2", "--load {}/saved --ckpt-step 2", "--load {}/saved/iter_0000002"])
 def test_going_back_among_newer_checkpoints_is_refused(killed: Path, flags: str) -> None:
     told = go_on(killed, flags.format(killed))
-    assert (told.status, told.samples) == (1, {})
+    assert (told.status, told.samples) == (2, {})
     sentence = f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): they would be found next"
     assert f"{sentence}\n  fix: --load {killed}/saved --ckpt-step 2 --save ANOTHER" in told.err
     assert go_on(killed, "--ckpt-step 4").status == 0
@@ -224,7 +224,7 @@ def test_a_checkpoint_that_is_not_there(killed: Path, flags: str, seen: str) -> 
     (killed / "run-dir").mkdir()
     config = tiny_run(killed, f"--save {killed}/{'saved' if 'step' in flags else 'new'} {flags.format(killed)}")
     told = start(config)
-    assert (told.status, told.samples) == (1, {})
+    assert (told.status, told.samples) == (2, {})
     assert seen.format(killed) in told.err
 
 
@@ -237,7 +237,7 @@ def test_a_step_asked_for_in_a_folder_that_has_none(tmp_path: Path) -> None:
 def test_a_damaged_step_that_was_asked_for_is_not_replaced_by_another(killed: Path) -> None:
     truncate(killed / "saved/iter_0000004" / TENSORS)
     told = go_on(killed, "--ckpt-step 4")
-    assert (told.status, told.samples) == (1, {})
+    assert (told.status, told.samples) == (2, {})
     assert "E811 no checkpoint of step 4 in " in told.err
     assert "fix: --ckpt-step 2 | --save ANOTHER" in told.err
 
@@ -252,7 +252,7 @@ CHANGES = {
 @pytest.mark.parametrize("change", CHANGES)
 def test_what_must_not_change_without_a_word(killed: Path, change: str) -> None:
     told = go_on(killed, change)
-    assert (told.status, told.samples) == (1, {})
+    assert (told.status, told.samples) == (2, {})
     assert told.err.startswith("error: E825 the batch, the length or the schedule is not the checkpoint's: --")
     assert re.search(r"fix: .*--resume-mode new-schedule", told.err)
 
