@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from os.path import exists, isdir, isfile  # unlike pathlib's they answer for a name of any length
 from pathlib import Path
 
 from megatron.config.problems import Problem, did_you_mean
@@ -26,15 +27,15 @@ def load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.load is None or str(c.load).startswith(HUGGING_FACE) or _one_folder(config) or holds_checkpoints(c.save):
         return
     folder = Path(str(c.load))
-    if not folder.is_dir():
-        beside = folder.parent.iterdir() if folder.parent.is_dir() else ()
-        guess = did_you_mean(folder.name, sorted(path.name for path in beside if path.is_dir()))
+    if not isdir(folder):
+        beside = folder.parent.iterdir() if isdir(folder.parent) else ()
+        guess = did_you_mean(folder.name, sorted(path.name for path in beside if isdir(path)))
         fixes = (f"--load {folder.parent / guess}",) if guess else ("drop --load",)
         yield Problem("E801", f"--load {folder}: there is no such folder", fixes)
-    elif (folder / MEGATRON_LM).is_file():
+    elif isfile(folder / MEGATRON_LM):
         sentence = f"--load {folder} holds checkpoints of Megatron-LM, which are not read"
         yield Problem("E801", sentence, ("convert them to Hugging Face's form and --load hf:DIR",))
-    elif (folder / "config.json").is_file():
+    elif isfile(folder / "config.json"):
         fixes = (f"--load {HUGGING_FACE}{folder}",)
         yield Problem("E801", f"--load {folder} is a Hugging Face model, no folder of checkpoints", fixes)
 
@@ -47,15 +48,15 @@ def save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E802", "--save '' names no folder", ("--save checkpoints", "drop --save"))
         return
     folder = Path(str(config.checkpoint.save))
-    there = next(path for path in (folder, *folder.parents) if path.exists())
-    if not there.is_dir():
+    there = next(path for path in (folder, *folder.parents) if exists(path))
+    if not isdir(there):
         yield Problem("E802", f"--save {folder}: {there} is no folder", (f"--save {there}-checkpoints",))
     elif not os.access(there, os.W_OK | os.X_OK):
         yield Problem("E802", f"--save {folder}: {there} cannot be written to")
     elif _step(folder) is not None:
         sentence = f"--save {folder} names one checkpoint; the folder of all is wanted"
         yield Problem("E802", sentence, (f"--save {folder.parent}",))
-    elif (folder / MEGATRON_LM).is_file():
+    elif isfile(folder / MEGATRON_LM):
         sentence = f"--save {folder} holds checkpoints of Megatron-LM"
         yield Problem("E802", sentence, (f"--save {folder}-new",))
 
@@ -88,7 +89,7 @@ def holds_checkpoints(folder: str | None) -> bool:
     if folder is None or str(folder).startswith(HUGGING_FACE):
         return False
     path = Path(str(folder))
-    return path.is_dir() and any(_step(each) is not None for each in (path, *path.iterdir()))
+    return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
 
 
 def _one_folder(config: RunConfig) -> bool:

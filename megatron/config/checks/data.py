@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from os.path import isdir, isfile  # unlike pathlib's they answer for a name of any length
 from pathlib import Path
 
 from megatron.config.data_paths import (
@@ -66,7 +67,7 @@ def _numbers_as_prefixes(said: Words) -> list[str]:
     """Words that are taken for prefixes, look like weights, and have no files."""
     blend = read_blend(said.words)
     alone = blend.prefixes if blend.weights is None else ()
-    return [word for word in alone if as_weight(word) is not None and not Path(word + ENDINGS[1]).is_file()]
+    return [word for word in alone if as_weight(word) is not None and not isfile(word + ENDINGS[1])]
 
 
 def _unpaired(said: Words, numbers: Sequence[str]) -> Problem:
@@ -105,7 +106,7 @@ def _prefixes(said: Words) -> tuple[str, ...]:
 
 
 def _missing(prefix: str) -> list[str]:
-    return [prefix + end for end in ENDINGS if not Path(prefix + end).is_file()]
+    return [prefix + end for end in ENDINGS if not isfile(prefix + end)]
 
 
 def _not_there(said: Words, prefix: str, missing: Sequence[str], data: DataConfig) -> Problem:
@@ -117,9 +118,9 @@ def _not_there(said: Words, prefix: str, missing: Sequence[str], data: DataConfi
         return Problem(
             "E503", f"{said.origin} {prefix} is a file; its prefix is wanted", _instead(said, prefix, [stem])
         )
-    if Path(prefix).is_dir():
+    if isdir(prefix):
         return _is_folder(said, prefix, data)
-    is_text = Path(prefix).is_file()
+    is_text = isfile(prefix)
     begun = re.sub(TEXT_ENDING, "", prefix) if is_text else prefix
     there = sorted(
         _datasets(Path(prefix).parent) - set(said.words), key=lambda name: (not name.startswith(begun), name)
@@ -131,9 +132,9 @@ def _not_there(said: Words, prefix: str, missing: Sequence[str], data: DataConfi
         return Problem("E503", sentence, (*fixes, _preprocessing(prefix, begun, data)))
     files = f"{' and '.join(missing)} {'are' if len(missing) > 1 else 'is'} not there"
     folder = Path(prefix).parent
-    why = "" if folder.is_dir() else f", nor is the folder {folder}"
+    why = "" if isdir(folder) else f", nor is the folder {folder}"
     written = re.sub(r"_[^_/]+_document$", "", prefix)
-    text = next((written + end for end in (".jsonl", ".json", ".txt") if Path(written + end).is_file()), "TEXT.jsonl")
+    text = next((written + end for end in (".jsonl", ".json", ".txt") if isfile(written + end)), "TEXT.jsonl")
     return Problem("E503", f"{said.origin}: {files}{why}", tuple(fixes) or (_preprocessing(text, written, data),))
 
 

@@ -21,7 +21,9 @@ def rates(config: RunConfig, world_size: int) -> Iterator[Problem]:
     for name, rate in (("min_lr", o.min_lr), ("lr_warmup_init", o.lr_warmup_init)):
         if rate > o.lr:
             yield Problem(
-                "E401", f"{name} {rate:g} is above --lr {o.lr:g}", (f"{flag(name)} {o.lr / 10:g}", f"--lr {rate * 10:g}")
+                "E401",
+                f"{name} {rate:g} is above --lr {o.lr:g}",
+                (f"{flag(name)} {o.lr / 10:g}", f"--lr {rate * 10:g}"),
             )
 
 

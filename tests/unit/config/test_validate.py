@@ -173,6 +173,13 @@ def test_a_text_that_is_there_is_what_token_files_are_made_of(tmp_path: Path) ->
     assert f"--input {tmp_path}/web.txt --output-prefix {tmp_path}/web " in problem.fixes[0]
 
 
+@pytest.mark.parametrize("flag", ["--data-path", "--load", "--save", "--data-args-path", "--load hf:"])
+def test_a_name_too_long_for_any_file_is_no_file(flag: str) -> None:
+    spelling, _, prefix = flag.partition(" ")
+    problems_of_files = refused(["--vocab-size", "9", "--train-iters", "1", spelling, prefix + "x" * 5000], 1)
+    assert {problem.code for problem in problems_of_files} <= {"E501", "E503", "E507", "E801", "E850"}
+
+
 def test_a_number_may_be_the_name_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("7.bin", "7.idx"):
