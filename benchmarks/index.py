@@ -24,6 +24,7 @@ import numba
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.hardware import processor
 from megatron.data import gpt_dataset
 from megatron.data.blend import blend_index, normalised
 from megatron.data.gpt_dataset import SampleOrder, build_order
@@ -156,12 +157,8 @@ def blends_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, floa
 
 def machine() -> dict[str, str]:
     """What the figures were measured with."""
-    processor, info = platform.processor(), Path("/proc/cpuinfo")
-    if info.exists():  # Linux says no more than the architecture elsewhere
-        named = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        processor = named[0] if named else processor
     return {
-        "processor": f"{processor}, {os.cpu_count()} cores",
+        "processor": processor(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "numba": numba.__version__,

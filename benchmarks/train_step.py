@@ -27,6 +27,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
+from benchmarks.hardware import processor
 from megatron.config.arguments import parse
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer, build
@@ -184,12 +185,8 @@ def lines(args: argparse.Namespace, seconds: Mapping[str, Sequence[float]]) -> d
 
 def machine() -> dict[str, str]:
     """What the figures were measured with."""
-    processor, info = platform.processor(), Path("/proc/cpuinfo")
-    if info.exists():  # Linux says no more than the architecture elsewhere
-        named = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-        processor = named[0] if named else processor
     return {
-        "processor": f"{processor}, {os.cpu_count()} cores",
+        "processor": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

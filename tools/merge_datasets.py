@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import closing
 
-from megatron.data.command_line import Parser, StoppedError, counted, refused, stopped_by_signals
+from megatron.data.command_line import Parser, counted, ended
 from megatron.data.errors import DataError
 from megatron.data.files.merge import Part, check_output, check_parts, find_prefixes, merge
 from megatron.data.files.meter import Meter
@@ -45,16 +45,7 @@ def main(argv: Sequence[str]) -> int:
         check_new((args.output_prefix,), args.overwrite)
     except DataError as error:
         return _fail(error, 2)
-    try:
-        with stopped_by_signals():
-            run(args)
-    except DataError as error:
-        return _fail(error, 1)
-    except OSError as error:
-        return _fail(refused(error, args.output_prefix, "--output-prefix"), 1)
-    except StoppedError as stop:
-        return _fail(f"stopped by {stop}; nothing was written under {args.output_prefix}", stop.status)
-    return 0
+    return ended(lambda: run(args), _fail, args.output_prefix, "--output-prefix")
 
 
 def run(args: argparse.Namespace) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from megatron.data.command_line import Parser, StoppedError, refused, size, stopped_by_signals
+from megatron.data.command_line import Parser, ended, size
 from megatron.data.errors import DataError
 from megatron.data.text.child import in_child
 from megatron.data.text.corpus import add_input_flags, find_files
@@ -88,16 +88,7 @@ def main(argv: Sequence[str]) -> int:
         check(args)
     except DataError as error:
         return _fail(error, 2)
-    try:
-        with stopped_by_signals():
-            run(args)
-    except DataError as error:
-        return _fail(error, 1)
-    except OSError as error:
-        return _fail(refused(error, args.output, "--output"), 1)
-    except StoppedError as stop:
-        return _fail(f"stopped by {stop}; nothing was written", stop.status)
-    return 0
+    return ended(lambda: run(args), _fail, args.output, "--output")
 
 
 def run(args: argparse.Namespace) -> None:

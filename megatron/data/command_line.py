@@ -6,7 +6,7 @@ import argparse
 import errno
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -67,6 +67,20 @@ def stopped_by_signals() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def ended(run: Callable[[], None], tell: Callable[[object, int], int], output: str | Path, flag: str) -> int:
+    """The exit status of a tool's work, which writes ``output``, said with ``flag``; what ends it goes to ``tell``."""
+    try:
+        with stopped_by_signals():
+            run()
+    except DataError as error:
+        return tell(error, 1)
+    except OSError as error:
+        return tell(refused(error, output, flag), 1)
+    except StoppedError as stop:
+        return tell(f"stopped by {stop}; nothing was written under {output}", stop.status)
+    return 0
 
 
 def refused(error: OSError, output: str | Path, flag: str) -> DataError:

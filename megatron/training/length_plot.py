@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,7 +12,7 @@ import numpy as np
 from megatron.data.command_line import counted
 from megatron.data.files.inspect import Summary
 from megatron.training.console import compact
-from megatron.training.plot import MUTED, STYLE
+from megatron.training.plot import MUTED, STYLE, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -48,12 +47,7 @@ def draw_lengths(summaries: Sequence[tuple[str, Summary]], out: Path) -> None:
         panels[-1].set_xlabel("tokens of a document")
         handles = panels[0].get_legend_handles_labels()[0]
         figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=9)
-        partial = out.with_name(f".partial-{out.name}")
-        try:
-            figure.savefig(partial)
-            os.replace(partial, out)
-        finally:
-            partial.unlink(missing_ok=True)
+        save_figure(figure, out)
 
 
 def _draw_panel(axes: Axes, summary: Summary, middle: float) -> None:

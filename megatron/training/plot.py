@@ -14,6 +14,7 @@ from megatron.training.history import History
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 TRAIN, RATE, BATCH = "#2563eb", "#0d9488", "#7c3aed"
@@ -66,12 +67,22 @@ def draw_history(history: History, title: str, out: Path) -> None:
         _label(loss, rate, history, title)
         if handles := loss.get_legend_handles_labels()[0]:
             figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=9)
-        partial = out.with_name(f".partial-{out.name}")
-        try:
-            figure.savefig(partial)
-            os.replace(partial, out)
-        finally:
-            partial.unlink(missing_ok=True)
+        save_figure(figure, out)
+
+
+def save_figure(figure: Figure, out: Path) -> None:
+    """Save a picture; ``out`` is replaced only once it is complete.
+
+    Raises:
+        ValueError: when matplotlib does not know the kind of file ``out`` is named as.
+        OSError: when ``out`` cannot be written.
+    """
+    partial = out.with_name(f".partial-{out.name}")
+    try:
+        figure.savefig(partial)
+        os.replace(partial, out)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def smooth(values: np.ndarray) -> np.ndarray:

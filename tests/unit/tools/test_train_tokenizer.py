@@ -174,7 +174,7 @@ def test_a_signal_ends_it_at_once_whatever_the_library_does(tmp_path: Path, kind
     assert time.monotonic() - started < 2
     assert (process.returncode, err) == (
         128 + number,
-        f"train_tokenizer: stopped by {number.name}; nothing was written\n",
+        f"train_tokenizer: stopped by {number.name}; nothing was written under {tmp_path / 'o'}\n",
     )
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
     assert children
