@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple, Protocol
@@ -12,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.digest import fingerprint
+from megatron.data.tokenizers.failures import cannot_encode, failures_as
 
 
 class Encoded(NamedTuple):
@@ -99,6 +101,34 @@ def from_lists(lists: Sequence[Sequence[int]]) -> Encoded:
     """The batch of lists of ids."""
     lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
     return Encoded(np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(lengths.sum())), lengths)
+
+
+class LibraryTokenizer(ABC):
+    """How a tokenizer encodes by means of a ``library``."""
+
+    library: str
+
+    def encode(self, text: str | bytes) -> NDArray[Any]:
+        """Ids of the text.
+
+        Raises:
+            ValueError: when it is no Unicode text, or the library cannot encode it.
+        """
+        return self.encode_batch([text]).ids
+
+    def encode_batch(self, texts: Sequence[str | bytes]) -> Encoded:
+        """Ids of the texts, on as many threads as the library takes: one in a worker process.
+
+        Raises:
+            ValueError: when one is no Unicode text, or the library cannot encode it.
+        """
+        characters = [unicode_text(text) for text in texts]
+        with failures_as(cannot_encode(self.library)):
+            return from_lists(self.ids_of(characters))
+
+    @abstractmethod
+    def ids_of(self, texts: list[str]) -> Sequence[Sequence[int]]:
+        """What the library makes of the texts; it may raise anything."""
 
 
 def threads() -> int:

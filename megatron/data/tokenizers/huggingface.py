@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import tokenizers
-from numpy.typing import NDArray
 from tokenizers import decoders, models, pre_tokenizers
 
 from megatron.data.digest import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.encoded import Encoded, earlier_fingerprints, from_lists, unicode_text
-from megatron.data.tokenizers.failures import cannot_encode, failures_as
+from megatron.data.tokenizers.encoded import LibraryTokenizer, earlier_fingerprints
 from megatron.data.tokenizers.hub import fetch, is_hub_name
 from megatron.data.tokenizers.reading import read_file
 
@@ -27,7 +25,7 @@ NO_FILES = "Hugging Face cannot read this tokenizer to the same ids: a model tra
 ENDS = (END_OF_DOCUMENT, "</s>")  # what ends a document where the files do not say it
 
 
-class HuggingFaceTokenizer:
+class HuggingFaceTokenizer(LibraryTokenizer):
     """The ids that the library ``tokenizers`` gives, of nothing but the text.
 
     No special token is put around a text, and one that is spelled out in it stays text unless it is told otherwise:
@@ -82,24 +80,9 @@ class HuggingFaceTokenizer:
         """Of the text of ``tokenizer.json``, and the setting."""
         return earlier_fingerprints(self.files[TOKENIZER].decode())
 
-    def encode(self, text: str | bytes) -> NDArray[Any]:
-        """Ids of the text.
-
-        Raises:
-            ValueError: when it is no Unicode text, or the library cannot encode it.
-        """
-        return self.encode_batch([text]).ids
-
-    def encode_batch(self, texts: Sequence[str | bytes]) -> Encoded:
-        """Ids of the texts, on as many threads as ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` allow.
-
-        Raises:
-            ValueError: when one is no Unicode text, or the library cannot encode it.
-        """
-        characters = [unicode_text(text) for text in texts]
-        with failures_as(cannot_encode(self.library)):
-            encoded = self._tokenizer.encode_batch_fast(characters, add_special_tokens=False)
-        return from_lists([one.ids for one in encoded])
+    def ids_of(self, texts: list[str]) -> list[list[int]]:
+        """Ids, on as many threads as ``RAYON_NUM_THREADS`` and ``TOKENIZERS_PARALLELISM`` allow."""
+        return [one.ids for one in self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from megatron.data.digest import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.encoded import Encoded, earlier_fingerprints, from_lists, threads, unicode_text
-from megatron.data.tokenizers.failures import cannot_encode, failures_as
+from megatron.data.tokenizers.encoded import LibraryTokenizer, earlier_fingerprints, threads
 from megatron.data.tokenizers.reading import read_file
 from megatron.data.tokenizers.sentencepiece_file import Kind, Model, Piece, read_model, with_kinds
 from megatron.data.tokenizers.sentencepiece_json import hugging_face_files
@@ -22,7 +19,7 @@ MODEL = "tokenizer.model"
 MARK = re.compile(r"<.+>|\[.+\]", re.DOTALL)
 
 
-class SentencePieceTokenizer:
+class SentencePieceTokenizer(LibraryTokenizer):
     """The ids that the library ``sentencepiece`` gives, of nothing but the text.
 
     No control symbol (``<s>``, ``</s>``) is put around a text, and one that is spelled out in it stays text unless it
@@ -92,23 +89,9 @@ class SentencePieceTokenizer:
         """Of the content of the file, and the setting."""
         return earlier_fingerprints(hashlib.sha256(self.files[MODEL]).hexdigest())
 
-    def encode(self, text: str | bytes) -> NDArray[Any]:
-        """Ids of the text.
-
-        Raises:
-            ValueError: when it is no Unicode text, or the library cannot encode it.
-        """
-        return self.encode_batch([text]).ids
-
-    def encode_batch(self, texts: Sequence[str | bytes]) -> Encoded:
-        """Ids of the texts, on all cores unless in a worker process.
-
-        Raises:
-            ValueError: when one is no Unicode text, or the library cannot encode it.
-        """
-        characters = [unicode_text(text) for text in texts]
-        with failures_as(cannot_encode(self.library)):
-            return from_lists(self._processor.encode(characters, num_threads=threads()) if characters else [])
+    def ids_of(self, texts: list[str]) -> list[list[int]]:
+        """Ids, on all cores unless in a worker process."""
+        return self._processor.encode(texts, num_threads=threads()) if texts else []
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""

@@ -6,18 +6,15 @@ import base64
 import binascii
 import hashlib
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from numpy.typing import NDArray
-
 from megatron.data.digest import fingerprint
 from megatron.data.errors import DataError
-from megatron.data.tokenizers.encoded import Encoded, earlier_fingerprints, from_lists, threads, unicode_text
-from megatron.data.tokenizers.failures import cannot_encode, failures_as
+from megatron.data.tokenizers.encoded import LibraryTokenizer, earlier_fingerprints, threads
 from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT
 from megatron.data.tokenizers.reading import read_file
 from megatron.data.tokenizers.tiktoken_json import hugging_face_files
@@ -74,7 +71,7 @@ ENCODINGS = {
 """OpenAI's encodings, by the names of their files."""
 
 
-class TikTokenizer:
+class TikTokenizer(LibraryTokenizer):
     """The ids that the library ``tiktoken`` gives, of nothing but the text.
 
     A file that is called as one of `ENCODINGS` is that encoding, and ``<|endoftext|>`` ends a document. Any other, and
@@ -152,25 +149,11 @@ class TikTokenizer:
         table = hashlib.sha256(b"".join(b"%d %b\n" % (number, token) for token, number in self._ranks.items()))
         return table.hexdigest(), self._pattern, json.dumps(dict(self.special_ids))
 
-    def encode(self, text: str | bytes) -> NDArray[Any]:
-        """Ids of the text.
-
-        Raises:
-            ValueError: when it is no Unicode text, or the library cannot encode it.
-        """
-        return self.encode_batch([text]).ids
-
-    def encode_batch(self, texts: Sequence[str | bytes]) -> Encoded:
-        """Ids of the texts, on all cores unless in a worker process.
-
-        Raises:
-            ValueError: when one is no Unicode text, or the library cannot encode it.
-        """
-        characters = [unicode_text(text) for text in texts]
-        with failures_as(cannot_encode(self.library)):
-            if self.settings.get("parse_special_tokens"):
-                return from_lists(self._encoding.encode_batch(characters, num_threads=threads(), allowed_special="all"))
-            return from_lists(self._encoding.encode_ordinary_batch(characters, num_threads=threads()))
+    def ids_of(self, texts: list[str]) -> list[list[int]]:
+        """Ids, on all cores unless in a worker process."""
+        if self.settings.get("parse_special_tokens"):
+            return self._encoding.encode_batch(texts, num_threads=threads(), allowed_special="all")
+        return self._encoding.encode_ordinary_batch(texts, num_threads=threads())
 
     def decode(self, ids: Iterable[int]) -> str:
         """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""
