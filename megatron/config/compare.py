@@ -50,7 +50,8 @@ FIELDS = {
         lr min_lr lr_decay_style lr_wsd_decay_style lr_decay_iters lr_decay_samples lr_wsd_decay_iters
         lr_wsd_decay_samples lr_warmup_fraction lr_warmup_iters lr_warmup_samples lr_warmup_init
         weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
-        clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum
+        clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum lion_beta1 lion_beta2
+        decoupled_lr decoupled_min_lr lr_factors weight_decay_factors ema_decay skip_spikes spike_window
         hidden_dropout attention_dropout z_loss_coeff""",
     # The content of the data is compared by its fingerprint, wherever it lies and however it was named. The weights
     # have long been drawn with init_method_std.
@@ -60,14 +61,19 @@ FIELDS = {
         distributed_backend distributed_timeout_minutes overlap_grad_reduce ddp_bucket_size
         params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis on_nonfinite
         micro_batch_size recompute_granularity recompute_method recompute_num_layers recompute_modules
-        cross_entropy_chunk_size device eval_interval eval_iters log_interval
+        cross_entropy_chunk_size kernels deterministic cuda_graph exp_avg_dtype exp_avg_sq_dtype
+        device eval_interval eval_iters log_interval
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
         multiple_validation_sets validation_set_names
         tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens
         init_method_std""",
     Role.START: """
         save save_interval keep_last keep_every load ckpt_step resume_mode
-        data_cache_path run_dir exit_interval exit_duration_in_mins""",
+        data_cache_path run_dir exit_interval exit_duration_in_mins
+        tensorboard_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity timing_log_level timing_log_option
+        log_health_interval check_weight_hash_across_dp_replicas_interval
+        profile profile_memory profile_step_start profile_step_end profile_ranks
+        pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack""",
 }
 """Every option, under what it decides."""
 

@@ -14,6 +14,7 @@ _ONE_STACK = "there is one implementation, in stock PyTorch"
 _FULL_STATE = "every rank keeps the whole optimizer state: the same numbers, more memory per rank"
 _MEMORY_ONLY = "memory is managed by PyTorch; the numbers are the same"
 _ALWAYS_LOGGED = "step time and speed are in every progress line"
+_ALL_SINKS = "console, metrics.jsonl, TensorBoard and Weights & Biases get the same numbers, at every log_interval"
 _MAPPED = "samples are read from memory-mapped files inside the step"
 
 _ONE_FORM = "checkpoints have one form of their own, which every layout reads"
@@ -116,9 +117,17 @@ IGNORED = {
     "--exit-signal-handler": "a signal always ends the run cleanly",
     "--exit-signal-handler-for-training": "a signal always ends the run cleanly",
     "--log-throughput": _ALWAYS_LOGGED,
-    "--timing-log-level": _ALWAYS_LOGGED,
-    "--timing-log-option": _ALWAYS_LOGGED,
-    "--no-barrier-with-level-1-timing": _ALWAYS_LOGGED,
+    "--no-barrier-with-level-1-timing": "timers never wait for other ranks",
+    "--tensorboard-log-interval": _ALL_SINKS,
+    "--tensorboard-queue-size": _ALL_SINKS,
+    "--log-timers-to-tensorboard": _ALL_SINKS,
+    "--log-validation-ppl-to-tensorboard": _ALL_SINKS,
+    "--log-memory-to-tensorboard": _ALL_SINKS,
+    "--log-world-size-to-tensorboard": _ALL_SINKS,
+    "--no-log-loss-scale-to-tensorboard": _ALL_SINKS,
+    "--disable-log-loss-scale-to-tensorboard": _ALL_SINKS,
+    "--use-pytorch-profiler": "the profiler is PyTorch's",
+    "--log-straggler": "every progress line names the slowest rank",
     "--no-one-logger": "nothing is reported to anybody",
     "--disable-msc": "files are read by path",
     "--num-workers": _MAPPED,
@@ -148,7 +157,7 @@ HARMLESS_VALUES = {
 _CONVERTER = "a tool converts checkpoints, without a run"
 _FROM_FLAGS = "options come from flags, and those that differ from the checkpoint's are told or refused"
 _ONE_KIND = "there is one kind of checkpoint, in one folder"
-_NO_DASHBOARDS = "metrics go to metrics.jsonl in the run's folder, to no dashboard"
+_IN_HEALTH = "it belongs to the report on every layer"
 _AS_RECORDED = "a tokenizer is what its files and the record beside the data say"
 
 # Flag -> (why not, what to paste instead; nothing but leaving it out where that is empty).
@@ -228,14 +237,28 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--null-tokenizer-eod-id": ("one flag says which id ends documents, whatever the tokenizer", ("--eod-id N",)),
     "--eval-global-batch-size": ("evaluation uses the training batch", ("--eval-iters N",)),
     "--eval-micro-batch-size": ("evaluation uses the training batch", ("--eval-iters N",)),
-    "--tensorboard-dir": (_NO_DASHBOARDS, ("--run-dir DIR",)),
     "--num-experts": ("there are no experts in this version", ()),
-    "--deterministic-mode": ("there is no switch: equal runs on CPUs are bitwise equal without it", ()),
-    "--profile": ("there is no profiler in this version", ()),
-    "--decoupled-lr": ("all weights share one learning rate", ("--lr X",)),
-    "--decoupled-min-lr": ("all weights share one learning rate", ("--min-lr X",)),
-    "--no-weight-decay-cond-type": ("biases and other 1-D parameters have no weight decay", ()),
-    "--apply-wd-to-qk-layernorm": ("biases and other 1-D parameters have no weight decay", ()),
+    "--no-weight-decay-cond-type": (
+        "biases and other 1-D parameters have no weight decay, unless they are given some by name",
+        ("--weight-decay-factors '*.q_layernorm.weight=1' '*.k_layernorm.weight=1'",),
+    ),
+    "--apply-wd-to-qk-layernorm": (
+        "biases and other 1-D parameters have no weight decay, unless they are given some by name",
+        ("--weight-decay-factors '*.q_layernorm.weight=1' '*.k_layernorm.weight=1'",),
+    ),
+    "--head-lr-mult": ("learning rates are multiplied by name", ("--lr-factors 'output_layer.*=X'",)),
+    "--log-params-norm": (_IN_HEALTH, ("--log-health-interval N",)),
+    "--log-num-zeros-in-grad": (_IN_HEALTH, ("--log-health-interval N",)),
+    "--log-max-attention-logit": (_IN_HEALTH, ("--log-health-interval N",)),
+    "--check-for-spiky-loss": ("an update may be skipped for it", ("--skip-spikes 6",)),
+    "--check-for-large-grads": ("an update may be skipped for it", ("--skip-spikes 6",)),
+    "--record-memory-history": ("it is spelled shorter", ("--profile-memory",)),
+    "--memory-snapshot-path": ("snapshots lie in the run's folder", ("--profile-memory --run-dir DIR",)),
+    "--record-shapes": ("it is spelled longer", ("--pytorch-profiler-collect-shapes",)),
+    "--optimizer-cuda-graph": ("one flag says what is a graph", ("--cuda-graph optimizer",)),
+    "--enable-cuda-graph": ("one flag says what is a graph", ("--cuda-graph step",)),
+    "--external-cuda-graph": ("one flag says what is a graph", ("--cuda-graph step",)),
+    "--cuda-graph-impl": ("one flag says what is a graph", ("--cuda-graph step",)),
     "--use-tp-pp-dp-mapping": ("ranks are placed with TP innermost, then CP, DP, PP", ()),
     "--pipeline-model-parallel-layout": ("there are no pipeline stages in this version", ()),
     "--num-layers-per-virtual-pipeline-stage": ("there are no pipeline stages in this version", ()),
@@ -260,14 +283,12 @@ FAMILIES = {
     "--non-persistent-": _ONE_KIND,
     "--override-ckpt-": "the steps of a checkpoint are its own",
     "--replication": _ONE_KIND,
-    "--tensorboard-": _NO_DASHBOARDS,
-    "--wandb-": _NO_DASHBOARDS,
     "--log-": "it logs a quantity that is not logged here",
-    "--no-log-": _NO_DASHBOARDS,
-    "--disable-log-": _NO_DASHBOARDS,
+    "--no-log-": "it turns off a quantity that is not logged here",
+    "--disable-log-": "it turns off a quantity that is not logged here",
     "--one-logger-": "nothing is reported to anybody",
     "--app-tag-": "nothing is reported to anybody",
-    "--otel-": _NO_DASHBOARDS,
+    "--otel-": "metrics go to no such collector",
     "--moe-": "there are no experts in this version",
     "--expert-tensor-parallel-num-": "there are no experts in this version",
     "--use-grouped-gemm-": "there are no experts in this version",
@@ -276,16 +297,13 @@ FAMILIES = {
     "--no-fp8-": "fp8 is not built",
     "--disable-fp8-": "fp8 is not built",
     "--fp4-": "fp4 is not built",
-    "--cuda-graph-": "CUDA graphs are not built",
-    "--enable-cuda-graph": "CUDA graphs are not built",
-    "--external-cuda-graph": "CUDA graphs are not built",
+    "--cuda-graph-": "--cuda-graph says what is a graph; how cannot be tuned",
     "--no-tp-comm-": "overlap of TP communication cannot be tuned",
     "--disable-tp-comm-": "overlap of TP communication cannot be tuned",
     "--cpu-offloading-": "offloading is not built",
-    "--optimizer-c": "the optimizer stays on the device and runs eagerly",
-    "--optimizer-offload-": "the optimizer stays on the device and runs eagerly",
-    "--muon-": "the optimizers are adam and sgd",
-    "--lion-": "the optimizers are adam and sgd",
+    "--optimizer-c": "the optimizer stays on the device",
+    "--optimizer-offload-": "the optimizer stays on the device",
+    "--muon-": "the optimizers are adam, lion and sgd",
     "--mtp-": "multi-token prediction is not built",
     "--dsa-": "that attention variant is not built",
     "--no-dsa-": "that attention variant is not built",
@@ -328,9 +346,8 @@ FAMILIES = {
     "--flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
     "--no-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
     "--disable-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
-    "--pytorch-profiler-": "there is no profiler in this version",
-    "--profile-": "there is no profiler in this version",
-    "--straggler-": "there is no straggler detector in this version",
+    "--pytorch-profiler-": "the profile is a Chrome trace",
+    "--straggler-": "every progress line names the slowest rank; there is nothing to set",
     "--gtp-": "weights are sharded by TP alone",
 }
 
@@ -339,8 +356,8 @@ OTHERS = """
 --account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --activation-func-clamp-value
 --activation-offload-fraction --adlr-autoresume --adlr-autoresume-interval --attention-output-gate
 --batch-invariant-backend --batch-invariant-mode --bert-embedder-type --bert-load --block-data-path
---cache-mla-latents --calc-ft-timeouts --chat-template --check-for-large-grads --check-for-spiky-loss
---check-weight-hash-across-dp-replicas-interval --classes-fraction --config-logger-dir --cp-comm-type
+--cache-mla-latents --calc-ft-timeouts --chat-template
+--classes-fraction --config-logger-dir --cp-comm-type
 --create-all-gather-group --data-parallel-sharding-strategy --data-per-class-fraction
 --ddp-param-name-patterns-for-fp32-local-accumulation --ddp-reduce-scatter-with-fp32-accumulation
 --decode-only-cuda-graphs --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
@@ -349,14 +366,14 @@ OTHERS = """
 --disable-clone-scatter-output-in-embedding --disable-mamba-mem-eff-path --disable-straggler-on-startup
 --disable-strict-fsdp-dtensor-load --dump-param-to-param-group-map --embedding-path --enable-chunked-prefill
 --enable-experimental --enable-ft-package --enable-full-sharding-in-hsdp --enable-mhc-connections --enable-msc
---ep-overlap-early-attn-memory-release --evidence-data-path --exp-avg-dtype --exp-avg-sq-dtype
+--ep-overlap-early-attn-memory-release --evidence-data-path
 --experimental-attention-variant --fake-process-group --fine-grained-activation-offloading
 --fine-grained-offloading-max-inflight-offloads --first-last-layers-bf16 --flash-decode --fp16-lm-cross-entropy
---freeze-all-layers --glu-linear-offset --gpu-sniff-test-interval --head-lr-mult --hierarchical-context-parallel-sizes
+--freeze-all-layers --glu-linear-offset --gpu-sniff-test-interval --hierarchical-context-parallel-sizes
 --high-priority-a2a-comm-stream --ict-head-size --ict-load --img-h --img-w --indexer-batch-size --indexer-log-interval
 --is-hybrid-model --iter-per-epoch --iterations-to-skip --keep-fp8-transpose-cache --kitchen-attention-backend
 --kv-lora-rank --langrl-env-config --logging-level --main-grads-dtype --main-params-dtype --mask-factor --mask-prob
---mask-type --max-seqlen-per-dp-cp-rank --max-tokens-to-oom --memory-snapshot-path
+--mask-type --max-seqlen-per-dp-cp-rank --max-tokens-to-oom
 --microbatch-group-size-per-virtual-pipeline-stage --min-offloaded-tensor-size --mla-down-proj-fusion
 --mlp-chunks-for-prefill --mlp-chunks-for-training --mrope-section --mscale --mscale-all-dim --multi-latent-attention
 --nccl-all-reduce-for-prefill --no-clone-scatter-output-in-embedding --no-pin-cpu-grads --no-pin-cpu-params
@@ -365,12 +382,12 @@ OTHERS = """
 --offload-modules --onnx-safe --outer-dp-sharding-strategy --output-bert-embeddings --output-logit-dtype
 --overlap-cpu-optimizer-d2h-h2d --overlap-dispatch-backward-with-experts-wgrad --overlap-moe-expert-parallel-comm
 --overlap-p2p-communication-warmup-flush --patch-dim --perform-rl-step --pipeline-model-parallel-comm-backend
---q-lora-rank --qk-head-dim --qk-l2-norm --qk-pos-emb-head-dim --query-in-block-prob --record-memory-history
---record-shapes --refit-method --rerun-mode --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
+--q-lora-rank --qk-head-dim --qk-l2-norm --qk-pos-emb-head-dim --query-in-block-prob
+--refit-method --rerun-mode --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
 --run-workload-inspector-server --sample-rate --short-seq-prob --skip-train --softmax-type --spec --start-eval-at-iter
 --suggested-communication-unit-size --swin-backbone-type --symmetric-ar-type --te-precision-config-file
 --tensor-parallel-num-weight-shards --test-mode --titles-data-path --train-sync-interval --use-kitchen-attention
---use-legacy-static-engine --use-mup --use-one-sent-docs --use-precision-aware-optimizer --use-pytorch-profiler
+--use-legacy-static-engine --use-mup --use-one-sent-docs --use-precision-aware-optimizer
 --use-same-sampling-seed-across-dp-ranks --use-torch-optimizer-for-cpu-offload --v-head-dim --wgrad-deferral-limit
 --window-attn-skip-freq --yarn-correction-range-round-to-int
 """

@@ -107,7 +107,28 @@ class TrainingConfig:
     cross_entropy_chunk_size: int = option(1024, "Tokens whose logits exist at once in the loss.", at_least=1)
 
 
-MOMENTS = {"adam": 2, "sgd": 1}
+@dataclass(frozen=True)
+class ComputeConfig:
+    """Which implementations compute the same numbers."""
+
+    kernels: tuple[str, ...] = option(
+        ("auto",),
+        "auto (the fastest that this machine has and that prove to compute the same), torch (stock PyTorch, eager), "
+        "compiled (torch.compile between the matrix products), or OPERATION=NAME, later ones winning.",
+    )
+    deterministic: bool = option(
+        False,
+        "Equal runs are equal to the bit, or the run is refused.",
+        aliases={"--deterministic-mode": True},
+    )
+    cuda_graph: str = option(
+        "none",
+        "What is recorded once and replayed as a CUDA graph: the optimizer, or the whole step.",
+        choices=("none", "optimizer", "step"),
+    )
+
+
+MOMENTS = {"adam": 2, "sgd": 1, "lion": 1}
 """Update rules, and the tensors of a parameter's size that each keeps for it."""
 
 
@@ -149,6 +170,31 @@ class OptimizerConfig:
     adam_beta2: float = option(0.999, "Decay of the second moment.", at_least=0, below=1)
     adam_eps: float = option(1e-8, "Added to the root of the second moment.", above=0)
     sgd_momentum: float = option(0.9, "Momentum of sgd.", at_least=0, below=1)
+    lion_beta1: float = option(0.95, "Weight of the momentum in the direction of lion.", at_least=0, below=1)
+    lion_beta2: float = option(0.98, "Decay of the momentum of lion.", at_least=0, below=1)
+    exp_avg_dtype: str = option("fp32", "Format of adam's and lion's first moment.", choices=("fp32", "bf16"))
+    exp_avg_sq_dtype: str = option("fp32", "Format of adam's second moment.", choices=("fp32", "bf16"))
+    decoupled_lr: float | None = option(
+        None, "Peak learning rate of the embeddings and the output layer. Default: lr.", at_least=0
+    )
+    decoupled_min_lr: float | None = option(None, "What decoupled_lr decays to. Default: min_lr.", at_least=0)
+    lr_factors: tuple[str, ...] = option(
+        (), "PATTERN=FACTOR: multiplies the learning rate of the parameters whose names match; the last match counts."
+    )
+    weight_decay_factors: tuple[str, ...] = option(
+        (),
+        "PATTERN=FACTOR: multiplies the weight decay of the parameters whose names match; the last match counts. "
+        "Default: 1 for matrices, 0 for biases, norms and other vectors.",
+    )
+    ema_decay: float | None = option(
+        None, "Keep an exponential moving average of the weights with this decay per step.", above=0, below=1
+    )
+    skip_spikes: float | None = option(
+        None,
+        "Skip an update whose loss or gradient norm lies this many standard deviations above the mean of those before.",
+        above=0,
+    )
+    spike_window: int = option(128, "Steps before, over which skip_spikes takes mean and deviation.", at_least=2)
 
 
 TOKENIZER_TYPES = (
@@ -285,7 +331,41 @@ class LoggingConfig:
     log_interval: int = option(
         10, "Steps between progress lines; the loss is their mean, the gradient norm the last one's.", at_least=1
     )
-    run_dir: str | None = option(None, "Folder for the resolved config, metrics.jsonl and the loss curve.")
+    run_dir: str | None = option(None, "Folder for the resolved config, metrics.jsonl, pictures and profiles.")
+    tensorboard_dir: str | None = option(None, "Folder for TensorBoard files.")
+    wandb_project: str | None = option(
+        None, "Project of Weights & Biases to report to. WANDB_MODE=offline keeps the report on the disk."
+    )
+    wandb_exp_name: str | None = option(None, "Name of the run in Weights & Biases. Default: of run_dir.")
+    wandb_save_dir: str | None = option(None, "Folder for the files of Weights & Biases. Default: run_dir.")
+    wandb_entity: str | None = option(None, "User or team of the project. Default: that of the login.")
+    timing_log_level: int = option(
+        0, "Timers besides that of the whole step: 1 for its phases, 2 for their parts.", at_least=0, at_most=2
+    )
+    timing_log_option: str = option(
+        "minmax", "What is told of each timer over all ranks.", choices=("max", "minmax", "all")
+    )
+    log_health_interval: int | None = option(
+        None,
+        "Steps between reports on gradients, updates and activations of every layer. Default: none.",
+        at_least=1,
+    )
+    check_weight_hash_across_dp_replicas_interval: int | None = option(
+        None, "Steps between checks that all copies of the weights are equal to the bit. Default: none.", at_least=1
+    )
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """Profiles of chosen steps, kept in the run's folder; also from a running job, see docs/performance.md."""
+
+    profile: bool = option(False, "Record a profile (PyTorch's, as a Chrome trace) of chosen steps.")
+    profile_memory: bool = option(False, "Record every allocation of GPU memory in those steps.")
+    profile_step_start: int = option(10, "First step recorded.", at_least=1)
+    profile_step_end: int = option(12, "The first step after it that is not.", at_least=2)
+    profile_ranks: tuple[int, ...] = option((0,), "Ranks that record.", at_least=0)
+    pytorch_profiler_collect_shapes: bool = option(False, "Record the shapes of operands.")
+    pytorch_profiler_collect_callstack: bool = option(False, "Record the lines of Python that called.")
 
 
 @dataclass(frozen=True)
@@ -296,7 +376,9 @@ class RunConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)

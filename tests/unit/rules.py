@@ -14,6 +14,7 @@ from pathlib import Path
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard"),
+    ("megatron.kernels",),
     ("megatron.parallel",),
     ("megatron.layers",),
     ("megatron.model", "megatron.optim", "megatron.data", "megatron.checkpoint"),
