@@ -60,48 +60,26 @@ def attention_mask(
     return mask
 
 
-class SelfAttention(nn.Module):
-    """``[S(/tp), B, H] -> [S(/tp), B, H]``."""
+class CoreAttention(nn.Module):
+    """``softmax(q kᵀ / √D) v`` of this rank's heads: ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``.
 
-    def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, recompute_core: bool) -> None:
+    It has no parameters. Query heads ``i N/G`` to ``(i+1) N/G`` look at key/value head ``i``.
+
+    Args:
+        config: of the model.
+        context: of the attention it is part of.
+        groups: key/value heads of this rank.
+        queries: query heads to a key/value head.
+    """
+
+    def __init__(self, config: ModelConfig, context: BuildContext, groups: int, queries: int) -> None:
         super().__init__()
-        self.config, self.seed, self.site = config, context.seed, context.name("attention_dropout")
-        self.recompute_core = recompute_core
-        shard, d = context.shard, config.head_dim
-        shape = (config.kv_groups, config.heads_per_group)
-        weight = shard.qkv(*shape, (d, config.hidden_size), Init(config.init_method_std))
-        bias = shard.qkv(*shape, (d,), Init()) if config.qkv_bias else None
-        self.linear_qkv = ColumnLinear(context.at("linear_qkv"), weight, bias)
-        heads, h = config.num_attention_heads * d, config.hidden_size
-        self.linear_proj = RowLinear(context.at("linear_proj"), heads, h, output_std, config.add_bias_linear)
-        self.q_layernorm: Norm | None = None
-        self.k_layernorm: Norm | None = None
-        if config.qk_layernorm:  # each rank sees its own heads only, so these gradients are always partial
-            self.q_layernorm = Norm(config, context.at("q_layernorm"), d, partial=True)
-            self.k_layernorm = Norm(config, context.at("k_layernorm"), d, partial=True)
-        self.groups, self.queries = weight.local_view[0], weight.local_view[1] - 2
-        self.first_head = context.tp.rank * self.groups * self.queries
+        self.config, self.queries, self.seed = config, queries, context.seed
+        self.site = context.name("attention_dropout")
+        self.first_head = context.tp.rank * groups * queries
 
-    def forward(self, x_SBH: Tensor, scene: Scene) -> Tensor:
-        """Attend within each sample."""
-        qkv = self.linear_qkv(x_SBH)
-        s, b, _ = qkv.shape
-        qkv_SBGXD = qkv.view(s, b, self.groups, self.queries + 2, self.config.head_dim)
-        q, k, v = qkv_SBGXD.split((self.queries, 1, 1), dim=3)
-        q_SBND, k_SBGD, v_SBGD = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
-        if self.q_layernorm is not None and self.k_layernorm is not None:
-            q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
-        if scene.rotation is not None:
-            q_SBND, k_SBGD = scene.rotation.apply(q_SBND), scene.rotation.apply(k_SBGD)
-        if scene.cache is not None:
-            k_SBGD, v_SBGD = scene.cache.extend(self.site, k_SBGD, v_SBGD)
-        if self.recompute_core:
-            y_SBH = recompute(self._attend, q_SBND, k_SBGD, v_SBGD, scene)
-        else:
-            y_SBH = self._attend(q_SBND, k_SBGD, v_SBGD, scene)
-        return self.linear_proj(y_SBH)
-
-    def _attend(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scene: Scene) -> Tensor:
+    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scene: Scene) -> Tensor:
+        """Attend within each sample, to what the scene lets a query see."""
         q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_SBGD, v_SBGD))
         if self.training and self.config.attention_dropout > 0.0:
             y_BNSD = self._attend_with_dropout(q_BNSD, k_BGSD, v_BGSD, scene)
@@ -134,3 +112,44 @@ class SelfAttention(nn.Module):
             weights, self.config.attention_dropout, scene.batch, self.seed, self.site, self.first_head
         )
         return weights.matmul(v_BNSD)
+
+
+class SelfAttention(nn.Module):
+    """``[S(/tp), B, H] -> [S(/tp), B, H]``."""
+
+    def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, recompute_core: bool) -> None:
+        super().__init__()
+        self.config, self.name, self.recompute_core = config, context.name("core_attention"), recompute_core
+        shard, d = context.shard, config.head_dim
+        shape = (config.kv_groups, config.heads_per_group)
+        weight = shard.qkv(*shape, (d, config.hidden_size), Init(config.init_method_std))
+        bias = shard.qkv(*shape, (d,), Init()) if config.qkv_bias else None
+        self.linear_qkv = ColumnLinear(context.at("linear_qkv"), weight, bias)
+        heads, h = config.num_attention_heads * d, config.hidden_size
+        self.linear_proj = RowLinear(context.at("linear_proj"), heads, h, output_std, config.add_bias_linear)
+        self.q_layernorm: Norm | None = None
+        self.k_layernorm: Norm | None = None
+        if config.qk_layernorm:  # each rank sees its own heads only, so these gradients are always partial
+            self.q_layernorm = Norm(config, context.at("q_layernorm"), d, partial=True)
+            self.k_layernorm = Norm(config, context.at("k_layernorm"), d, partial=True)
+        self.groups, self.queries = weight.local_view[0], weight.local_view[1] - 2
+        self.core_attention = CoreAttention(config, context, self.groups, self.queries)
+
+    def forward(self, x_SBH: Tensor, scene: Scene) -> Tensor:
+        """Attend within each sample."""
+        qkv = self.linear_qkv(x_SBH)
+        s, b, _ = qkv.shape
+        qkv_SBGXD = qkv.view(s, b, self.groups, self.queries + 2, self.config.head_dim)
+        q, k, v = qkv_SBGXD.split((self.queries, 1, 1), dim=3)
+        q_SBND, k_SBGD, v_SBGD = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
+        if self.q_layernorm is not None and self.k_layernorm is not None:
+            q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
+        if scene.rotation is not None:
+            q_SBND, k_SBGD = scene.rotation.apply(q_SBND), scene.rotation.apply(k_SBGD)
+        if scene.cache is not None:
+            k_SBGD, v_SBGD = scene.cache.extend(self.name, k_SBGD, v_SBGD)
+        if self.recompute_core:
+            y_SBH = recompute(self.core_attention, q_SBND, k_SBGD, v_SBGD, scene)
+        else:
+            y_SBH = self.core_attention(q_SBND, k_SBGD, v_SBGD, scene)
+        return self.linear_proj(y_SBH)

@@ -7,9 +7,9 @@ from functools import partial
 from megatron.checkpoint.errors import StorageError
 from megatron.data.splits import kind_of
 from megatron.training.checkpointing import save
-from megatron.training.health import NonFiniteError, explain_nonfinite
 from megatron.training.logging import RunLog
 from megatron.training.metrics import StepWindow
+from megatron.training.nonfinite import NonFiniteError, explain_nonfinite
 from megatron.training.records import EvaluationRecord
 from megatron.training.setup import Trainer
 from megatron.training.step import evaluate, train_step

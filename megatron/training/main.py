@@ -14,9 +14,9 @@ from megatron.config.run import RunConfig
 from megatron.config.summary import summary
 from megatron.data.errors import DataError
 from megatron.parallel.mesh import everyone, first_to_fail, is_lost_contact, leave_distributed
-from megatron.training.health import NonFiniteError
 from megatron.training.logging import RunLog
 from megatron.training.loop import train
+from megatron.training.nonfinite import NonFiniteError
 from megatron.training.resume import begin, choose
 from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest

@@ -20,7 +20,7 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.training.agreement import check_same_data
 from megatron.training.checkpointing import consumed_digest
-from megatron.training.health import explain_nonfinite
+from megatron.training.nonfinite import explain_nonfinite
 from megatron.training.resume import choose
 from megatron.training.setup import build
 from megatron.training.step import train_step

@@ -14,10 +14,10 @@ import pytest
 from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.data.masks import Columns, Masks
 from megatron.training.checkpointing import state
-from megatron.training.health import NonFiniteError
 from megatron.training.history import read_history
 from megatron.training.logging import RunLog
 from megatron.training.loop import train
+from megatron.training.nonfinite import NonFiniteError
 from megatron.training.setup import Trainer, build
 from megatron.training.step import evaluate
 from megatron.training.stop import StopRequest

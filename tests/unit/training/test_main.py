@@ -13,7 +13,7 @@ import pretrain_gpt
 from megatron.config.problems import Problem, UserError
 from megatron.data.errors import DataError
 from megatron.training import main
-from megatron.training.health import NonFiniteError
+from megatron.training.nonfinite import NonFiniteError
 from tests.runs import FLAGS, column, tiny_run
 
 ROOT = Path(__file__).parents[3]

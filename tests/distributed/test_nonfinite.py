@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from megatron.config.run import TrainingConfig
-from megatron.training.health import explain_nonfinite
+from megatron.training.nonfinite import explain_nonfinite
 from megatron.training.setup import Trainer, build
 from tests.distributed.detect import DP2, TP2, TP2_SP
 from tests.distributed.drive import Case, batches_of
