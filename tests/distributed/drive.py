@@ -77,7 +77,7 @@ class Case:
             device="cpu",
         )
         data = DataConfig(mock_data=True)
-        return RunConfig(self.model, self.parallel, self.precision, training, self.optimizer, data)
+        return RunConfig(self.model, self.parallel, self.precision, training, optimizer=self.optimizer, data=data)
 
     def twin(self) -> Case:
         """The same numbers on one process in one micro-batch, keeping all activations."""

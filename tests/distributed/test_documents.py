@@ -49,7 +49,7 @@ class Layout:
         model = replace(MODEL, **self.model, max_position_embeddings=SEQ_LENGTH)
         parallel = ParallelConfig(tensor_model_parallel_size=self.tp, sequence_parallel=self.tp > 1)
         data = DataConfig(data_path=(str(prefix),), split="1", eod_id=EOD, **flags)
-        return resolve(RunConfig(model, parallel, FP64, training, OPTIMIZER, data), self.tp)
+        return resolve(RunConfig(model, parallel, FP64, training, optimizer=OPTIMIZER, data=data), self.tp)
 
 
 ROPE = {"position_embedding_type": "rope", "num_query_groups": 2}
