@@ -1,4 +1,7 @@
-"""Ending a run in good order: a signal to any rank, or the clock, stops all of them after the same step."""
+"""What a running job is told: a signal to any rank, or the clock, stops all of them after the same step.
+
+A profile that somebody asks for is agreed on in the same collective, so that it costs nothing until then.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
+from megatron.training.profile_request import ProfileRequests
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -24,10 +28,19 @@ class StopRequest:
     """Remembers the first signal this process got, and watches the clock; :meth:`agreed` asks all ranks.
 
     A later signal does what it did before, so that an impatient user gets through.
+
+    Attributes:
+        profile_steps: how many of the next steps somebody wants a profile of, as of the last :meth:`agreed`; 0 for
+            none, and the same on every rank.
     """
 
     def __init__(
-        self, world: Group, device: torch.device, minutes: float | None = None, since: float | None = None
+        self,
+        world: Group,
+        device: torch.device,
+        minutes: float | None = None,
+        since: float | None = None,
+        profiles: ProfileRequests | None = None,
     ) -> None:
         """Listen from now on.
 
@@ -36,9 +49,10 @@ class StopRequest:
             device: this rank's.
             minutes: after which the run shall end; None for never.
             since: what ``time.monotonic()`` was when they began; None for now.
+            profiles: what this rank is asked for; given back with :meth:`restore` too.
 
         """
-        self.world, self.device = world, device
+        self.world, self.device, self.profiles, self.profile_steps = world, device, profiles, 0
         since = time.monotonic() if since is None else since
         self._deadline = None if minutes is None else since + 60.0 * minutes
         self._got, self._since = 0, 0.0
@@ -56,8 +70,10 @@ class StopRequest:
 
         128 + the highest signal number that any rank got, else ``TIME_IS_UP`` where any rank's time is.
         """
-        mine = torch.tensor(float(self._status()), device=self.device)
-        return int(comm.all_reduce(mine, self.world, op="max").item())
+        wanted = self.profiles.take() if self.profiles is not None else 0
+        mine = torch.tensor((self._status(), wanted), device=self.device)
+        status, self.profile_steps = comm.all_reduce(mine, self.world, op="max").tolist()
+        return int(status)
 
     def _status(self) -> int:
         if self._got:
@@ -68,6 +84,8 @@ class StopRequest:
         """Give the signals back to whoever had them."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+        if self.profiles is not None:
+            self.profiles.restore()
 
 
 def reason(status: int) -> str:

@@ -1,0 +1,222 @@
+"""Profiles of chosen steps: PyTorch's profiler, a Chrome trace and a table for each rank that records.
+
+In the trace every step is a range, and in it are its phases (``forward``, ``backward``, ``optimizer`` ...), the layers
+of the model and the communication of every mesh axis: whatever is marked by :func:`megatron.parallel.ranges.span`.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from megatron.config.run import ProfilingConfig
+from megatron.parallel.ranges import span
+from megatron.training.profile_report import report
+
+FOLDER = "profiles"
+"""In the run's folder."""
+
+SNAPSHOT_ENTRIES = 1_000_000
+"""Allocations that a snapshot of GPU memory can hold."""
+
+
+class Profiler:
+    """Records chosen steps on chosen ranks. What goes wrong with a profile is a warning, never the end of the run."""
+
+    def __init__(
+        self,
+        config: ProfilingConfig,
+        run_dir: str | None,
+        rank: int,
+        device: torch.device,
+        model: nn.Module,
+        say: Callable[[str], None] = print,
+        warn: Callable[[str], None] | None = None,
+    ) -> None:
+        """Record nothing yet.
+
+        Args:
+            config: which steps and ranks, and what of them.
+            run_dir: the run's folder; None where there is none, and so no profiles.
+            rank: this one.
+            device: where it computes.
+            model: its layers become ranges, named as the model names them.
+            say: told where a profile lies.
+            warn: told what went wrong; by default standard error is.
+
+        """
+        self.config, self.rank, self.device, self.model = config, rank, device, model
+        self._say, self._warn = say, warn or self._print_warning
+        self._folder = Path(run_dir) / FOLDER if run_dir is not None and rank in config.profile_ranks else None
+        self._windows: list[range] = []
+        if self._folder is not None and (config.profile or config.profile_memory):
+            self._windows.append(range(config.profile_step_start, config.profile_step_end))
+        self._recording: Recording | None = None
+
+    def ask(self, after: int, steps: int) -> None:
+        """Record ``steps`` more steps than ``after`` have been taken; 0 changes nothing."""
+        if steps and self._folder is not None:
+            self._windows.append(range(after + 1, after + 1 + steps))
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        """Around step ``number``, from 1. A step that raises is the last one of its profile, which is kept."""
+        if self._recording is None and self._wants(number):
+            self._start(number)
+        complete = False
+        try:
+            with span(f"step {number}"):
+                yield
+            complete = True
+        finally:
+            if self._recording is not None and not (complete and self._wants(number + 1)):
+                self._finish(number)
+
+    def close(self, number: int) -> None:
+        """Keep what was recorded although the run ends after step ``number``, before the profile would."""
+        if self._recording is not None:
+            self._finish(number)
+
+    def _wants(self, number: int) -> bool:
+        return any(number in window for window in self._windows)
+
+    def _start(self, number: int) -> None:
+        try:
+            recording = Recording(number, self.config, self.device, self.model)
+            recording.start()
+        except Exception as error:  # another profiler, a driver without the rights to count...
+            self._give_up(error)
+        else:
+            self._recording = recording
+
+    def _finish(self, last: int) -> None:
+        recording, self._recording = self._recording, None
+        if recording is None or self._folder is None:
+            return
+        self._windows = [window for window in self._windows if window.stop > last + 1]
+        stem = f"step_{recording.first:06d}-{last:06d}_rank_{self.rank}"
+        try:
+            recording.stop()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            written = recording.write(self._folder / stem, last)
+        except Exception as error:
+            self._give_up(error)
+        else:
+            self._say(f"profile of steps {recording.first} to {last}: {', '.join(map(str, written))}")
+
+    def _give_up(self, error: Exception) -> None:
+        self._windows = []
+        self._warn(f"no profile on rank {self.rank}, training goes on: {type(error).__name__}: {error}")
+
+    @staticmethod
+    def _print_warning(text: str) -> None:
+        print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+@dataclass
+class Recording:
+    """A profile in the making.
+
+    Attributes:
+        first: its first step.
+        config: what is recorded.
+        device: of this rank.
+        model: whose layers become ranges.
+    """
+
+    first: int
+    config: ProfilingConfig
+    device: torch.device
+    model: nn.Module
+
+    def start(self) -> None:
+        """Begin to record."""
+        config, cuda = self.config, self.device.type == "cuda"
+        self.snapshot = config.profile_memory and cuda
+        activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
+        self.trace = profile(
+            activities=activities,
+            record_shapes=config.pytorch_profiler_collect_shapes,
+            with_stack=config.pytorch_profiler_collect_callstack,
+            profile_memory=config.profile_memory,
+        )
+        self._wait()
+        if self.snapshot:
+            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+        self.trace.start()
+        self._hooks = LayerRanges(self.model)
+
+    def stop(self) -> None:
+        """Record no more."""
+        self._hooks.remove()
+        self._wait()  # for the kernels of the last step
+        self.trace.stop()
+
+    def write(self, stem: Path, last: int) -> list[Path]:
+        """Write the trace and the table, on a GPU also a snapshot of its memory if that is asked for.
+
+        Raises:
+            OSError: when the disk refuses.
+        """
+        name, written = str(stem), []
+        if self.snapshot:
+            written.append(Path(f"{name}_memory.pickle"))
+            torch.cuda.memory._dump_snapshot(str(written[-1]))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        events, path = self._export(Path(f"{name}.json")), Path(f"{name}.json.gz")
+        with gzip.open(path, "wt", compresslevel=3) as file:
+            json.dump(events, file)
+        table = Path(f"{name}.txt")
+        table.write_text(report(self.trace, last - self.first + 1, self.config))
+        return [path, table, *written]
+
+    def _export(self, raw: Path) -> Any:
+        try:
+            self.trace.export_chrome_trace(str(raw))
+            return json.loads(raw.read_bytes())
+        finally:
+            raw.unlink(missing_ok=True)
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+
+class LayerRanges:
+    """Hooks that mark the forward pass of every numbered layer (also where it is computed anew for backward)."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Mark from now on."""
+        self._open: list[record_function] = []
+        self._handles = []
+        for name, module in model.named_modules():
+            if name.rpartition(".")[2].isdecimal():
+                self._handles.append(module.register_forward_pre_hook(self._entering(name)))
+                self._handles.append(module.register_forward_hook(self._left, always_call=True))
+
+    def _entering(self, name: str) -> Callable[..., None]:
+        def enter(*_: object) -> None:
+            self._open.append(record_function(name))
+            self._open[-1].__enter__()
+
+        return enter
+
+    def _left(self, *_: object) -> None:
+        if self._open:
+            self._open.pop().__exit__(None, None, None)
+
+    def remove(self) -> None:
+        """Mark no more."""
+        for handle in self._handles:
+            handle.remove()
