@@ -93,8 +93,7 @@ class RunLog:
         if not self.enabled:
             return
         _say(progress_line(record, self.yardstick, _width()))
-        teraflops = self.yardstick.flops_per_second(record) / 1e12
-        self._write({**record.values(), "throughput": teraflops, "mfu": self.yardstick.mfu(record)})
+        self._write({**record.values(), **self.yardstick.values(record)})
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Report an evaluation."""

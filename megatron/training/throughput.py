@@ -1,4 +1,4 @@
-"""How much arithmetic a token costs, what share of the hardware's peak a run reaches, and when it will be done."""
+"""What share of the hardware's peak a run reaches, and when it will be done."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from megatron.config.batch import total_steps, trained_samples
-from megatron.config.model import ModelConfig
+from megatron.config.flops import FlopsPerToken
 from megatron.config.run import RunConfig
 from megatron.training.records import TrainRecord
 
@@ -43,28 +43,6 @@ def peak_flops(device_name: str, params_dtype: str) -> float | None:
     return next((peak for words, peak in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), None)
 
 
-def matmul_parameters(model: ModelConfig) -> int:
-    """Weights that every token is multiplied with: the linear layers of all blocks and the output layer."""
-    h = model.hidden_size
-    query = model.num_attention_heads * model.head_dim
-    qkv = query + 2 * model.kv_groups * model.head_dim
-    fc1 = model.ffn * (2 if model.gated else 1)
-    return model.num_layers * h * (qkv + query + fc1 + model.ffn) + model.vocab * h
-
-
-def flops_per_token(model: ModelConfig, seq_length: int) -> float:
-    """Model FLOPs of forward and backward per token, recomputation not counted.
-
-    6 per matmul weight and 12 x layers x query width x keys for the attention products (PaLM, arXiv:2204.02311,
-    appendix B). A causal token sees half the sequence on average, so ``keys`` is s/2, as in Megatron-LM; with a
-    sliding window of w it is w - w^2/(2s). Padding of the vocabulary is not counted.
-    """
-    window = min(model.window_size or seq_length, seq_length)
-    keys = window - window**2 / (2 * seq_length)
-    attention = 12 * model.num_layers * model.num_attention_heads * model.head_dim * keys
-    return 6 * matmul_parameters(model) + attention
-
-
 @dataclass(frozen=True)
 class Yardstick:
     """What a run's records are measured against: its length, its ranks and its hardware.
@@ -74,7 +52,7 @@ class Yardstick:
         total_samples: samples of the whole run.
         seq_length: tokens of a sample.
         world_size: ranks.
-        flops_per_token: model FLOPs, forward and backward.
+        flops: per token, by convention.
         peak_flops: of one device in FLOP/s; None where it is not known.
         on_gpu: whether a rank is a GPU.
     """
@@ -83,7 +61,7 @@ class Yardstick:
     total_samples: int
     seq_length: int
     world_size: int
-    flops_per_token: float
+    flops: FlopsPerToken
     peak_flops: float | None
     on_gpu: bool
 
@@ -98,18 +76,34 @@ class Yardstick:
             total_samples=trained_samples(config.training, data_parallel_size, *begin),
             seq_length=config.training.seq_length,
             world_size=world_size,
-            flops_per_token=flops_per_token(config.model, config.training.seq_length),
+            flops=FlopsPerToken.from_config(config),
             peak_flops=peak_flops(device_name, config.precision.params_dtype),
             on_gpu=device_name != "cpu",
         )
 
-    def flops_per_second(self, record: TrainRecord) -> float:
-        """Model FLOP/s of one rank."""
-        return record.tokens_per_second / self.world_size * self.flops_per_token
+    def values(self, record: TrainRecord) -> dict[str, float | None]:
+        """Speed under the names it is logged by; shares are 0 to 1, and None where the peak is not known.
+
+        ``throughput`` is in TFLOP/s of one rank, counted as Megatron-LM does; ``mfu`` counts every score of attention
+        (6N + 12Lhs), ``mfu-causal`` those that are not masked, and ``hfu`` is ``mfu`` with what is recomputed.
+        """
+        return {
+            "throughput": self._flops_per_second(record, self.flops.megatron) / 1e12,
+            "mfu": self.mfu(record),
+            "mfu-causal": self._utilisation(record, self.flops.causal),
+            "hfu": self._utilisation(record, self.flops.hardware),
+        }
 
     def mfu(self, record: TrainRecord) -> float | None:
-        """Model FLOPs utilisation, 0 to 1; None where the peak is not known."""
-        return None if self.peak_flops is None else self.flops_per_second(record) / self.peak_flops
+        """Model FLOPs utilisation by 6N + 12Lhs, 0 to 1; None where the peak is not known."""
+        return self._utilisation(record, self.flops.full)
+
+    def _utilisation(self, record: TrainRecord, flops_per_token: float) -> float | None:
+        return None if self.peak_flops is None else self._flops_per_second(record, flops_per_token) / self.peak_flops
+
+    def _flops_per_second(self, record: TrainRecord, flops_per_token: float) -> float:
+        """Of one rank."""
+        return record.tokens_per_second / self.world_size * flops_per_token
 
     def seconds_left(self, record: TrainRecord) -> float:
         """Time the remaining samples take at this speed."""

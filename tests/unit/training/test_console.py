@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.config.flops import FlopsPerToken
 from megatron.training import console
 from megatron.training.console import evaluation_line, progress_line
 from megatron.training.records import EvaluationRecord, TrainRecord
@@ -31,7 +32,7 @@ YARDSTICK = Yardstick(
     total_samples=95368 * 1536,
     seq_length=2048,
     world_size=1024,
-    flops_per_token=1.0774e12,
+    flops=FlopsPerToken(full=1.0774e12, causal=1.06e12, hardware=1.0774e12, megatron=1.06e12),
     peak_flops=989.4e12,
     on_gpu=True,
 )

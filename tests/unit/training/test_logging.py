@@ -76,8 +76,15 @@ def test_metric_names_are_those_of_megatron_lm(tmp_path: Path) -> None:
         log.evaluation(EvaluationRecord(10, 40, 4000, 2.75))
     _, train, validation = lines(tmp_path)
     megatron = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "iteration-time", "throughput"}
-    ours = {"iteration", "consumed-samples", "consumed-tokens", "tokens-per-second", "mfu", "weight-decay"}
-    assert set(train) == megatron | ours | {"mem-max-allocated-bytes", "skipped-iterations", "time"}
+    ours = {"iteration", "consumed-samples", "consumed-tokens", "tokens-per-second", "weight-decay"}
+    assert set(train) == megatron | ours | {
+        "mfu",
+        "mfu-causal",
+        "hfu",
+        "mem-max-allocated-bytes",
+        "skipped-iterations",
+        "time",
+    }
     places = {"iteration", "consumed-samples", "consumed-tokens", "time"}
     assert set(validation) == places | {"lm loss validation", "lm loss validation ppl"}
 

@@ -4,73 +4,12 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-import torch
-from torch.utils.flop_counter import FlopCounterMode
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from megatron.config.flops import FlopsPerToken
 from megatron.config.model import ModelConfig
 from megatron.config.run import ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from megatron.training.records import TrainRecord
-from megatron.training.throughput import PEAK_FLOPS, Yardstick, flops_per_token, matmul_parameters, peak_flops
-
-SEQ = 64
-
-
-def counted_flops_per_token(model: torch.nn.Module) -> float:
-    """What torch counts in a forward and backward of 2 x 64 tokens."""
-    tokens = torch.randint(0, 100, (2, SEQ))
-    with FlopCounterMode(display=False) as counter:
-        model(tokens, labels=tokens).loss.backward()
-    return counter.get_total_flops() / tokens.numel()
-
-
-def full_attention(model: ModelConfig) -> float:
-    """The formula plus the masked half of the attention products, which eager attention computes."""
-    return flops_per_token(model, SEQ) + 6 * model.num_layers * model.num_attention_heads * model.head_dim * SEQ
-
-
-def test_gpt2_costs_what_torch_counts() -> None:
-    theirs = GPT2LMHeadModel(
-        GPT2Config(n_layer=3, n_embd=96, n_head=4, vocab_size=301, n_positions=SEQ, attn_implementation="eager")
-    )
-    ours = ModelConfig(num_layers=3, hidden_size=96, num_attention_heads=4, vocab_size=301)
-    assert full_attention(ours) == counted_flops_per_token(theirs)
-
-
-def test_llama_costs_what_torch_counts() -> None:
-    theirs = LlamaForCausalLM(
-        LlamaConfig(
-            num_hidden_layers=2,
-            hidden_size=96,
-            intermediate_size=200,
-            num_attention_heads=6,
-            num_key_value_heads=2,
-            head_dim=32,
-            vocab_size=301,
-            attn_implementation="eager",
-        )
-    )
-    ours = ModelConfig(
-        num_layers=2,
-        hidden_size=96,
-        ffn_hidden_size=200,
-        num_attention_heads=6,
-        num_query_groups=2,
-        kv_channels=32,
-        vocab_size=301,
-        activation="swiglu",
-    )
-    # transformers makes its rotary angles with one small matrix product
-    assert full_attention(ours) == pytest.approx(counted_flops_per_token(theirs), rel=1e-4)
-
-
-@pytest.mark.parametrize("window", [1, 100, 400, 1000, 5000])
-def test_a_window_saves_the_keys_it_hides(window: int) -> None:
-    seq = 1000
-    model = ModelConfig(num_layers=1, hidden_size=8, num_attention_heads=1, vocab_size=10, window_size=window)
-    keys = (flops_per_token(model, seq) - 6 * matmul_parameters(model)) / (12 * 8)
-    seen = sum(min(at + 1, window) for at in range(seq)) / seq
-    assert keys == pytest.approx(seen, abs=0.5)  # the formula takes the diagonal as half a key
+from megatron.training.throughput import PEAK_FLOPS, Yardstick, peak_flops
 
 
 @pytest.mark.parametrize(
@@ -126,16 +65,26 @@ def test_yardstick_of_a_run() -> None:
         training=TrainingConfig(seq_length=100, micro_batch_size=1, train_iters=100),
     )
     yardstick = Yardstick.from_config(config, 8, "NVIDIA A100-SXM4-80GB")
-    per_token = flops_per_token(config.model, 100)
+    flops = FlopsPerToken.from_config(config)
     assert (yardstick.total_iterations, yardstick.total_samples) == (100, 400)  # 8 ranks / TP2 = 4 samples a step
     smaller_before = Yardstick.from_config(config, 8, "cpu", iteration=60, consumed_samples=120)
     assert (smaller_before.total_iterations, smaller_before.total_samples) == (100, 280)
-    assert yardstick.flops_per_second(record()) == pytest.approx(100 * per_token)
-    assert yardstick.mfu(record()) == pytest.approx(100 * per_token / 312e12)
+    assert yardstick.mfu(record()) == pytest.approx(100 * flops.full / 312e12)  # 800 tokens/s on 8 ranks
+    assert yardstick.values(record()) == {
+        "throughput": pytest.approx(100 * flops.megatron / 1e12),
+        "mfu": yardstick.mfu(record()),
+        "mfu-causal": pytest.approx(100 * flops.causal / 312e12),
+        "hfu": yardstick.mfu(record()),
+    }
     assert yardstick.seconds_left(record()) == pytest.approx(90 * 0.5)
     assert yardstick.seconds_left(record(consumed_samples=400)) == 0
     by_samples = replace(config, training=replace(config.training, train_iters=None, train_samples=403))
     assert Yardstick.from_config(by_samples, 8, "cpu").seconds_left(record(consumed_samples=400)) == 0
     cpu = Yardstick.from_config(config, 2, "cpu")
     assert cpu.mfu(record()) is None
+    assert [name for name, value in cpu.values(record()).items() if value is None] == ["mfu", "mfu-causal", "hfu"]
+    again = replace(config, training=replace(config.training, recompute_granularity="full"))
+    values = Yardstick.from_config(again, 8, "NVIDIA A100-SXM4-80GB").values(record())
+    assert values["mfu"] == yardstick.mfu(record())
+    assert values["hfu"] == pytest.approx(100 * FlopsPerToken.from_config(again).hardware / 312e12)
     assert not cpu.on_gpu

@@ -1,0 +1,166 @@
+"""The FLOP table against what torch counts in a real forward and backward, and against formulas written out."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.config import flops
+from megatron.config.flops import FlopsPerToken, causal_keys, flop_table, full_keys, matmul_parameters
+from megatron.config.model import ModelConfig
+from megatron.config.run import ParallelConfig, RunConfig, TrainingConfig
+from tests.solo import TINY, Solo, random_batch, tiny
+
+SEQ, SAMPLES = 16, 2
+PADDED = 104  # 101 entries, to a multiple of 8
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective"}
+
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "one layer": {"num_layers": 1},
+    "gqa": {"num_query_groups": 2},
+    "mqa": {"num_query_groups": 1},
+    "wide heads": {"kv_channels": 24},
+    "narrow heads": {"kv_channels": 2, "num_query_groups": 2},
+    "gated": {"activation": "swiglu", "ffn_hidden_size": 48},
+    "relu2": {"activation": "relu2"},
+    "window": {"window_size": 4},
+    "untied": {"untie_embeddings_and_output_weights": True},
+    "no biases": {"add_bias_linear": False},
+    "biases of qkv": {"add_bias_linear": False, "add_qkv_bias": True},
+    "qk norm": {"qk_layernorm": True, "normalization": "RMSNorm"},
+    "rope": {"position_embedding_type": "rope", "rotary_interleaved": True},
+    "yarn": {"position_embedding_type": "yarn", "yarn_original_max_position_embeddings": 8},
+    "no positions": {"position_embedding_type": "none"},
+    "dropout": {"hidden_dropout": 0.1, "attention_dropout": 0.1},
+    "z loss": {"z_loss_coeff": 1e-3},
+    "padding": {"vocab_size": 97},
+    "llama": {"num_query_groups": 2, "activation": "swiglu", "position_embedding_type": "rope", "kv_channels": 16},
+}
+PLANS: dict[str, dict[str, Any]] = {
+    "full": FULL,
+    "uniform 2": FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
+    "uniform 3": FULL | {"recompute_method": "uniform", "recompute_num_layers": 3},
+    "block": FULL | {"recompute_method": "block"},
+    "block 1": FULL | {"recompute_method": "block", "recompute_num_layers": 1},
+    "default modules": SELECTIVE,
+    **{name: SELECTIVE | {"recompute_modules": (name,)} for name in ("layernorm", "activation", "core_attn", "mlp")},
+    "all modules": SELECTIVE | {"recompute_modules": ("layernorm", "activation", "core_attn", "mlp")},
+}
+
+
+def counted(model: ModelConfig, training: TrainingConfig, fused: bool = False) -> float:
+    """FLOPs per token that torch counts in the matrix products of a forward and backward.
+
+    Its counter does not know the fused attention kernel of CPUs. So attention runs as matrix products, or the kernel
+    is counted here: both products over every key, and twice that in backward. Either way ``keys`` is the whole
+    sequence, because neither leaves out what is masked.
+    """
+    solo, batch = Solo.build(model, torch.float32, training), random_batch(model, SAMPLES, SEQ)
+    backends = [SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH]
+    aten = torch.ops.aten
+    kernel = {
+        aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: attention_flops(q, k),
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: (
+            2 * attention_flops(q, k)
+        ),
+    }
+    with sdpa_kernel(backends), FlopCounterMode(display=False, custom_mapping=kernel) as counter:
+        solo.backward([batch])
+    return counter.get_total_flops() / (SAMPLES * SEQ)
+
+
+def attention_flops(q_BNSD: torch.Size, k_BGTD: torch.Size) -> int:
+    """Of scores and values."""
+    return 2 * 2 * q_BNSD.numel() * k_BGTD[2]
+
+
+def expected(model: ModelConfig, training: TrainingConfig) -> float:
+    table = flop_table(model, training, SEQ, PADDED)
+    return table.model + table.recomputed
+
+
+@pytest.mark.parametrize("changes", MODELS.values(), ids=MODELS)
+def test_every_model_switch_costs_what_torch_counts(changes: dict[str, Any]) -> None:
+    model = tiny(**changes)
+    assert expected(model, TrainingConfig()) == counted(model, TrainingConfig())
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+def test_every_recompute_plan_costs_what_torch_counts(plan: dict[str, Any], dropout: float) -> None:
+    model = tiny(num_layers=3, num_query_groups=2, attention_dropout=dropout, hidden_dropout=dropout)
+    training = TrainingConfig(**plan)
+    assert expected(model, training) == counted(model, training, fused=True)
+
+
+def test_recomputed_layers_are_those_of_the_plan() -> None:
+    plan = TrainingConfig(**FULL, recompute_method="block", recompute_num_layers=1)
+    first, second = flop_table(TINY, plan, SEQ, PADDED).layers
+    assert all(work.recomputed == work.forward for work in first.values())
+    assert not any(work.recomputed for work in second.values())
+
+
+def test_weights_of_products_are_the_matrices_that_a_model_holds() -> None:
+    model = tiny(num_query_groups=2, activation="swiglu", vocab_size=PADDED)  # tied, no row of padding
+    held = Solo.build(model).params
+    matrices = {name: p.numel() for name, p in held.items() if p.dim() == 2 and "position" not in name}
+    assert matmul_parameters(model) == sum(matrices.values())
+
+
+def test_full_is_6n_and_12lhs() -> None:
+    model = tiny(num_layers=3, hidden_size=64)
+    table = flop_table(model, TrainingConfig(), full_keys(model, SEQ), model.vocab)
+    assert table.model == 6 * matmul_parameters(model) + 12 * 3 * 64 * SEQ
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 400, 1000, 5000])
+def test_causal_counts_the_keys_that_tokens_see(window: int | None) -> None:
+    seq = 1000
+    seen = sum(min(at + 1, window or seq) for at in range(seq)) / seq
+    assert causal_keys(tiny(window_size=window), seq) == pytest.approx(seen, abs=0.5)  # the diagonal is half a key
+    assert causal_keys(tiny(window_size=window), seq) <= full_keys(tiny(window_size=window), seq)
+
+
+def test_conventions_side_by_side() -> None:
+    """Two layers written out: hidden size 32, MLP of 128, 101 entries padded to 64 x TP2."""
+    training = TrainingConfig(seq_length=100, **FULL)
+    run = RunConfig(
+        model=tiny(window_size=10, make_vocab_size_divisible_by=64),
+        parallel=ParallelConfig(tensor_model_parallel_size=2),
+        training=training,
+    )
+    flops_per_token = FlopsPerToken.from_config(run)
+    layers = 2 * (96 + 32 + 128 + 128) * 32
+    assert flops_per_token.full == 6 * (layers + 101 * 32) + 12 * 2 * 32 * 10
+    assert flops_per_token.causal == 6 * (layers + 101 * 32) + 12 * 2 * 32 * (10 - 100 / 200)
+    assert flops_per_token.hardware == flops_per_token.full + 2 * layers + 4 * 2 * 32 * 10
+    assert flops_per_token.megatron == 6 * (layers + 128 * 32) + 12 * 2 * 32 * 50
+
+
+def megatrons(m: ModelConfig, seq: int, padded: int) -> float:
+    """Its ``num_floating_point_operations`` per token of a dense model, by projections as it lists them."""
+    query, key_value = m.head_dim * m.num_attention_heads, m.head_dim * m.kv_groups
+    masked = seq / 2
+    attention = m.hidden_size * (query + 2 * key_value) + query * masked + query * masked + query * m.hidden_size
+    return 6 * (m.num_layers * (m.hidden_size * m.ffn * (3 if m.gated else 2) + attention) + m.hidden_size * padded)
+
+
+@pytest.mark.parametrize("name", ["plain", "gqa", "wide heads", "gated", "window", "padding"])
+def test_throughput_counts_as_megatron_does(name: str) -> None:
+    model = tiny(**MODELS[name])
+    run = RunConfig(model=model, training=TrainingConfig(seq_length=64))
+    assert FlopsPerToken.from_config(run).megatron == megatrons(model, 64, PADDED)
+
+
+@pytest.mark.parametrize("forgotten", flops.BLOCK)
+def test_a_forgotten_product_is_seen(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(flops, "BLOCK", tuple(name for name in flops.BLOCK if name != forgotten))
+    model = replace(TINY, num_layers=1)
+    assert expected(model, TrainingConfig()) < 0.99 * counted(model, TrainingConfig())
