@@ -1,0 +1,44 @@
+"""How large the logits of attention get: a sign of trouble that fused kernels do not show.
+
+Shapes: S sequence, B batch, G this rank's key/value heads, N this rank's query heads, D channels of a head.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megatron.layers.attention import attention_mask
+
+BLOCK = 1 << 25
+"""Logits computed at a time: 128 MiB of fp32."""
+
+
+@torch.no_grad()
+def largest_logit(q_SBND: Tensor, k_SBGD: Tensor, window: int | None, documents_BS: Tensor | None) -> Tensor:
+    """The largest ``q k / sqrt(D)`` of a query and a key that it may look at, in at least fp32 (0-d).
+
+    Computed for some queries at a time and the keys up to the last of them, so there is no S x S matrix.
+
+    Args:
+        q_SBND: queries.
+        k_SBGD: keys; query heads ``i N/G`` to ``(i+1) N/G`` look at key head ``i``.
+        window: tokens that a query sees, itself included; None for all before it.
+        documents_BS: as in :class:`~megatron.parallel.microbatch.MicroBatch`.
+    """
+    s, b, n, d = q_SBND.shape
+    wide = torch.promote_types(q_SBND.dtype, torch.float32)
+    q_BGXSD = q_SBND.unflatten(2, (k_SBGD.shape[2], -1)).permute(1, 2, 3, 0, 4)
+    k_BGDS = k_SBGD.permute(1, 2, 3, 0).to(wide)
+    largest = torch.full((), -torch.inf, dtype=wide, device=q_SBND.device)
+    step = max(1, BLOCK // (b * n * s))
+    for start in range(0, s, step):
+        stop = min(start + step, s)
+        documents = None if documents_BS is None else documents_BS[:, :stop]
+        visible = attention_mask(stop, window or stop, documents, q_SBND.device, first_query=start)
+        rows = q_BGXSD[..., start:stop, :].to(wide).flatten(2, 3)
+        logits = rows.matmul(k_BGDS[..., :stop]).view(b, n, stop - start, stop)
+        if visible is not None:
+            logits.masked_fill_(~visible, -torch.inf)
+        largest = torch.maximum(largest, logits.amax())
+    return largest * d**-0.5

@@ -1,0 +1,218 @@
+"""What a step did to every layer: gradients, updates, activations and attention logits, the same on every layout."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.layers.attention import CoreAttention
+from megatron.layers.attention_logits import largest_logit
+from megatron.parallel import comm
+from megatron.parallel.microbatch import MicroBatch
+from megatron.parallel.shard import ShardSpec
+from megatron.training.console import exponent, plain
+from megatron.training.metrics import StepMetrics
+from megatron.training.setup import Trainer
+
+EMBEDDING, HEAD = "embedding", "head"
+GRADIENT, ZEROS, ELEMENTS, WEIGHT, BEFORE, CHANGE, OUTPUT, OUTPUTS = range(8)
+"""Columns of what is summed for each layer: squares of the gradient, of the weight (after the step and before) and of
+its change; zeros and elements of the gradient; squares and elements of the layer's output."""
+
+
+@dataclass(frozen=True)
+class HealthRecord:
+    """One step's numbers by quantity and layer: ``embedding``, ``layers.0``..., ``head``.
+
+    Attributes:
+        iteration: number of the step.
+        consumed_samples: samples of all steps so far.
+        consumed_tokens: tokens of all steps so far.
+        layers: ``grad-norm`` (before clipping), ``zeros-share`` (of the gradient's elements), ``params-norm`` (after
+            the step), ``update-ratio`` (norm of the step's change over that of the weights before it),
+            ``activation-rms`` (of the layer's output), ``attention-logit`` (the largest).
+        totals: over all layers, by the names under which they are kept.
+    """
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    layers: Mapping[str, Mapping[str, float]]
+    totals: Mapping[str, float]
+
+    def values(self) -> dict[str, object]:
+        """The record as ``health/<quantity>/<layer>``; totals under Megatron-LM's names where it has one."""
+        named = {f"health/{kind}/{layer}": x for kind, layers in self.layers.items() for layer, x in layers.items()}
+        place = {
+            "iteration": self.iteration,
+            "consumed-samples": self.consumed_samples,
+            "consumed-tokens": self.consumed_tokens,
+        }
+        return {**place, **self.totals, **named}
+
+    def line(self) -> str:
+        """The layers that stand out, for the console."""
+        norms, at = self.layers["grad-norm"], self._largest
+        low = min(norms, key=lambda layer: norms[layer])
+        return (
+            f"health at {self.iteration}: gradient {plain(norms[low])} {low} to {at('grad-norm')}"
+            f" | update/weight {exponent(self.totals['health/update-ratio/total'])}, most {at('update-ratio')}"
+            f" | activations {at('activation-rms')} | attention logit {at('attention-logit')}"
+        )
+
+    def _largest(self, quantity: str) -> str:
+        """``4.1e-3 layers.7``; a NaN counts as larger than any number."""
+        values = self.layers[quantity]
+        layer = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
+        return f"{plain(values[layer])} {layer}"
+
+
+@dataclass
+class Watch:
+    """Looks on while one step runs; made by :func:`watch`, ended by :meth:`report`.
+
+    Attributes:
+        sums: fp64 ``[layers, 8]``, this rank's share of what is summed.
+        logits: fp64 ``[layers]``, the largest attention logit on this rank.
+    """
+
+    trainer: Trainer
+    rows: dict[str, int]
+    before: dict[str, Tensor]
+    sums: Tensor
+    logits: Tensor
+    _seen: dict[tuple[str, int], MicroBatch] = field(default_factory=dict)
+    _handles: list[Any] = field(default_factory=list)
+
+    def begin(self) -> None:
+        """Put hooks on the embedding, the blocks and the cores of attention."""
+        t = self.trainer
+        answers = t.config.parallel.sequence_parallel or t.mesh.tp.rank == 0  # else all TP ranks have the same rows
+        for name, module in t.chunk.named_modules():
+            if isinstance(module, CoreAttention):
+                self._handles.append(module.register_forward_hook(self._attended(layer_of(name))))
+            elif answers and name in self.rows:
+                self._handles.append(module.register_forward_hook(self._put_out(name)))
+
+    def _attended(self, layer: str) -> Any:
+        def note(module: CoreAttention, inputs: tuple[Any, ...], output: Tensor) -> None:
+            q_SBND, k_SBGD, _, scene = inputs
+            if self._is_new(f"attention of {layer}", scene.batch):
+                row, window = self.rows[layer], module.config.window_size
+                logit = largest_logit(q_SBND, k_SBGD, window, scene.batch.documents)
+                self.logits[row] = torch.maximum(self.logits[row], logit)
+
+        return note
+
+    def _put_out(self, layer: str) -> Any:
+        def note(module: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+            if layer == EMBEDDING or self._is_new(layer, inputs[1].batch):  # embeddings are never recomputed
+                self.sums[self.rows[layer], OUTPUT] += square_sum(output.detach())
+                self.sums[self.rows[layer], OUTPUTS] += output.numel()
+
+        return note
+
+    def _is_new(self, what: str, batch: MicroBatch) -> bool:
+        """Whether this is the first forward of a micro-batch, not one that recomputes activations."""
+        key = what, id(batch)
+        if key in self._seen:
+            return False
+        self._seen[key] = batch  # kept, so that no other gets its id
+        return True
+
+    @torch.no_grad()
+    def report(self, metrics: StepMetrics) -> HealthRecord:
+        """What the step did, once the trainer's counters say so; collective over all ranks.
+
+        Args:
+            metrics: what the step returned.
+
+        """
+        while self._handles:
+            self._handles.pop().remove()
+        t = self.trainer
+        for name, spec in t.chunk.specs.items():
+            if t.mesh.group(*spec.reduce_axes).rank == 0:  # the replicas of the model have the same
+                self.sums[self.rows[layer_of(name)]] += self._of_parameter(name, spec)
+        sums = comm.all_reduce(self.sums, t.mesh.world)
+        logits = comm.all_reduce(self.logits, t.mesh.world, op="max")
+        place = t.iteration, t.consumed_samples, t.consumed_samples * t.config.training.seq_length
+        return HealthRecord(*place, *summarize(list(self.rows), sums, logits, metrics))
+
+    def _of_parameter(self, name: str, spec: ShardSpec) -> Tensor:
+        """The columns of the pieces that this rank answers for, fp64 ``[8]``."""
+        t, out = self.trainer, torch.zeros_like(self.sums[0])
+        held = t.buckets.grads[name], t.optimizer.masters[name], self.before[name].to(t.device)
+        for piece in spec.owned:
+            gradient, after, before = (x.view(spec.local_view)[piece.local.slices] for x in held)
+            out[GRADIENT] += square_sum(gradient)
+            out[ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
+            out[ELEMENTS] += gradient.numel()
+            out[WEIGHT] += square_sum(after)
+            out[BEFORE] += square_sum(before)
+            out[CHANGE] += square_sum(after - before)
+        return out
+
+
+def watch(trainer: Trainer) -> Watch:
+    """Watch the next step. Copies the weights to the memory of the host; nothing else waits for the device."""
+    t = trainer
+    rows = [EMBEDDING, *(f"layers.{i}" for i in range(t.config.model.num_layers)), HEAD]
+    before = {name: master.detach().to("cpu", copy=True) for name, master in t.optimizer.masters.items()}
+    sums = torch.zeros(len(rows), 8, dtype=torch.float64, device=t.device)
+    logits = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=t.device)
+    watch = Watch(t, {name: row for row, name in enumerate(rows)}, before, sums, logits)
+    watch.begin()
+    return watch
+
+
+def layer_of(name: str) -> str:
+    """Which layer a parameter or module belongs to: ``layers.3`` for ``layers.3.mlp.linear_fc1.weight``."""
+    first, *rest = name.split(".")
+    if first == "layers":
+        return f"layers.{rest[0]}"
+    return EMBEDDING if first == EMBEDDING else HEAD
+
+
+def square_sum(x: Tensor) -> Tensor:
+    """Sum of squares, fp64: rows in at least fp32, their sum in fp64, so that no digits are lost over many elements."""
+    wide = torch.promote_types(x.dtype, torch.float32)
+    return torch.linalg.vector_norm(x, dim=-1, dtype=wide).double().square().sum()
+
+
+def summarize(
+    rows: list[str], sums: Tensor, logits: Tensor, metrics: StepMetrics
+) -> tuple[dict[str, dict[str, float]], dict[str, float]]:
+    """The quantities of every layer and of all, from sums over all ranks; waits for the device.
+
+    Clipping and the loss scale have left one factor in all gradients; the norm from before them says which.
+    """
+    whole = sums.sum(0)
+    left = whole[GRADIENT].sqrt()
+    factor = torch.where(left.isfinite() & (left > 0), metrics.grad_norm / left, 1.0 / metrics.loss_scale)
+    table = torch.cat([sums, whole.unsqueeze(0)])
+    norms, changes = (
+        (table[:, GRADIENT].sqrt() * factor).tolist(),
+        (table[:, CHANGE] / table[:, BEFORE]).sqrt().tolist(),
+    )
+    layers = {
+        "grad-norm": dict(zip(rows, norms)),
+        "zeros-share": dict(zip(rows, (sums[:, ZEROS] / sums[:, ELEMENTS]).tolist())),
+        "params-norm": dict(zip(rows, sums[:, WEIGHT].sqrt().tolist())),
+        "update-ratio": dict(zip(rows, changes)),
+        "activation-rms": dict(zip(rows[:-1], (sums[:, OUTPUT] / sums[:, OUTPUTS]).sqrt().tolist())),
+        "attention-logit": dict(zip(rows[1:-1], logits[1:-1].tolist())),
+    }
+    totals = {
+        "health/grad-norm/total": norms[-1],
+        "health/update-ratio/total": changes[-1],
+        "params-norm": whole[WEIGHT].sqrt().item(),
+        "num-zeros": whole[ZEROS].item(),
+        "max_attention_logit": logits.max().item(),
+    }
+    return layers, totals
