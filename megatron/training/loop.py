@@ -9,6 +9,7 @@ from megatron.data.splits import kind_of
 from megatron.training.checkpointing import save
 from megatron.training.logging import RunLog
 from megatron.training.metrics import StepWindow
+from megatron.training.profiling import Profiler
 from megatron.training.nonfinite import NonFiniteError, explain_nonfinite
 from megatron.training.records import EvaluationRecord
 from megatron.training.setup import Trainer
@@ -16,7 +17,7 @@ from megatron.training.step import evaluate, train_step
 from megatron.training.stop import StopRequest, reason
 
 
-def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
+def train(trainer: Trainer, log: RunLog, stop: StopRequest, profiler: Profiler) -> int:
     """Train to the end, or until told to stop.
 
     Returns:
@@ -35,8 +36,9 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
         log.note(f"nothing to do: this run ends with step {t.total_steps}, and {t.iteration} are taken")
     while t.iteration < t.total_steps:
         lr, weight_decay = t.schedule.learning_rate(t.consumed_samples), t.schedule.weight_decay(t.consumed_samples)
-        samples, batches = t.next_batch_size, t.next_batches()
-        metrics = train_step(t, batches, lr, weight_decay)
+        with profiler.step(t.iteration + 1):
+            samples, batches = t.next_batch_size, t.next_batches()
+            metrics = train_step(t, batches, lr, weight_decay)
         if config.on_nonfinite == "stop" and metrics.skipped.item() and not t.scaler.can_shrink(metrics.loss_scale):
             raise NonFiniteError(explain_nonfinite(t, batches))
         t.iteration += 1
@@ -48,6 +50,7 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest) -> int:
         log.stepped(t.iteration, t.consumed_samples, read)  # told even if the run fails before its next line
 
         told = stop.agreed()
+        profiler.ask(t.iteration, stop.profile_steps)
         last = t.iteration == t.total_steps
         leave = told or last or _every(config.exit_interval, t.iteration)
         if leave or _every(t.config.logging.log_interval, t.iteration):

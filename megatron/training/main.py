@@ -17,6 +17,8 @@ from megatron.parallel.mesh import everyone, first_to_fail, is_lost_contact, lea
 from megatron.training.logging import RunLog
 from megatron.training.loop import train
 from megatron.training.nonfinite import NonFiniteError
+from megatron.training.profile_request import ProfileRequests
+from megatron.training.profiling import Profiler
 from megatron.training.resume import begin, choose
 from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest
@@ -58,7 +60,8 @@ def join_and_train(config: RunConfig, notes: Sequence[str], started: float | Non
     """The run itself; returns its exit status."""
     rank, world_size = join(config)
     world = everyone(rank, world_size)
-    stop = StopRequest(world, choose_device(config.training.device), config.training.exit_duration_in_mins, started)
+    device, minutes = choose_device(config.training.device), config.training.exit_duration_in_mins
+    stop = StopRequest(world, device, minutes, started, ProfileRequests(config.logging.run_dir, rank, warn))
     try:
         with claimed(config.checkpoint.save, world):
             return train_from_origin(config, notes, stop)
@@ -79,7 +82,18 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
     with RunLog(config, world_size=world.size, device=trainer.device, enabled=world.rank == 0, **place) as log:
         for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
             log.note(text)
-        return train(trainer, log, stop)
+        profiler = Profiler(
+            config.profiling, config.logging.run_dir, world.rank, trainer.device, trainer.chunk, log.note, warn
+        )
+        try:
+            return train(trainer, log, stop, profiler)
+        finally:
+            profiler.close(trainer.iteration)
+
+
+def warn(text: str) -> None:
+    """Say what went wrong although the run goes on."""
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def report(error: Exception) -> None:

@@ -18,6 +18,7 @@ from megatron.training.history import read_history
 from megatron.training.logging import RunLog
 from megatron.training.loop import train
 from megatron.training.nonfinite import NonFiniteError
+from megatron.training.profiling import Profiler
 from megatron.training.setup import Trainer, build
 from megatron.training.step import evaluate
 from megatron.training.stop import StopRequest
@@ -31,7 +32,8 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     stop = StopRequest(trainer.mesh.world, trainer.device)
     try:
         with RunLog(config, world_size=1, device=trainer.device) as log:
-            return train(trainer, log, stop), trainer
+            profiler = Profiler(config.profiling, config.logging.run_dir, 0, trainer.device, trainer.chunk)
+            return train(trainer, log, stop, profiler), trainer
     finally:
         stop.restore()
 
