@@ -2,17 +2,21 @@
 
 Every operation takes a :class:`Group`, works along dimension 0 and does nothing in a group of one. The
 ``start_`` forms return a :class:`Pending`, whose ``wait`` gives the result. Names that changed between
-torch 2.10 and 2.13 are resolved here once.
+torch 2.10 and 2.13 are resolved here once. How long a rank is stopped by a collective on tensors, the group's
+stopwatch counts: the whole of one that is waited for at once, the wait alone of one that was started before.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from megatron.parallel.stopwatch import Stopwatch
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -28,16 +32,24 @@ class Group:
         ranks: global ranks, ascending.
         rank: index of this process among them.
         handle: the process group; None for a group of one, which needs no torch.distributed.
+        axes: of the rank grid along which they differ, as a name: ``tp``, ``dp``, ``world`` for all.
+        meter: counts the time that this rank waits, by ``axes``; the groups of a mesh share one.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     handle: dist.ProcessGroup | None = None
+    axes: str = field(default="world", compare=False)
+    meter: Stopwatch = field(default_factory=Stopwatch, compare=False, repr=False)
 
     @property
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    def waiting(self, x: Tensor) -> AbstractContextManager[None]:
+        """Count the time inside as waiting for the other ranks, on the device of ``x``."""
+        return self.meter.span(self.axes, x.is_cuda)
 
 
 @dataclass
@@ -46,11 +58,13 @@ class Pending:
 
     result: Tensor
     work: dist.Work | None = None
+    group: Group = field(default_factory=Group)
 
     def wait(self) -> Tensor:
         """The result, once it is there."""
         if self.work is not None:
-            self.work.wait()
+            with self.group.waiting(self.result):
+                self.work.wait()
             self.work = None
         return self.result
 
@@ -59,7 +73,7 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     """:func:`all_reduce`, not waited for."""
     if group.size == 1:
         return Pending(x)
-    return Pending(x, dist.all_reduce(x, _OPS[op], group.handle, async_op=True))
+    return Pending(x, dist.all_reduce(x, _OPS[op], group.handle, async_op=True), group)
 
 
 def start_all_gather(x: Tensor, group: Group) -> Pending:
@@ -67,7 +81,7 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending(x)
     out = _rows_like(x, x.shape[0] * group.size)
-    return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True))
+    return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True), group)
 
 
 def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
@@ -75,13 +89,14 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending(x)
     out = _rows_like(x, x.shape[0] // group.size)
-    return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True))
+    return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True), group)
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce ``x`` in place over the group (``sum`` or ``max``); every rank gets the same bits."""
     if group.size > 1:
-        dist.all_reduce(x, _OPS[op], group.handle)
+        with group.waiting(x):
+            dist.all_reduce(x, _OPS[op], group.handle)
     return x
 
 
@@ -90,7 +105,8 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = _rows_like(x, x.shape[0] * group.size)
-    _all_gather(out, x.contiguous(), group=group.handle)
+    with group.waiting(x):
+        _all_gather(out, x.contiguous(), group=group.handle)
     return out
 
 
@@ -99,7 +115,8 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = _rows_like(x, x.shape[0] // group.size)
-    _reduce_scatter(out, x.contiguous(), group=group.handle)
+    with group.waiting(x):
+        _reduce_scatter(out, x.contiguous(), group=group.handle)
     return out
 
 

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from megatron.config.launch import Launch
 from megatron.config.problems import Problem, UserError
 from megatron.parallel.comm import Group
-from megatron.parallel.layout import Layout
+from megatron.parallel.layout import DENSE_AXES, Layout
+from megatron.parallel.stopwatch import Stopwatch
 
 AXES_IN_USE: tuple[tuple[str, ...], ...] = (("tp",), ("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
 """Every group the trainer asks for, in the order in which all ranks create them."""
@@ -33,10 +34,13 @@ class Mesh:
         self.layout, self.rank = layout, rank
         self.coordinate = layout.coordinate(rank)
         self._timeout = timeout
-        self._created: dict[tuple[tuple[int, ...], ...], Group] = {}
-        self._groups = {axes: self._create(layout.groups(axes)) for axes in AXES_IN_USE}
+        self._created: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        partitions = {axes: layout.groups(axes) for axes in AXES_IN_USE}
+        named = {self._name(axes): len(parts[0]) for axes, parts in partitions.items()}
+        self.meter = Stopwatch(name for name, size in named.items() if size > 1)
+        self._groups = {axes: self._create(parts, self._name(axes)) for axes, parts in partitions.items()}
         blocks = [g[i : i + kv_copies] for g in layout.groups(("tp",)) for i in range(0, len(g), kv_copies)]
-        self._kv_sharers = self._create(blocks)
+        self._kv_sharers = self._create(blocks, "tp")
 
     def group(self, *axes: str) -> Group:
         """The ranks that differ from this one only along ``axes``.
@@ -84,17 +88,23 @@ class Mesh:
                 return group
         raise ValueError(f"no group was created for the tensor-parallel ranks {tp_ranks}")
 
-    def _create(self, partition: list[tuple[int, ...]]) -> Group:
+    def _name(self, axes: tuple[str, ...]) -> str:
+        """Of a group: ``world``, or its axes that have more than one rank."""
+        if len(axes) == len(DENSE_AXES):
+            return "world"
+        return "-".join(axis for axis in axes if self.layout.sizes[axis] > 1)
+
+    def _create(self, partition: list[tuple[int, ...]], name: str) -> Group:
         """This rank's group of a partition of all ranks; equal partitions share their communicators."""
+        mine = next(ranks for ranks in partition if self.rank in ranks)
         key = tuple(partition)
         if key not in self._created:
-            mine = Group((self.rank,))
+            self._created[key] = None
             for ranks in partition:
                 handle = dist.new_group(list(ranks), timeout=self._timeout) if len(ranks) > 1 else None
-                if self.rank in ranks:
-                    mine = Group(ranks, ranks.index(self.rank), handle)
-            self._created[key] = mine
-        return self._created[key]
+                if ranks == mine:
+                    self._created[key] = handle
+        return Group(mine, mine.index(self.rank), self._created[key], name, self.meter)
 
 
 def start_distributed(backend: str | None, timeout: timedelta, device: torch.device) -> None:

@@ -9,12 +9,16 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from megatron.parallel.comm import Group
+from megatron.training.goodput import Goodput
+from megatron.training.ranks import RankTimes, compare, gather
 from megatron.training.records import TrainRecord
+from megatron.training.timers import Timers
 
 
 @dataclass(frozen=True)
@@ -26,26 +30,53 @@ class StepMetrics:
         grad_norm: global gradient norm before clipping.
         skipped: nonzero if the update was skipped.
         loss_scale: scale the step ran with.
+        nonfinite: nonzero if a gradient was not finite; None where that is the only reason for a skip.
     """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
+    nonfinite: Tensor | None = None
 
 
 class StepWindow:
     """The steps since the last log line. Make it right before the first step: its clock starts at once."""
 
-    def __init__(self, device: torch.device, seq_length: int) -> None:
-        self.device, self.seq_length = device, seq_length
+    def __init__(
+        self,
+        device: torch.device,
+        seq_length: int,
+        *,
+        world: Group | None = None,
+        timers: Timers | None = None,
+        goodput: Goodput | None = None,
+        timing_option: str = "minmax",
+    ) -> None:
+        """Begin a window.
+
+        Args:
+            device: of this rank.
+            seq_length: tokens of a sample.
+            world: all ranks, as the mesh knows them; None for one alone.
+            timers: of this rank; None for those that cost nothing.
+            goodput: is told of the time that goes into steps; None for that of a run that begins.
+            timing_option: what is told of each timer: ``max``, ``minmax`` or ``all``.
+
+        """
+        self.device, self.seq_length, self.world = device, seq_length, world or Group()
+        self.timers, self.goodput = timers or Timers(0, device), goodput or Goodput()
+        self._timing_option = timing_option
         self._steps: list[Tensor] = []
         self._samples: list[int] = []
-        self._since = time.perf_counter()
+        self.world.meter.take()  # what was waited for before the first step
+        self.timers.watch.take()
+        self._since = self._counted = time.perf_counter()
 
     def add(self, step: StepMetrics, samples: int) -> None:
         """Note a step of ``samples`` samples. Does not wait for the device."""
-        scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale)
+        nonfinite = step.skipped if step.nonfinite is None else step.nonfinite
+        scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale, nonfinite)
         self._steps.append(torch.stack([x.detach().to(self.device, torch.float64) for x in scalars]))
         self._samples.append(samples)
 
@@ -53,25 +84,37 @@ class StepWindow:
     def paused(self) -> Iterator[None]:
         """Time spent inside (evaluation, say) is not counted as training."""
         self._wait()
-        paused_at = time.perf_counter()
-        yield
-        self._wait()
-        self._since += time.perf_counter() - paused_at
+        paused_at = self._count()
+        with self.world.meter.paused(), self.timers.watch.paused():
+            yield
+            self._wait()
+        self._counted = time.perf_counter()
+        self._since += self._counted - paused_at
 
-    def read(self, *, iteration: int, consumed_samples: int, learning_rate: float, weight_decay: float) -> TrainRecord:
+    def read(
+        self,
+        *,
+        iteration: int,
+        consumed_samples: int,
+        learning_rate: float,
+        weight_decay: float,
+        samples_digest: str | None = None,
+        alone: bool = False,
+    ) -> TrainRecord:
         """The record of all steps since the last call, the last of which was ``iteration``. Waits for the device.
+
+        Collective over ``world``, unless told to be ``alone``: then it tells of this rank what it else tells of all.
 
         Raises:
             ValueError: when there was no step.
         """
         if not self._steps:
             raise ValueError("no step since the last log line: read the window only after add")
-        losses, norms, skips, scales = torch.stack(self._steps, dim=1).tolist()
-        now = time.perf_counter()
+        losses, norms, skips, scales, nonfinite = torch.stack(self._steps, dim=1).tolist()
+        now = self._count()
         steps, samples, seconds = len(self._steps), sum(self._samples), now - self._since
         finite = [loss for loss in losses if math.isfinite(loss)]
         first = iteration - steps + 1
-        memory, memory_total = memory_bytes(self.device)
         record = TrainRecord(
             iteration=iteration,
             consumed_samples=consumed_samples,
@@ -85,11 +128,44 @@ class StepWindow:
             seconds_per_step=seconds / steps,
             tokens_per_second=samples * self.seq_length / seconds,
             skipped=tuple(first + i for i, skip in enumerate(skips) if skip),
-            memory_bytes=memory,
-            memory_total_bytes=memory_total,
+            spikes=tuple(first + i for i, skip in enumerate(skips) if skip and not nonfinite[i]),
+            samples_digest=samples_digest,
+            goodput=self.goodput.value(),
+            run_seconds=self.goodput.run_seconds(),
+            starts=self.goodput.starts,
         )
+        record = self._with_ranks(record, Group() if alone else self.world)
         self._steps, self._samples, self._since = [], [], now
         return record
+
+    def _with_ranks(self, record: TrainRecord, world: Group) -> TrainRecord:
+        """The record with what the ranks of ``world`` say of time and memory."""
+        steps = len(self._steps)
+        waits = {axes: seconds / steps for axes, seconds in self.world.meter.take().items()}
+        mine = RankTimes(record.seconds_per_step, waits, self.timers.read(steps), *memory_bytes(self.device))
+        with self.world.meter.paused():
+            ranks = compare(gather(mine, world, self.device))
+        several, distributed = world.size > 1, self.world.size > 1
+        return replace(
+            record,
+            memory_bytes=ranks.memory_bytes,
+            memory_total_bytes=ranks.memory_total_bytes,
+            memory_rank=ranks.fullest_rank if several else None,
+            world_size=self.world.size,
+            data_wait=ranks.data_wait,
+            communication=ranks.communication if distributed else {},
+            communication_share=ranks.communication_share if distributed else None,
+            slowest_rank=ranks.slowest_rank if several else None,
+            slowest_excess=ranks.slowest_excess if several else None,
+            timings=ranks.timings(self._timing_option) if self.timers.level else {},
+        )
+
+    def _count(self) -> float:
+        """Count what has passed as spent in steps; returns the time."""
+        now = time.perf_counter()
+        self.goodput.add(now - self._counted)
+        self._counted = now
+        return now
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -3,9 +3,31 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from megatron.data.splits import WORDS, kind_of, name_of
+
+
+@dataclass(frozen=True)
+class Timing:
+    """A timer over all ranks, in seconds per step.
+
+    Attributes:
+        longest: of any rank.
+        shortest: of any rank; None where that is not told.
+        by_rank: of each rank; None where that is not told.
+    """
+
+    longest: float
+    shortest: float | None = None
+    by_rank: tuple[float, ...] | None = None
+
+    def values(self, name: str) -> dict[str, object]:
+        """Under the metric names of the timer ``name``."""
+        low = {} if self.shortest is None else {f"{name}-time-min": self.shortest}
+        each = {} if self.by_rank is None else {f"{name}-time-by-rank": list(self.by_rank)}
+        return {f"{name}-time": self.longest, **low, **each}
 
 
 @dataclass(frozen=True)
@@ -25,8 +47,21 @@ class TrainRecord:
         seconds_per_step: mean wall-clock time.
         tokens_per_second: of all ranks together.
         skipped: iterations whose update was skipped.
-        memory_bytes: peak allocated on this rank's GPU; on a CPU the peak resident size of this rank's process.
+        memory_bytes: peak allocated on the GPU of the fullest rank; on CPUs the peak resident size of its process.
         memory_total_bytes: what there is of it.
+        memory_rank: the fullest rank; None where ranks were not compared.
+        world_size: ranks.
+        data_wait: seconds per step in which the rank that waited longest waited for its data.
+        communication: seconds per step in which other ranks kept a rank waiting, by axes of the grid: the ranks' mean.
+        communication_share: all of these, as a share of the step.
+        slowest_rank: with the longest own time, which is the step less what it waited for others.
+        slowest_excess: by how much that is longer than the median rank's, as a share.
+        timings: timers by name, seconds per step.
+        goodput: share of the run's life that went into steps it still has.
+        run_seconds: since the run's first start.
+        starts: of the run so far.
+        spikes: iterations among those skipped whose gradient was finite, but out of line.
+        samples_digest: of all samples consumed so far, as hexadecimal digits.
     """
 
     iteration: int
@@ -43,6 +78,19 @@ class TrainRecord:
     skipped: tuple[int, ...] = ()
     memory_bytes: int | None = None
     memory_total_bytes: int | None = None
+    memory_rank: int | None = None
+    world_size: int = 1
+    data_wait: float | None = None
+    communication: Mapping[str, float] = field(default_factory=dict)
+    communication_share: float | None = None
+    slowest_rank: int | None = None
+    slowest_excess: float | None = None
+    timings: Mapping[str, Timing] = field(default_factory=dict)
+    goodput: float | None = None
+    run_seconds: float | None = None
+    starts: int | None = None
+    spikes: tuple[int, ...] = ()
+    samples_digest: str | None = None
 
     def place(self) -> dict[str, int]:
         """How far the run is."""
@@ -53,7 +101,10 @@ class TrainRecord:
         }
 
     def values(self) -> dict[str, object]:
-        """The record under Megatron-LM's metric names, and names like them for what it does not have."""
+        """The record under Megatron-LM's metric names, and names like them for what it does not have.
+
+        What does not apply, such as communication in a run of one rank, is left out.
+        """
         return {
             **self.place(),
             "lm loss": self.loss,
@@ -64,9 +115,29 @@ class TrainRecord:
             "loss-scale": self.loss_scale,
             "iteration-time": self.seconds_per_step,
             "tokens-per-second": self.tokens_per_second,
+            "tokens-per-second-per-gpu": self.tokens_per_second / self.world_size,
             "skipped-iterations": list(self.skipped),
+            "spikes-skipped": len(self.spikes),
             "mem-max-allocated-bytes": self.memory_bytes,
+            **self._where_it_applies(),
         }
+
+    def _where_it_applies(self) -> dict[str, object]:
+        known: dict[str, object] = {
+            "mem-max-rank": self.memory_rank,
+            "data-wait": self.data_wait,
+            **{f"communication-{axes}": seconds for axes, seconds in self.communication.items()},
+            "communication-share": self.communication_share,
+            "slowest-rank": self.slowest_rank,
+            "slowest-rank-excess": self.slowest_excess,
+            "goodput": self.goodput,
+            "run-seconds": self.run_seconds,
+            "starts": self.starts,
+            "samples-digest": self.samples_digest,
+        }
+        for name, timing in self.timings.items():
+            known |= timing.values(name)
+        return {name: value for name, value in known.items() if value is not None}
 
 
 @dataclass(frozen=True)

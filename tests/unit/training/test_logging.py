@@ -76,7 +76,8 @@ def test_metric_names_are_those_of_megatron_lm(tmp_path: Path) -> None:
         log.evaluation(EvaluationRecord(10, 40, 4000, 2.75))
     _, train, validation = lines(tmp_path)
     megatron = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "iteration-time", "throughput"}
-    ours = {"iteration", "consumed-samples", "consumed-tokens", "tokens-per-second", "weight-decay"}
+    speed = {"tokens-per-second", "tokens-per-second-per-gpu"}
+    ours = {"iteration", "consumed-samples", "consumed-tokens", "weight-decay", "spikes-skipped", *speed}
     assert set(train) == megatron | ours | {
         "mfu",
         "mfu-causal",

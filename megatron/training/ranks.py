@@ -1,0 +1,117 @@
+"""What every rank has to say of the last steps, in one gather: the fullest, the slowest, and who waited for whom."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megatron.parallel import comm
+from megatron.parallel.comm import Group
+from megatron.training.records import Timing
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """One rank's account.
+
+    Attributes:
+        seconds: per step, wall clock.
+        waits: seconds per step in which a collective stopped it, by the axes of the grid.
+        phases: seconds per step, by timer.
+        memory_bytes: peak use.
+        memory_total_bytes: capacity.
+    """
+
+    seconds: float
+    waits: Mapping[str, float]
+    phases: Mapping[str, float]
+    memory_bytes: int
+    memory_total_bytes: int
+
+    @property
+    def own_seconds(self) -> float:
+        """Per step, without what it waited for others."""
+        return self.seconds - sum(self.waits.values())
+
+
+def gather(mine: RankTimes, world: Group, device: torch.device) -> list[RankTimes]:
+    """The accounts of all ranks, in rank order; one collective. All have the same axes and phases."""
+    numbers = [
+        mine.seconds,
+        float(mine.memory_bytes),
+        float(mine.memory_total_bytes),
+        *mine.waits.values(),
+        *mine.phases.values(),
+    ]
+    if world.size == 1:
+        return [mine]
+    flat = comm.all_gather(torch.tensor(numbers, dtype=torch.float64, device=device), world)
+    return [_account(row, tuple(mine.waits), tuple(mine.phases)) for row in flat.view(world.size, -1).tolist()]
+
+
+def _account(numbers: Sequence[float], axes: Sequence[str], phases: Sequence[str]) -> RankTimes:
+    seconds, used, total, *rest = numbers
+    waits, times = dict(zip(axes, rest)), dict(zip(phases, rest[len(axes) :]))
+    return RankTimes(seconds, waits, times, int(used), int(total))
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The ranks beside each other.
+
+    Attributes:
+        communication: mean over the ranks of the seconds per step in which collectives stopped them, by axes.
+        communication_share: of the step, 0 to 1.
+        data_wait: seconds per step of the rank that waited longest for its data.
+        phases: seconds per step of every rank, by timer.
+        fullest_rank: with the largest peak use of memory.
+        memory_bytes: its peak use.
+        memory_total_bytes: its capacity.
+        slowest_rank: with the largest own time.
+        slowest_excess: how much longer its own time is than the median rank's, as a share of that.
+    """
+
+    communication: Mapping[str, float]
+    communication_share: float
+    data_wait: float
+    phases: Mapping[str, tuple[float, ...]]
+    fullest_rank: int
+    memory_bytes: int
+    memory_total_bytes: int
+    slowest_rank: int
+    slowest_excess: float
+
+    def timings(self, option: str) -> dict[str, Timing]:
+        """What ``--timing-log-option`` asks for of each timer: ``max``, ``minmax`` or ``all``."""
+        return {
+            name: Timing(
+                longest=max(seconds),
+                shortest=min(seconds) if option == "minmax" else None,
+                by_rank=seconds if option == "all" else None,
+            )
+            for name, seconds in self.phases.items()
+        }
+
+
+def compare(ranks: Sequence[RankTimes]) -> Comparison:
+    """Compare the accounts of all ranks."""
+    own = [rank.own_seconds for rank in ranks]
+    slowest = max(range(len(ranks)), key=own.__getitem__)
+    fullest = max(range(len(ranks)), key=lambda r: ranks[r].memory_bytes)
+    median = statistics.median(own)
+    communication = {axis: statistics.fmean(rank.waits[axis] for rank in ranks) for axis in ranks[0].waits}
+    phases = {name: tuple(rank.phases[name] for rank in ranks) for name in ranks[0].phases}
+    return Comparison(
+        communication=communication,
+        communication_share=sum(communication.values()) / statistics.fmean(rank.seconds for rank in ranks),
+        data_wait=max(phases.get("batch-generator", (0.0,))),
+        phases=phases,
+        fullest_rank=fullest,
+        memory_bytes=ranks[fullest].memory_bytes,
+        memory_total_bytes=ranks[fullest].memory_total_bytes,
+        slowest_rank=slowest,
+        slowest_excess=own[slowest] / median - 1.0 if median > 0 else 0.0,
+    )
