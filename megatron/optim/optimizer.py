@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,22 @@ from torch import Tensor, nn
 from megatron.config.run import OptimizerConfig
 from megatron.optim.buckets import GradBuckets
 from megatron.optim.clip import GradNorm
+from megatron.optim.groups import ParamGroup, param_groups
+from megatron.optim.narrow import make_rule
 from megatron.optim.replicas import ReplicaGrads
-from megatron.optim.rules import RULES, Rule
+from megatron.optim.rules import Rule
+from megatron.optim.spikes import SpikeGuard
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import ShardSpec
+
+
+Clock = Callable[[str], AbstractContextManager[object]]
+"""Measures what runs inside, under a name."""
+
+
+def unmeasured(name: str) -> AbstractContextManager[object]:
+    """The clock of those who want no times."""
+    return nullcontext()
 
 
 @dataclass(frozen=True)
@@ -23,11 +36,15 @@ class Outcome:
 
     Attributes:
         grad_norm: fp64, before clipping, loss scale removed.
-        skipped: fp32, 1 when a gradient was not finite and nothing was updated.
+        skipped: fp32, 1 when nothing was updated: a gradient was not finite, or the step was a spike.
+        nonfinite: fp32, 1 when a gradient was not finite; then the gradients are as backward left them.
+        clip: fp64, what gradients were multiplied by besides ``1 / loss_scale``; 1 where nothing was clipped.
     """
 
     grad_norm: Tensor
     skipped: Tensor
+    nonfinite: Tensor
+    clip: Tensor
 
 
 class Optimizer:
@@ -35,6 +52,9 @@ class Optimizer:
 
     Attributes:
         masters: the weights the rule moves, by name; for fp32 and fp64 models the weights themselves.
+        groups: parameters that are treated alike, and their rule.
+        average: exponential moving average of the masters, by name; empty without ``ema_decay``.
+        spikes: what finds steps that leap out of those before; None without ``skip_spikes``.
     """
 
     def __init__(
@@ -44,6 +64,7 @@ class Optimizer:
         buckets: GradBuckets,
         mesh: Mesh,
         config: OptimizerConfig,
+        seed: int = 0,
     ) -> None:
         """Take ownership of the parameters.
 
@@ -53,44 +74,99 @@ class Optimizer:
             buckets: their gradients.
             mesh: the groups.
             config: rule, clipping.
+            seed: of the run; moments in bf16 are rounded at random.
+
+        Raises:
+            UserError: when a pattern of ``lr_factors`` or ``weight_decay_factors`` matches no parameter.
 
         """
         self.params, self.buckets, self.config = params, buckets, config
         self.replicas = ReplicaGrads(specs, buckets.grads, mesh)
         self.norm = GradNorm(specs, buckets.grads, mesh)
         self.masters = {name: _master(p) for name, p in params.items()}
-        self.rules: dict[bool, tuple[list[str], Rule]] = {}
-        for decays in (True, False):
-            names = [n for n in params if specs[n].decays is decays]
-            self.rules[decays] = names, RULES[config.optimizer]([self.masters[n] for n in names], config)
+        self.groups: list[tuple[ParamGroup, Rule]] = [
+            (group, make_rule(group.names, self.masters, specs, config, seed)) for group in param_groups(specs, config)
+        ]
+        self.average = {n: m.clone() for n, m in self.masters.items()} if config.ema_decay is not None else {}
+        self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].buffer.device)
 
     @torch.no_grad()
-    def step(self, lr: float, weight_decay: float, loss_scale: Tensor) -> Outcome:
+    def step(
+        self,
+        lr: float,
+        weight_decay: float,
+        loss_scale: Tensor,
+        loss: Tensor | None = None,
+        decoupled_lr: float | None = None,
+        clock: Clock = unmeasured,
+    ) -> Outcome:
         """Reduce, clip, update.
 
         Args:
             lr: learning rate.
             weight_decay: of the parameters that decay.
             loss_scale: scalar by which all gradients are too large.
+            loss: of the step, 0-d, equal on all ranks; whoever skips spikes looks at it.
+            decoupled_lr: learning rate of the embeddings and the output layer where they have their own.
+            clock: measures the parts.
 
         Returns:
             The norm and whether the update was skipped.
 
+        Raises:
+            ValueError: when spikes are to be skipped and there is no loss, or ``decoupled_lr`` is missing.
+
         """
-        self.buckets.finish()
-        self.replicas.reduce()
+        with clock("all-grads-sync"):
+            self.buckets.finish()
+        with clock("layernorm-grads-all-reduce"):
+            self.replicas.reduce()
+        with clock("optimizer"):
+            with clock("optimizer-clip-main-grad"):
+                outcome = self._judge(loss_scale, loss)
+                self._scale(outcome, loss_scale)
+            with clock("optimizer-inner-step"):
+                self._update(lr, weight_decay, decoupled_lr, outcome.skipped)
+            with clock("optimizer-copy-main-to-model-params"):
+                self.publish()
+        return outcome
+
+    def _judge(self, loss_scale: Tensor, loss: Tensor | None) -> Outcome:
         norm = self.norm.compute() / loss_scale
-        skipped = (~norm.isfinite()).float()
-        factor = 1.0 / loss_scale.double()
+        nonfinite = skipped = (~norm.isfinite()).float()
+        if self.spikes is not None:
+            if loss is None:
+                raise ValueError("skip_spikes looks at the loss: pass it to step")
+            skipped = torch.maximum(skipped, self.spikes.is_spike(loss, norm).float())
+        clip = torch.ones_like(norm)
         if self.config.clip_grad > 0.0:
-            factor = factor * (self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
-        factor = torch.where(skipped > 0, 1.0, factor)  # so that a report still finds what was not finite, and where
+            clip = (self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
+        return Outcome(norm, skipped, nonfinite, clip.where(nonfinite == 0, 1.0))
+
+    def _scale(self, outcome: Outcome, loss_scale: Tensor) -> None:
+        """Unscale and clip; gradients that are not finite stay, so that a report still finds where they are."""
+        factor = (outcome.clip / loss_scale.double()).where(outcome.nonfinite == 0, 1.0)
         for bucket in self.buckets.buckets:
             bucket.buffer.mul_(factor)
-        for decays, (names, rule) in self.rules.items():
-            rule.update([self.buckets.grads[n] for n in names], lr, weight_decay if decays else 0.0, skipped)
+
+    def _update(self, lr: float, weight_decay: float, decoupled_lr: float | None, skip: Tensor) -> None:
+        for group, rule in self.groups:
+            rate = decoupled_lr if group.decoupled else lr
+            if rate is None:
+                raise ValueError("decoupled_lr is configured: pass it to step")
+            grads = [self.buckets.grads[name] for name in group.names]
+            rule.update(grads, rate * group.lr_factor, weight_decay * group.weight_decay_factor, skip)
+        if self.config.ema_decay is not None:
+            weight = (1.0 - self.config.ema_decay) * (1.0 - skip.double())
+            for name, average in self.average.items():
+                average.lerp_(self.masters[name], weight.to(average.dtype))
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Take up weights that were put into the masters: the model's and their average follow from them."""
         self.publish()
-        return Outcome(norm, skipped)
+        for name, average in self.average.items():
+            average.copy_(self.masters[name])
 
     @torch.no_grad()
     def publish(self) -> None:
@@ -103,10 +179,14 @@ class Optimizer:
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """What the rule remembers of every parameter, by kind (``exp_avg``...) and name; of the masters' shapes."""
         found: dict[str, dict[str, Tensor]] = {}
-        for names, rule in self.rules.values():
+        for group, rule in self.groups:
             for kind, tensors in rule.state.items():
-                found.setdefault(kind, {}).update(zip(names, tensors))
+                found.setdefault(kind, {}).update(zip(group.names, tensors))
         return found
+
+    def extra_state(self) -> dict[str, dict[str, Tensor]]:
+        """All that a checkpoint holds besides the masters, by kind and name: the moments, and ``ema``."""
+        return self.moments() | ({"ema": self.average} if self.average else {})
 
     def steps_applied(self) -> int:
         """Updates that were not skipped; waits for the device.
@@ -126,7 +206,7 @@ class Optimizer:
             count.fill_(steps)
 
     def _step_counts(self) -> list[Tensor]:
-        return [count for _, rule in self.rules.values() for count in rule.step_counts]
+        return [count for _, rule in self.groups for count in rule.step_counts]
 
 
 def _master(param: nn.Parameter) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron.config.lengths import Lengths
 from megatron.config.problems import Problem, UserError
@@ -30,6 +30,7 @@ class Schedule:
         weight_decay_end: weight decay at ``total`` samples.
         weight_decay_style: ``constant`` (the end value throughout), ``linear`` or ``cosine``.
         total: samples of the run.
+        decoupled: peak and floor of the embeddings and the output layer where they have their own.
     """
 
     peak: float
@@ -44,6 +45,7 @@ class Schedule:
     weight_decay_end: float
     weight_decay_style: str
     total: int
+    decoupled: tuple[float, float] | None = None
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, lengths: Lengths) -> Schedule:
@@ -66,6 +68,7 @@ class Schedule:
             weight_decay_end=config.weight_decay if end is None else end,
             weight_decay_style=config.weight_decay_incr_style,
             total=lengths.total,
+            decoupled=_decoupled(config),
         )
 
     def __post_init__(self) -> None:
@@ -94,6 +97,13 @@ class Schedule:
             return max(self.floor, self.peak * math.sqrt(max(self.warmup, 1) / max(samples, 1)))
         return self.floor + (self.peak - self.floor) * self._remaining(samples)
 
+    def decoupled_learning_rate(self, samples: int) -> float | None:
+        """Learning rate of the embeddings and the output layer in that step; None where it is everybody's."""
+        if self.decoupled is None:
+            return None
+        peak, floor = self.decoupled
+        return replace(self, peak=peak, floor=floor).learning_rate(samples)
+
     def _remaining(self, samples: int) -> float:
         """The share of (peak - floor) that is left: 1 after the warm-up, 0 at the end of the decay."""
         if self.style != "WSD":
@@ -107,6 +117,13 @@ class Schedule:
         if self.weight_decay_style == "constant" or samples > self.total:
             return end
         return start + (end - start) * (1.0 - _falling(self.weight_decay_style, samples / self.total))
+
+
+def _decoupled(config: OptimizerConfig) -> tuple[float, float] | None:
+    if config.decoupled_lr is None:
+        return None
+    floor = config.decoupled_min_lr
+    return config.decoupled_lr, config.min_lr if floor is None else floor
 
 
 def _falling(style: str, t: float) -> float:

@@ -77,6 +77,23 @@ def keep_mask(probability: float, key: int, samples: Tensor, positions: Tensor, 
     return _mix(rows ^ _mix(channels + 1)) >= int(probability * (_MASK + 1))
 
 
+def random_bits(key: int, step: Tensor, counters: Tensor) -> Tensor:
+    """32 random bits for each counter: a pure function of key, step and counter.
+
+    Args:
+        key: from :func:`hash_of`.
+        step: int64 scalar on the counters' device.
+        counters: int64, any.
+
+    Returns:
+        int64 of the counters' shape, below 2^32.
+
+    """
+    low = _mix(step ^ (key & _MASK))
+    high = _mix(low ^ (key >> 32))
+    return _mix(_mix((counters & _MASK) ^ low) ^ (counters >> 32) ^ high)
+
+
 def _mix(x: Tensor) -> Tensor:
     """A bijection of 32-bit integers (held in int64) that spreads every input bit over all output bits."""
     x = x & _MASK

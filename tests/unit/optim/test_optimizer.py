@@ -21,8 +21,8 @@ def state(solo: Solo) -> dict[str, Tensor]:
     """Copies of weights, masters, moments and step counts."""
     out = {f"weight {n}": p for n, p in solo.params.items()}
     out |= {f"master {n}": m for n, m in solo.optimizer.masters.items()}
-    for decays, (_, rule) in solo.optimizer.rules.items():
-        out |= {f"{kind} {decays} {i}": t for kind, ts in rule.state.items() for i, t in enumerate(ts)}
+    for group, rule in solo.optimizer.groups:
+        out |= {f"{kind} {group.names[i]}": t for kind, ts in rule.state.items() for i, t in enumerate(ts)}
     return {name: t.detach().clone() for name, t in out.items()}
 
 

@@ -1,0 +1,68 @@
+"""Steps whose loss or gradient norm leaps out of those before, found on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from megatron.config.run import OptimizerConfig
+
+
+class SpikeGuard:
+    """Mean and deviation of the last losses and gradient norms, and whether the next ones lie too far above.
+
+    Every step with a finite loss and norm enters the window, whether its update was made or not: so a level that
+    has really changed stops being a spike. Nothing is a spike before half of the window is filled. The idea and
+    these choices are those of OLMo-core's step skipping (OLMo 2, arXiv 2501.00656).
+    """
+
+    def __init__(self, deviations: float, window: int, device: torch.device | str) -> None:
+        """Begin with an empty window.
+
+        Args:
+            deviations: standard deviations above the mean from which on a step is a spike.
+            window: steps, at least 2.
+            device: where losses and norms are.
+        """
+        self.deviations, self.window = deviations, window
+        self._values = torch.zeros(2, window, dtype=torch.float64, device=device)  # losses, norms; the newest last
+        self._count = torch.zeros((), dtype=torch.int64, device=device)
+        self._age = torch.arange(window, 0, -1, device=device)
+
+    @classmethod
+    def from_config(cls, config: OptimizerConfig, device: torch.device | str) -> SpikeGuard | None:
+        """The guard that ``skip_spikes`` asks for, if it does."""
+        return None if config.skip_spikes is None else cls(config.skip_spikes, config.spike_window, device)
+
+    @torch.no_grad()
+    def is_spike(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Whether a step is one, a 0-d bool; takes the step into the window. Does not wait for the device.
+
+        Args:
+            loss: of the step, 0-d, equal on all ranks.
+            grad_norm: before clipping, 0-d, equal on all ranks.
+        """
+        new = torch.stack([loss.double(), grad_norm.double()])
+        known = self._age <= self._count
+        mean = self._values.where(known, 0.0).sum(1) / self._count.clamp(min=1)
+        squares = (self._values - mean.unsqueeze(1)).square().where(known, 0.0).sum(1)
+        deviation = (squares / (self._count - 1).clamp(min=1)).sqrt()
+        finite, ready = new.isfinite().all(), self._count >= max(2, self.window // 2)
+        entered = torch.cat([self._values[:, 1:], new.unsqueeze(1)], dim=1)
+        self._values.copy_(torch.where(finite, entered, self._values))
+        self._count.add_(finite).clamp_(max=self.window)
+        return (new > mean + self.deviations * deviation).any() & finite & ready
+
+    def state_dict(self) -> dict[str, list[float]]:
+        """The window in plain numbers, oldest first; waits for the device."""
+        losses, norms = self._values[:, self.window - int(self._count.item()) :].tolist()
+        return {"losses": losses, "grad_norms": norms}
+
+    def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
+        """Continue from what ``state_dict`` returned; a smaller window keeps the newest steps."""
+        seen = torch.tensor([state["losses"], state["grad_norms"]], dtype=torch.float64)[:, -self.window :]
+        count = seen.shape[1]
+        self._values.zero_()[:, self.window - count :] = seen
+        self._count.fill_(count)
