@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from torch.autograd import profiler as autograd_profiler
+from torch.autograd import profiler
 from torch.profiler import record_function
 
-_NOTHING = nullcontext()
+COMMUNICATION = "communication "
+"""What the ranges of collectives begin with; the axes of the group follow."""
+
+_NOTHING: AbstractContextManager[None] = nullcontext()
 
 
-def span(name: str) -> AbstractContextManager[object]:
-    """A range of that name in the profile that is being recorded; where none is, nothing (0.2 us)."""
-    return record_function(name) if autograd_profiler._is_profiler_enabled else _NOTHING
+def span(name: str, inner: AbstractContextManager[None] = _NOTHING) -> AbstractContextManager[None]:
+    """``inner``, and a range of that name around it in the profile that is being recorded; 0.2 us where none is."""
+    return _both(name, inner) if profiler._is_profiler_enabled else inner
+
+
+@contextmanager
+def _both(name: str, inner: AbstractContextManager[None]) -> Iterator[None]:
+    with record_function(name), inner:
+        yield

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron.config.run import ProfilingConfig
 from megatron.parallel.ranges import span
-from megatron.training.profile_report import report
+from megatron.training.profile_report import STEP, add_memory_track, report
 
 FOLDER = "profiles"
 """In the run's folder."""
@@ -75,7 +74,7 @@ class Profiler:
             self._start(number)
         complete = False
         try:
-            with span(f"step {number}"):
+            with span(f"{STEP}{number}"):
                 yield
             complete = True
         finally:
@@ -173,19 +172,24 @@ class Recording:
             written.append(Path(f"{name}_memory.pickle"))
             torch.cuda.memory._dump_snapshot(str(written[-1]))
             torch.cuda.memory._record_memory_history(enabled=None)
-        events, path = self._export(Path(f"{name}.json")), Path(f"{name}.json.gz")
-        with gzip.open(path, "wt", compresslevel=3) as file:
-            json.dump(events, file)
-        table = Path(f"{name}.txt")
-        table.write_text(report(self.trace, last - self.first + 1, self.config))
-        return [path, table, *written]
+        trace, table = Path(f"{name}.json.gz"), Path(f"{name}.txt")
+        peak = self._write_trace(trace)
+        table.write_text(report(self.trace, last - self.first + 1, self.device.type, peak))
+        return [trace, table, *written]
 
-    def _export(self, raw: Path) -> Any:
+    def _write_trace(self, path: Path) -> int | None:
+        """Write the trace; on a CPU with a curve of allocations, whose highest point in bytes is returned."""
+        raw = path.with_suffix("")
         try:
             self.trace.export_chrome_trace(str(raw))
-            return json.loads(raw.read_bytes())
+            with raw.open("rb") as file:  # one that the disk cut off is none
+                events = json.load(file)
         finally:
             raw.unlink(missing_ok=True)
+        peak = add_memory_track(events) if self.config.profile_memory and not self.snapshot else None
+        with gzip.open(path, "wt", compresslevel=3, encoding="utf-8") as file:
+            json.dump(events, file)
+        return peak
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
