@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from megatron.parallel.ranges import COMMUNICATION, span
 from megatron.parallel.stopwatch import Stopwatch
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -48,8 +49,8 @@ class Group:
         return len(self.ranks)
 
     def waiting(self, x: Tensor) -> AbstractContextManager[None]:
-        """Count the time inside as waiting for the other ranks, on the device of ``x``."""
-        return self.meter.span(self.axes, x.is_cuda)
+        """Count the time inside, a range in profiles, as waiting for the other ranks, on the device of ``x``."""
+        return span(COMMUNICATION + self.axes, self.meter.span(self.axes, x.is_cuda))
 
 
 @dataclass

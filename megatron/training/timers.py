@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from megatron.parallel.ranges import span
 from megatron.parallel.stopwatch import NOTHING, Stopwatch
 
 
@@ -46,12 +47,12 @@ class Timers:
         self.level, self._cuda = level, device.type == "cuda"
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Time what is inside as ``name``.
+        """Time what is inside as ``name``; in a profile it is a range, whatever its level.
 
         Raises:
             KeyError: when there is no such phase.
         """
-        return NOTHING if PHASES[name].level > self.level else self.watch.span(name, self._cuda)
+        return span(name, NOTHING if PHASES[name].level > self.level else self.watch.span(name, self._cuda))
 
     def read(self, steps: int) -> dict[str, float]:
         """Seconds per step of each phase that is timed, over the ``steps`` since the last call. Waits for the GPU."""
