@@ -1,4 +1,4 @@
-"""Draw the loss curve of a run: ``python tools/plot_run.py RUN_DIR``."""
+"""Draw the loss curve of a run, or of several side by side: ``python tools/plot_run.py RUN_DIR [RUN_DIR ...]``."""
 
 from __future__ import annotations
 
@@ -7,31 +7,47 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.training.history import read_history
+from megatron.training.history import History, read_history
 from megatron.training.plot import draw_history
 from megatron.training.run_folder import LOSS_CURVE, METRICS
+from megatron.training.runs_plot import draw_runs, short_names
+
+COMPARISON = "runs.png"
 
 
 def main(argv: Sequence[str]) -> int:
     """Draw the picture and print where it is; returns the exit status."""
-    parser = argparse.ArgumentParser(description="Draw a run's loss, learning rate and batch size over tokens.")
-    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="what the run was told with --run-dir")
+    parser = argparse.ArgumentParser(description="Draw loss and learning rate of one run or of several over tokens.")
     parser.add_argument(
-        "--out", type=Path, metavar="FILE", help=f"picture to write; .png, .pdf or .svg (default: RUN_DIR/{LOSS_CURVE})"
+        "run_dirs", type=Path, nargs="+", metavar="RUN_DIR", help="what a run was told with --run-dir; or several"
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        metavar="FILE",
+        help=f"picture to write; .png, .pdf or .svg (default: RUN_DIR/{LOSS_CURVE}; of several runs ./{COMPARISON})",
     )
     arguments = parser.parse_args(argv)
-    out = arguments.out or arguments.run_dir / LOSS_CURVE
+    folders: list[Path] = arguments.run_dirs
+    alone = len(folders) == 1
+    out = arguments.out or (folders[0] / LOSS_CURVE if alone else Path(COMPARISON))
     try:
-        history = read_history(arguments.run_dir / METRICS)
-        draw_history(history, arguments.run_dir.resolve().name, out)
+        names = short_names(folders)
+        histories = [read_history(folder / METRICS) for folder in folders]
+        draw_history(histories[0], names[0], out) if alone else draw_runs(dict(zip(names, histories)), out)
     except (ValueError, OSError) as error:
         print(f"plot_run: {error}", file=sys.stderr)
         return 1
-    if history.unreadable:
-        lines = ", ".join(map(str, history.unreadable[:10])) + (", ..." if len(history.unreadable) > 10 else "")
-        print(f"plot_run: left out what could not be read: line {lines} of {METRICS}", file=sys.stderr)
+    for folder, history in zip(folders, histories):
+        _say_left_out(folder, history)
     print(out)
     return 0
+
+
+def _say_left_out(folder: Path, history: History) -> None:
+    if history.unreadable:
+        lines = ", ".join(map(str, history.unreadable[:10])) + (", ..." if len(history.unreadable) > 10 else "")
+        print(f"plot_run: left out what could not be read: line {lines} of {folder / METRICS}", file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def draw_history(history: History, title: str, out: Path) -> None:
         _draw_verticals((loss, rate), history.errors, "error", color=ERROR, style=":")
         _label(loss, rate, history, title)
         if handles := loss.get_legend_handles_labels()[0]:
-            figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=9)
+            figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=9)
         save_figure(figure, out)
 
 
@@ -109,7 +109,7 @@ def _draw_loss(axes: Axes, history: History) -> None:
     evaluated = [p for p in history.evaluations if np.isfinite(p.loss)]
     for number, name in enumerate(dict.fromkeys(p.name for p in evaluated)):
         _draw_evaluations(axes, name, [(p.tokens, p.loss) for p in evaluated if p.name == name], number)
-    _scale_loss(axes, [loss for _, loss in points] + [p.loss for p in evaluated])
+    scale_loss(axes, [loss for _, loss in points] + [p.loss for p in evaluated])
     _mark_lost(axes, [p.tokens for p in history.train if not np.isfinite(p.loss)])
 
 
@@ -122,8 +122,8 @@ def _draw_evaluations(axes: Axes, name: str, points: Sequence[tuple[int, float]]
     axes.plot(tokens, losses, mark, color=color, markersize=5, markeredgecolor="white", label=label)
 
 
-def _scale_loss(axes: Axes, losses: list[float]) -> None:
-    """Logarithmic where the first steps would otherwise squeeze all that follows into the lower edge."""
+def scale_loss(axes: Axes, losses: list[float]) -> None:
+    """Make the axis of ``losses`` logarithmic where the first steps would squeeze the others into the lower edge."""
     if not losses or not max(losses) > 3 * min(losses) > 0:
         return
     from matplotlib.ticker import LogLocator, NullLocator

@@ -1,0 +1,123 @@
+"""The picture of several runs side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import cycle
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from megatron.training.console import compact, exponent
+from megatron.training.history import History
+from megatron.training.plot import FEW, MUTED, STYLE, save_figure, scale_loss, smooth
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+COLORS = ("#2563eb", "#ea580c", "#15803d", "#be185d", "#7c3aed", "#a16207", "#0e7490", "#4b5563")
+DASHES = ("-", "--", ":", "-.")
+"""Of the runs after as many as there are colours."""
+
+
+class Look(NamedTuple):
+    """How one run is told from the others."""
+
+    color: str
+    dashes: str
+
+
+def draw_runs(runs: Mapping[str, History], out: Path) -> None:
+    """Draw the loss of each run over tokens (raw faint, smoothed bold, validation as points) above its learning rate.
+
+    Runs are named by the keys. ``out`` is replaced only once the picture is complete.
+
+    Raises:
+        ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
+        OSError: when ``out`` cannot be written.
+    """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
+    columns = 1 if max(map(len, runs)) > 40 else 2
+    with rc_context(STYLE):
+        height = 5.2 + 0.22 * (len(runs) / columns)  # the legend stands beneath
+        figure = Figure(figsize=(9, height), dpi=150, layout="constrained")
+        loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
+        for (name, history), look in zip(runs.items(), looks()):
+            _draw_loss(loss, name, history, look)
+            rate.plot(*_rates(history), color=look.color, linestyle=look.dashes, linewidth=1.4)
+        scale_loss(loss, [value for history in runs.values() for value in _finite_losses(history)])
+        _label(loss, rate, list(runs.values()))
+        figure.legend(handles=loss.get_legend_handles_labels()[0], loc="outside lower left", ncols=columns, fontsize=9)
+        save_figure(figure, out)
+
+
+def looks() -> Iterator[Look]:
+    """One for each run, all different until the dashes run out."""
+    yield from cycle([Look(color, dashes) for dashes in DASHES for color in COLORS])
+
+
+def short_names(folders: Sequence[Path]) -> list[str]:
+    """The ends of the paths that tell the folders apart, as short as possible: usually their last parts.
+
+    Raises:
+        ValueError: when a folder is given twice.
+    """
+    paths = [folder.resolve() for folder in folders]
+    if twice := [str(folder) for folder, path in zip(folders, paths) if paths.count(path) > 1]:
+        raise ValueError(f"{twice[0]} is given twice: give each run once")
+    return [_short_name(path, [other for other in paths if other != path]) for path in paths]
+
+
+def _short_name(path: Path, others: Sequence[Path]) -> str:
+    for length in range(1, len(path.parts) + 1):
+        end = path.parts[-length:]
+        if not any(other.parts[-length:] == end for other in others):
+            return str(Path(*end))
+    return str(path)
+
+
+def _draw_loss(axes: Axes, name: str, history: History, look: Look) -> None:
+    points = [(p.tokens, p.loss) for p in history.train if np.isfinite(p.loss)]
+    color, dashes = look
+    if not points:
+        axes.plot([], [], color=color, linestyle=dashes, label=f"{name}: no finite loss")
+        return
+    tokens, losses = np.array(points).T
+    smoothed, few = smooth(losses), len(points) < FEW
+    if not few:
+        axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8)
+    label, marker = f"{name}: {smoothed[-1]:.3f}", "o" * few
+    axes.plot(tokens, smoothed, color=color, linestyle=dashes, linewidth=2, marker=marker, markersize=4, label=label)
+    if evaluated := _validation(history):
+        axes.plot(*np.array(evaluated).T, "s", color=color, markersize=5, markeredgecolor="white")
+
+
+def _validation(history: History) -> list[tuple[int, float]]:
+    """Tokens and losses on the one validation set; runs with several named ones have none in this picture."""
+    return [(p.tokens, p.loss) for p in history.evaluations if np.isfinite(p.loss) and p.name == "validation"]
+
+
+def _finite_losses(history: History) -> list[float]:
+    return [p.loss for p in history.train if np.isfinite(p.loss)] + [loss for _, loss in _validation(history)]
+
+
+def _rates(history: History) -> tuple[list[int], list[float]]:
+    return [p.tokens for p in history.train], [p.learning_rate for p in history.train]
+
+
+def _label(loss: Axes, rate: Axes, histories: Sequence[History]) -> None:
+    squares = "; squares: validation" if any(map(_validation, histories)) else ""
+    loss.set_title(f"{len(histories)} runs", loc="left", fontweight="bold")
+    loss.set_title(f"training loss, smoothed, and its last value{squares}", loc="right", color=MUTED, fontsize=10)
+    loss.set_ylabel("loss per token (nats)")
+    rate.set_ylabel("learning rate")
+    rate.set_ylim(bottom=0)
+    rate.margins(y=0.15)
+    rate.set_xlabel("tokens")
+    rate.xaxis.set_major_formatter(lambda value, _: compact(value, trim=True))
+    rate.yaxis.set_major_formatter(lambda value, _: exponent(value))
