@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import nn
 
+from megatron.kernels.registry import Kernels
 from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink
 from megatron.parallel.mesh import Mesh
@@ -29,6 +30,7 @@ class BuildContext:
         seed: of initialisation and dropout.
         sequence_parallel: whether activations between TP regions are sharded over the sequence.
         initialised: whether parameters start from their random values; otherwise they are zero, to be loaded.
+        kernels: what computes norms, activations and the like.
         specs: filled with every parameter's spec, by global name.
         params: filled with the parameters themselves.
         prefix: dotted name of the module.
@@ -41,6 +43,7 @@ class BuildContext:
     seed: int = 1234
     sequence_parallel: bool = False
     initialised: bool = True
+    kernels: Kernels = Kernels()
     specs: dict[str, ShardSpec] = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
     prefix: str = ""

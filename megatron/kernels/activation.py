@@ -1,0 +1,49 @@
+"""Activations of the feed-forward half of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels.compiling import compiled, no_compiler
+from megatron.kernels.operation import Candidate, Operation, Trial
+
+Activation = Callable[[Tensor, str], Tensor]
+"""``activation(x, name) -> y``, ``name`` one of :data:`ACTIVATIONS`."""
+
+
+def _swiglu(x: Tensor) -> Tensor:
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "swiglu": _swiglu,
+    "relu2": lambda x: F.relu(x).square(),
+}
+"""By the names of ``--activation``; a gated one gets ``[..., 2 * ffn/tp]``, gate first."""
+
+
+def activation(x: Tensor, name: str) -> Tensor:
+    """Apply an activation by name."""
+    return ACTIVATIONS[name](x)
+
+
+def _trials() -> Sequence[Trial]:
+    x = 2.0 * torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def trial(name: str) -> Trial:
+        return Trial(lambda f, t: (f(t[0], name),), (x,))
+
+    return [trial(name) for name in ACTIVATIONS]
+
+
+ACTIVATION = Operation(
+    {"compiled": Candidate(compiled(activation), no_compiler), "torch": Candidate(lambda: activation)}, _trials
+)

@@ -1,0 +1,154 @@
+"""Attention proper: softmax of scaled scores, times values, without dropout.
+
+Shapes: S queries, T keys, B batch, N query heads, G key/value heads (N a multiple of G), D channels of a head.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megatron.kernels.operation import Candidate, Operation, Trial
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+@dataclass(frozen=True)
+class Sight:
+    """Who may look at whom.
+
+    Attributes:
+        mask: boolean ``[B or 1, 1, S, T]``, True where a query may look; None for plain causal attention, S = T.
+        window: tokens that a query sees, itself the last; None for all before it.
+        documents_BS: what each token belongs to, rising along the sequence; None where a sample is one document.
+    """
+
+    mask: Tensor | None = None
+    window: int | None = None
+    documents_BS: Tensor | None = None
+
+    @cached_property
+    def boundaries(self) -> Tensor:
+        """Where documents begin in the samples laid end to end, and where the last ends: int32 ``[documents + 1]``.
+
+        Waits for the device, once per micro-batch: how many there are decides the shape.
+        """
+        if self.documents_BS is None:
+            raise ValueError("there are no documents")
+        begins_BS = torch.ones_like(self.documents_BS, dtype=torch.bool)
+        begins_BS[:, 1:] = self.documents_BS[:, 1:] != self.documents_BS[:, :-1]
+        end = torch.full((1,), begins_BS.numel(), device=begins_BS.device)
+        return torch.cat((begins_BS.flatten().nonzero().flatten(), end)).int()
+
+
+Attention = Callable[[Tensor, Tensor, Tensor, Sight], Tensor]
+"""``attention(q_SBND, k_TBGD, v_TBGD, sight) -> y_SBND``."""
+
+
+def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, sight: Sight) -> Tensor:
+    """Torch's fused attention, whichever of its kernels takes the inputs."""
+    q_BNSD, k_BGTD, v_BGTD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
+    queries = q_BNSD.shape[1] // k_BGTD.shape[1]
+    if queries > 1 and q_SBND.is_cuda and not (sight.mask is None and q_SBND.dtype in HALF):
+        # CUDA's kernel for masks and fp32 knows no groups; without copies torch would make the full score matrix.
+        k_BGTD, v_BGTD = (t.repeat_interleave(queries, dim=1) for t in (k_BGTD, v_BGTD))
+    grouped = k_BGTD.shape[1] < q_BNSD.shape[1]
+    y_BNSD = F.scaled_dot_product_attention(
+        q_BNSD, k_BGTD, v_BGTD, sight.mask, is_causal=sight.mask is None, enable_gqa=grouped
+    )
+    return y_BNSD.permute(2, 0, 1, 3)
+
+
+def cudnn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, sight: Sight) -> Tensor:
+    """Torch's fused attention by cuDNN where that takes the inputs; masks are left to the others."""
+    if sight.mask is not None:
+        return sdpa(q_SBND, k_TBGD, v_TBGD, sight)
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    with sdpa_kernel(order, set_priority=True):
+        return sdpa(q_SBND, k_TBGD, v_TBGD, sight)
+
+
+def _half_on_a_gpu(device: torch.device, dtype: torch.dtype) -> bool:
+    return device.type == "cuda" and dtype in HALF
+
+
+def _cudnn_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    if not _half_on_a_gpu(device, dtype):
+        return "cuDNN's attention takes bf16 and fp16 on GPUs"
+    q = torch.empty(1, 4, 64, 64, device=device, dtype=dtype)
+    k = q[:, :2]
+    usable = torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, True))
+    return None if usable else "cuDNN's attention does not run here"
+
+
+def _flash_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    if not _half_on_a_gpu(device, dtype):
+        return "flash-attn takes bf16 and fp16 on GPUs"
+    return None if importlib.util.find_spec("flash_attn") else "flash_attn cannot be imported"
+
+
+def _flash() -> Attention:
+    """The flash-attn package (version 2), with documents as sequences of their own."""
+    package: Any = importlib.import_module("flash_attn")
+
+    def flash_attn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, sight: Sight) -> Tensor:
+        if q_SBND.shape[0] != k_TBGD.shape[0]:
+            return sdpa(q_SBND, k_TBGD, v_TBGD, sight)
+        q, k, v = (t.transpose(0, 1) for t in (q_SBND, k_TBGD, v_TBGD))
+        options = {
+            "causal": True,
+            "window_size": (-1, -1) if sight.window is None else (sight.window - 1, 0),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        }
+        if sight.documents_BS is None:
+            y: Tensor = package.flash_attn_func(q, k, v, **options)
+            return y.transpose(0, 1)
+        ends, longest = sight.boundaries, q.shape[1]
+        flat = (t.flatten(0, 1) for t in (q, k, v))
+        y = package.flash_attn_varlen_func(*flat, ends, ends, longest, longest, **options)
+        return y.unflatten(0, q.shape[:2]).transpose(0, 1)
+
+    return flash_attn
+
+
+def _trials() -> Sequence[Trial]:
+    generator = torch.Generator().manual_seed(0)
+    q = torch.randn(32, 2, 4, 64, generator=generator, dtype=torch.float64)
+    k, v = torch.randn(2, 32, 2, 2, 64, generator=generator, dtype=torch.float64)
+    documents = torch.tensor([[0] * 10 + [1] * 22, [0] * 32])
+    causal = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril()
+    together = documents[:, None, :, None] == documents[:, None, None, :]
+
+    def trial(mask: Tensor | None, window: int | None, documents: Tensor | None) -> Trial:
+        def run(f: Attention, t: Sequence[Tensor]) -> Sequence[Tensor]:
+            here = (None if x is None else x.to(t[0].device) for x in (mask, documents))
+            seen, parts = here
+            return (f(t[0], t[1], t[2], Sight(seen, window, parts)),)
+
+        return Trial(run, (q, k, v))
+
+    return [
+        trial(None, None, None),
+        trial(causal.triu(-6), 7, None),
+        trial(causal & together, None, documents),
+        trial((causal & together).triu(-6), 7, documents),
+    ]
+
+
+ATTENTION = Operation(
+    {
+        "flash_attn": Candidate(_flash, _flash_missing),
+        "cudnn": Candidate(lambda: cudnn, _cudnn_missing, deterministic=False),
+        "torch": Candidate(lambda: sdpa),
+    },
+    _trials,
+)

@@ -1,0 +1,136 @@
+"""What cross-entropy does to a chunk of logits, between the communications of a split vocabulary.
+
+Shapes: C tokens of a chunk, V this rank's vocabulary rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.compiling import compiled, no_compiler
+from megatron.kernels.operation import Candidate, Operation, Trial
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """Three passes over the logits. Each may change what it is given, and the next one gets what it left.
+
+    Attributes:
+        top: ``(logits_CV, held) -> (work_CV, top_C)``: the largest logit of the first ``held`` rows, the rest being
+            padding; in at least fp32.
+        sums: ``(work_CV, top_C, row_C, mine_C, held) -> sums_2C``: the sum of ``exp(logit - top)`` and, where the
+            label is ``mine``, ``logit[row] - top``, else 0.
+        gradient: ``(work_CV, top_C, scale_C, mask_C, row_C, mine_C, held, dtype) -> d_CV``:
+            ``scale * exp(logit - top)``, minus ``mask`` at the label where it is ``mine``.
+    """
+
+    top: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    sums: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, torch.dtype], Tensor]
+
+
+def _top(logits_CV: Tensor, held: int) -> tuple[Tensor, Tensor]:
+    work_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    work_CV[:, held:] = float("-inf")
+    return work_CV, work_CV.amax(-1)
+
+
+def _sums(work_CV: Tensor, top_C: Tensor, row_C: Tensor, mine_C: Tensor, held: int) -> Tensor:
+    work_CV.sub_(top_C.unsqueeze(-1))
+    target_C = work_CV.gather(1, row_C.unsqueeze(1)).squeeze(1).where(mine_C, 0.0)
+    return torch.stack((work_CV.exp_().sum(-1), target_C))
+
+
+def _gradient(
+    work_CV: Tensor,
+    top_C: Tensor,
+    scale_C: Tensor,
+    mask_C: Tensor,
+    row_C: Tensor,
+    mine_C: Tensor,
+    held: int,
+    dtype: torch.dtype,
+) -> Tensor:
+    work_CV.mul_(scale_C.unsqueeze(-1))
+    return work_CV.scatter_add_(1, row_C.unsqueeze(1), (-mask_C).where(mine_C, 0.0).unsqueeze(1)).to(dtype)
+
+
+IN_PLACE = CrossEntropy(_top, _sums, _gradient)
+"""Eager: the logits are widened once, and become exponentials and then the gradient in place."""
+
+
+def _wide_logits(logits_CV: Tensor, held: int) -> Tensor:
+    """Logits in at least fp32, ``-inf`` at the padding; never stored where this is part of a fused pass."""
+    wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
+    return wide_CV if held == logits_CV.shape[1] else wide_CV.where(_columns(logits_CV) < held, float("-inf"))
+
+
+def _columns(logits_CV: Tensor) -> Tensor:
+    return torch.arange(logits_CV.shape[1], device=logits_CV.device)
+
+
+def _streamed_top(logits_CV: Tensor, held: int) -> Tensor:
+    return _wide_logits(logits_CV, held).amax(-1)
+
+
+def _streamed_sums(logits_CV: Tensor, top_C: Tensor, row_C: Tensor, mine_C: Tensor, held: int) -> Tensor:
+    z_C = (_wide_logits(logits_CV, held) - top_C.unsqueeze(-1)).exp().sum(-1)
+    target_C = logits_CV.gather(1, row_C.unsqueeze(1)).squeeze(1).to(top_C.dtype) - top_C
+    return torch.stack((z_C, target_C.where(mine_C, 0.0)))
+
+
+def _streamed_gradient(
+    logits_CV: Tensor, top_C: Tensor, scale_C: Tensor, mask_C: Tensor, row_C: Tensor, mine_C: Tensor, held: int
+) -> None:
+    exp_CV = (_wide_logits(logits_CV, held) - top_C.unsqueeze(-1)).exp()
+    at_label_CV = (_columns(logits_CV) == row_C.unsqueeze(1)) & mine_C.unsqueeze(1)
+    d_CV = exp_CV * scale_C.unsqueeze(-1) - mask_C.unsqueeze(-1).where(at_label_CV, 0.0)
+    logits_CV.copy_(d_CV)
+
+
+def _streamed() -> CrossEntropy:
+    """Compiled: the logits stay in the format of the matrix product, and exponentials are never stored.
+
+    They are read three times and overwritten once, by the gradient.
+    """
+    top, sums, gradient = (compiled(f)() for f in (_streamed_top, _streamed_sums, _streamed_gradient))
+
+    def gradient_in_place(
+        work_CV: Tensor,
+        top_C: Tensor,
+        scale_C: Tensor,
+        mask_C: Tensor,
+        row_C: Tensor,
+        mine_C: Tensor,
+        held: int,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        gradient(work_CV, top_C, scale_C, mask_C, row_C, mine_C, held)
+        return work_CV
+
+    return CrossEntropy(lambda logits_CV, held: (logits_CV, top(logits_CV, held)), sums, gradient_in_place)
+
+
+def _trials() -> Sequence[Trial]:
+    generator = torch.Generator().manual_seed(0)
+    logits = 3.0 * torch.randn(7, 24, generator=generator, dtype=torch.float64)
+    scale, mask = torch.rand(2, 7, generator=generator, dtype=torch.float64)
+    row = torch.randint(0, 21, (7,), generator=generator)
+
+    def run(f: CrossEntropy, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        logits, scale, mask, row, mine = t
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        work, top = f.top(logits, 21)
+        sums = f.sums(work, top, row, mine > 0, 21)
+        return top, sums, f.gradient(work, top, scale.to(wide), mask.to(wide), row, mine > 0, 21, logits.dtype)
+
+    return [Trial(run, (logits, scale, mask, row, (torch.arange(7) % 3 > 0).long()), differentiated=False)]
+
+
+CROSS_ENTROPY = Operation(
+    {"compiled": Candidate(_streamed, no_compiler), "torch": Candidate(lambda: IN_PLACE)}, _trials
+)

@@ -1,0 +1,91 @@
+"""LayerNorm and RMSNorm over the last dimension, alone and behind a residual sum.
+
+Shapes: R any number of leading dimensions, W the width that is normalised.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.kernels.compiling import compiled, no_compiler
+from megatron.kernels.operation import Candidate, Operation, Trial
+
+Norm = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
+"""``norm(x_RW, weight_W, bias_W, eps) -> y_RW``; RMSNorm where there is no bias. Statistics in at least fp32."""
+
+AddNorm = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
+"""``add_norm(x_RW, y_RW, weight_W, bias_W, eps) -> (x + y, norm(x + y))``."""
+
+
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """``(x - mean) / sqrt(var + eps) * weight + bias``, or without a bias ``x / sqrt(mean(x^2) + eps) * weight``."""
+    if bias is None:
+        return F.rms_norm(x, weight.shape, weight, eps)
+    return F.layer_norm(x, weight.shape, weight, bias, eps)
+
+
+def add_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual sum, and its norm."""
+    total = x + y
+    return total, norm(total, weight, bias, eps)
+
+
+def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda" or dtype == torch.float64:
+        return "apex normalises fp32, bf16 and fp16 on GPUs"
+    wanted = ("apex", "fused_layer_norm_cuda")
+    absent = [name for name in wanted if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(absent)} cannot be imported" if absent else None
+
+
+def _apex() -> Norm:
+    """Apex's fused norms."""
+    fused: Any = importlib.import_module("apex.normalization.fused_layer_norm")
+
+    def apex_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        out: Tensor
+        if bias is None:
+            out = fused.fused_rms_norm_affine(x, weight, weight.shape, eps)
+        else:
+            out = fused.fused_layer_norm_affine(x, weight, bias, weight.shape, eps)
+        return out
+
+    return apex_norm
+
+
+def _trials() -> Sequence[Trial]:
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(2, 6, 3, 64, generator=generator, dtype=torch.float64)
+    weight, bias = torch.randn(2, 64, generator=generator, dtype=torch.float64)
+    return [
+        Trial(lambda f, t: (f(t[0], t[1], None, 1e-5),), (x, weight)),
+        Trial(lambda f, t: (f(t[0], t[1], t[2], 1e-5),), (y, weight, bias)),
+    ]
+
+
+def _sum_trials() -> Sequence[Trial]:
+    (x, weight), (y, _, bias) = (trial.inputs for trial in _trials())
+    return [
+        Trial(lambda f, t: f(t[0], t[1], t[2], None, 1e-5), (x, y, weight)),
+        Trial(lambda f, t: f(t[0], t[1], t[2], t[3], 1e-5), (x, y, weight, bias)),
+    ]
+
+
+NORM = Operation(
+    {
+        "apex": Candidate(_apex, _apex_missing, deterministic=True),
+        "compiled": Candidate(compiled(norm), no_compiler),
+        "torch": Candidate(lambda: norm),
+    },
+    _trials,
+)
+ADD_NORM = Operation(
+    {"compiled": Candidate(compiled(add_norm), no_compiler), "torch": Candidate(lambda: add_norm)}, _sum_trials
+)

@@ -1,0 +1,102 @@
+"""An operation that has several implementations, and the proof that one of them computes what torch's own does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+RUNS_ANYWHERE: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An implementation of an operation.
+
+    Attributes:
+        make: imports what it needs and returns it.
+        missing: why it cannot run on a device with a number format; None when it can. Cheap.
+        deterministic: equal calls give equal bits, backward too, at least while
+            ``torch.use_deterministic_algorithms`` is on.
+    """
+
+    make: Callable[[], Any]
+    missing: Callable[[torch.device, torch.dtype], str | None] = RUNS_ANYWHERE
+    deterministic: bool = True
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A small call.
+
+    Attributes:
+        run: calls an implementation on tensors like the inputs; returns the outputs. It may change them in place
+            where it is not differentiated.
+        inputs: fp64 and integers, on the CPU; the implementation gets them in its own format and place.
+        differentiated: gradients of all floating inputs are compared too.
+    """
+
+    run: Callable[[Any, Sequence[Tensor]], Sequence[Tensor]]
+    inputs: tuple[Tensor, ...]
+    differentiated: bool = True
+
+    def outcome(
+        self, implementation: Any, device: torch.device, dtype: torch.dtype, rounded: torch.dtype
+    ) -> list[Tensor]:
+        """Outputs and gradients, computed in ``dtype`` from inputs that were rounded to ``rounded``."""
+        inputs = [_placed(t, device, dtype, rounded) for t in self.inputs]
+        if not self.differentiated:
+            with torch.no_grad():
+                return [out.detach() for out in self.run(implementation, inputs)]
+        leaves = [t.requires_grad_() for t in inputs if t.is_floating_point()]
+        outputs = list(self.run(implementation, inputs))
+        generator = torch.Generator().manual_seed(1)
+        seeds = [torch.randn(out.shape, generator=generator, dtype=torch.float64) for out in outputs]
+        placed = [_placed(seed, device, out.dtype, rounded) for seed, out in zip(seeds, outputs)]
+        grads = torch.autograd.grad(outputs, leaves, placed, allow_unused=True)
+        return [*(out.detach() for out in outputs), *(torch.zeros(()) if g is None else g for g in grads)]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """Implementations by name, ``torch`` last, and the calls by which they are compared with it."""
+
+    candidates: Mapping[str, Candidate]
+    trials: Callable[[], Sequence[Trial]]
+
+
+def disproof(operation: Operation, implementation: Any, device: torch.device, dtype: torch.dtype) -> str | None:
+    """What speaks against an implementation; None when all trials come out right.
+
+    Right is: values and gradients are as near to those of ``torch`` in fp64 as those of ``torch`` in ``dtype`` are,
+    up to a factor of 3 for another order of rounding. Distances are those of whole tensors, relative.
+    """
+    reference = operation.candidates["torch"].make()
+    for trial in operation.trials():
+        exact = trial.outcome(reference, torch.device("cpu"), torch.float64, dtype)
+        usual = trial.outcome(reference, device, dtype, dtype)
+        try:
+            found = trial.outcome(implementation, device, dtype, dtype)
+        except Exception as error:
+            return f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        if [t.shape for t in found] != [t.shape for t in usual]:
+            return f"gave shapes {[tuple(t.shape) for t in found]}, not {[tuple(t.shape) for t in usual]}"
+        for ours, theirs, right in zip(found, usual, exact):
+            error, allowed = _distance(ours, right), max(3 * _distance(theirs, right), 2 * torch.finfo(dtype).eps)
+            if not error <= allowed:
+                return f"differs from torch by {error:.1e}, where rounding explains {allowed:.1e}"
+    return None
+
+
+def _placed(t: Tensor, device: torch.device, dtype: torch.dtype, rounded: torch.dtype) -> Tensor:
+    """A copy of an input; numbers with a fraction are rounded and then held in ``dtype``."""
+    return t.to(rounded).to(device, dtype, copy=True) if t.is_floating_point() else t.to(device, copy=True)
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    a, b = a.detach().cpu().double(), b.detach().cpu().double()
+    norm = b.norm().item()
+    return (a - b).norm().item() / norm if norm else a.norm().item()
