@@ -49,7 +49,7 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
         return f"{step}, yet on every rank by itself it was when run again: their sum overflows, or hardware fails"
     first = min(finding for finding, _ in found)
     ranks = [rank for finding, rank in found if finding == first]
-    return f"{step}; first on {_enumerate(ranks)}: {min(found)[0].text}"
+    return f"{step}; first on {enumerate_ranks(ranks)}: {min(found)[0].text}"
 
 
 def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> Finding | None:
@@ -105,7 +105,7 @@ def first_bad_gradient(trainer: Trainer, microbatch: int) -> Finding | None:
     return None
 
 
-def _enumerate(ranks: Sequence[int]) -> str:
+def enumerate_ranks(ranks: Sequence[int]) -> str:
     """``rank 1``; ``ranks 0, 1, 2 and 5 more``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
