@@ -6,7 +6,7 @@ from collections.abc import Iterator, Set
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-from megatron.config.checks import batch, checkpoint, data, idle, layout, model, optimizer, profiling
+from megatron.config.checks import batch, checkpoint, compute, data, graphs, idle, layout, model, optimizer, profiling
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, Setting
@@ -19,6 +19,8 @@ CHECKS = (
     *optimizer.CHECKS,
     *data.CHECKS,
     *checkpoint.CHECKS,
+    *compute.CHECKS,
+    *graphs.CHECKS,
     *profiling.CHECKS,
     *idle.CHECKS,
 )

@@ -20,7 +20,7 @@ class LossScaler:
     Otherwise the scale stays what it is. Every rank must pass the same ``found_inf``; then the scales agree.
 
     Attributes:
-        scale: the scale in force, a 0-d fp32 tensor on the device.
+        scale: the scale in force, a 0-d fp32 tensor on the device; updated in place.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class LossScaler:
     def update(self, found_inf: Tensor) -> None:
         """Take notice of a step; ``found_inf`` is 0-d, nonzero if any gradient of any rank was not finite.
 
-        Runs on the device without waiting for it.
+        Runs on the device without waiting for it, in place: a recorded step (CUDA graph) repeats it.
         """
         if not self.dynamic:
             return
@@ -68,9 +68,9 @@ class LossScaler:
         grow = good_steps >= self.window
         smaller = (self.scale * BACKOFF).clamp_min(self.minimum)
         scale = torch.where(overflow & (lives <= 0), smaller, self.scale)
-        self.scale = torch.where(grow, scale * GROWTH, scale)
-        self._good_steps = torch.where(grow, 0, good_steps)
-        self._lives = torch.where(grow, self.hysteresis, lives)
+        self.scale.copy_(torch.where(grow, scale * GROWTH, scale))
+        self._good_steps.copy_(torch.where(grow, 0, good_steps))
+        self._lives.copy_(torch.where(grow, self.hysteresis, lives))
 
     def can_shrink(self, scale: Tensor) -> bool:
         """Whether a step that overflowed at ``scale`` may succeed with a smaller one; waits for the device."""

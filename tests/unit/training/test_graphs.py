@@ -1,0 +1,147 @@
+"""The bookkeeping of recorded steps, with a recorder that takes notes in place of CUDA's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.problems import UserError
+from megatron.optim.schedule import Rates
+from megatron.training.graphs import WARM_UP, Recording, StepRunner
+from megatron.training.metrics import StepMetrics
+from megatron.training.setup import Trainer, build
+from tests.runs import tiny_run
+from tests.solo import random_batch
+
+
+@dataclass
+class Tape:
+    """Runs the work again at every repetition, and puts what comes out into the tensors that were returned first.
+
+    Like a graph, it computes on the inputs of the recording; unlike one, it also runs the Python around the kernels,
+    so the recording itself has to leave no trace: the weights are put back.
+    """
+
+    state: Callable[[], list[Tensor]] = list
+    recordings: int = 0
+    repetitions: int = 0
+    asides: int = field(default=0)
+
+    def aside(self) -> AbstractContextManager[Any]:
+        self.asides += 1
+        return nullcontext()
+
+    def record(self, work: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        self.recordings += 1
+        before = [t.detach().clone() for t in self.state()]
+        result = work()
+        with torch.no_grad():
+            for tensor, value in zip(self.state(), before):
+                tensor.copy_(value)
+
+        def replay() -> None:
+            self.repetitions += 1
+            again = work()
+            for f in fields(result):
+                if isinstance(getattr(result, f.name), Tensor):
+                    getattr(result, f.name).copy_(getattr(again, f.name))
+
+        return result, replay
+
+
+@dataclass(frozen=True)
+class Product:
+    value: Tensor
+
+
+def test_a_recording_is_made_after_the_warm_up_and_its_results_stay() -> None:
+    tape = Tape()
+    recording = Recording(lambda factor, inputs: Product(inputs[0] * factor), tape)
+    results = [recording(3.0, [torch.tensor(float(i))]) for i in range(WARM_UP + 3)]
+    assert [r.value.item() for r in results] == [3.0 * i for i in range(WARM_UP + 3)]
+    assert (tape.asides, tape.recordings, tape.repetitions) == (WARM_UP, 1, 3)
+
+
+@pytest.mark.parametrize(
+    "changed", [(2.0, torch.zeros(3)), (1.0, torch.zeros(4)), (1.0, torch.zeros(3, dtype=torch.int64))]
+)
+def test_other_constants_shapes_and_formats_are_recorded_anew(changed: tuple[float, Tensor]) -> None:
+    tape = Tape()
+    recording = Recording(lambda factor, inputs: Product(inputs[0] * factor), tape)
+    for _ in range(WARM_UP + 1):
+        recording(1.0, [torch.zeros(3)])
+    assert recording.recorded
+    for _ in range(WARM_UP):
+        recording(changed[0], [changed[1]])
+    assert (recording.recorded, tape.recordings) == (False, 1)
+    recording(changed[0], [changed[1]])
+    assert (recording.recorded, tape.recordings) == (True, 2)
+
+
+def trainer_of(folder: Path, flags: str = "") -> Trainer:
+    return build(tiny_run(folder, flags), 0, 1)
+
+
+def state_of(trainer: Trainer) -> list[Tensor]:
+    """All that a step changes."""
+    o, s = trainer.optimizer, trainer.scaler
+    moments = [t for of_kind in o.moments().values() for t in of_kind.values()]
+    weights = [p.data for p in o.params.values()]
+    counts = [count for _, rule in o.groups for count in rule.step_counts]
+    grads = [bucket.buffer for bucket in trainer.buckets.buckets]
+    return [*weights, *o.masters.values(), *moments, *counts, *grads, s.scale, s._good_steps, s._lives]
+
+
+def recorded(trainer: Trainer, mode: str) -> tuple[StepRunner, Tape]:
+    tape = Tape(lambda: state_of(trainer))
+    object.__setattr__(trainer.config.compute, "cuda_graph", mode)
+    return StepRunner(trainer, tape), tape
+
+
+def take_steps(trainer: Trainer, run: StepRunner, micro_batches: list[int]) -> list[tuple[float, ...]]:
+    told = []
+    for step, count in enumerate(micro_batches):
+        model = trainer.config.model
+        documents = {"documents": torch.arange(8).expand(2, 8) // 3} if count == 1 else {}
+        batches = [random_batch(model, 2, 8, seed=100 * step + i, **documents) for i in range(count)]
+        lr = torch.tensor(1e-2 / (step + 1), dtype=torch.float32).item()  # as it is in fp32
+        metrics = run(batches, Rates(lr, 0.1))
+        told.append(tuple(getattr(metrics, f.name).item() for f in fields(StepMetrics)))
+    return told
+
+
+@pytest.mark.parametrize("mode", ["optimizer", "step"])
+@pytest.mark.parametrize("flags", ["", "--fp16 --initial-loss-scale 16 --loss-scale-window 2"])
+def test_recorded_steps_equal_eager_ones(mode: str, flags: str, tmp_path: Path) -> None:
+    counts = [2] * 7 + [1] * 5  # the batch changes
+    flags += " --hidden-dropout 0 --attention-dropout 0"
+    eager = trainer_of(tmp_path, flags)
+    expected = take_steps(eager, StepRunner(eager), counts)
+    trainer = trainer_of(tmp_path, flags)
+    run, tape = recorded(trainer, mode)
+    assert take_steps(trainer, run, counts) == expected
+    assert all(torch.equal(a, b) for a, b in zip(state_of(trainer), state_of(eager)))
+    assert tape.repetitions > 0
+
+
+def test_a_watched_step_is_taken_eagerly(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path, "--hidden-dropout 0 --attention-dropout 0")
+    run, tape = recorded(trainer, "step")
+    batch = random_batch(trainer.config.model, 4, 8)
+    for _ in range(WARM_UP + 2):
+        run([batch], Rates(1e-3, 0.0), eager=True)
+    assert tape == Tape(tape.state)
+
+
+def test_nothing_is_recorded_on_a_cpu(tmp_path: Path) -> None:
+    trainer = trainer_of(tmp_path)
+    object.__setattr__(trainer.config.compute, "cuda_graph", "optimizer")
+    with pytest.raises(UserError, match="E906"):
+        StepRunner(trainer)
