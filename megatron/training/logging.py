@@ -6,22 +6,37 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import torch
 
 from megatron.config.memory import shown
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
-from megatron.config.sources import to_yaml
-from megatron.training import run_folder
+from megatron.config.sources import to_dict, to_yaml
+from megatron.training import incidents, run_folder
 from megatron.training.console import evaluation_line, progress_line
 from megatron.training.history import read_history
 from megatron.training.metrics import device_name
 from megatron.training.plot import draw_history
 from megatron.training.records import EvaluationRecord, TrainRecord
+from megatron.training.sinks import Background, Sinks
+from megatron.training.tensorboard import TensorBoard
 from megatron.training.throughput import Yardstick
+from megatron.training.wandb_sink import Wandb
+
+
+class LayerReport(Protocol):
+    """Numbers of single layers, and how they are told in a line."""
+
+    def values(self) -> Mapping[str, object]:
+        """By name, with ``iteration``, ``consumed-samples`` and ``consumed-tokens``."""
+
+    def line(self) -> str:
+        """For the console."""
 
 
 class RunLog:
@@ -36,8 +51,10 @@ class RunLog:
         enabled: bool = True,
         iteration: int = 0,
         consumed_samples: int = 0,
+        run_id: str = "",
+        data: Mapping[str, object] | None = None,
     ) -> None:
-        """Prepare ``run_dir``, where there is one.
+        """Prepare ``run_dir``, where there is one, and the other places that are asked for.
 
         Args:
             config: resolved, so that the copy in the folder shows every number.
@@ -46,38 +63,60 @@ class RunLog:
             enabled: whether this rank speaks; usually ``rank == 0``.
             iteration: steps taken before this start.
             consumed_samples: samples they used.
+            run_id: name of the run, the same through all its starts.
+            data: what it reads, for the folder.
 
         Raises:
             UserError: when the folder cannot be made or written.
         """
         self.enabled = enabled
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
-        self._file: run_folder.JsonLines | None = None
+        self._sinks = Sinks(self.warning)
         self._pending: Callable[[], TrainRecord] | None = None
         self._seq_length = config.training.seq_length
         self._place = self._place_of(iteration, consumed_samples)
+        self._closed = False
         if not enabled:
             return
         name = device_name(device)
         self.yardstick = Yardstick.from_config(config, world_size, name, iteration, consumed_samples)
+        used_before = None
         if self.folder is not None:
-            self._open(self.folder, to_yaml(config), name, world_size)
+            used_before = self._open(self.folder, to_yaml(config), name, world_size, data or {})
+        self._open_others(config, run_id)
+        self._event({"event": "start", **self._place, "run-id": run_id, "world-size": world_size})
+        if used_before:
+            self.note(used_before)
 
-    def _open(self, folder: Path, resolved_config: str, device: str, world_size: int) -> None:
-        """Prepare the folder and write its first lines."""
+    def _open(
+        self, folder: Path, resolved_config: str, device: str, world_size: int, data: Mapping[str, object]
+    ) -> str | None:
+        """Prepare the folder; a sentence where an earlier start has used it."""
         metrics = folder / run_folder.METRICS
         used_before = metrics.exists()
         try:
-            kept = run_folder.prepare(folder, resolved_config, device, world_size)
-            self._file = run_folder.JsonLines(metrics, warn=_warn)
+            kept = run_folder.prepare(folder, resolved_config, device, world_size, data)
+            file = run_folder.JsonLines(metrics, warn=_warn)
         except OSError as error:
             sentence = f"the run folder {folder} cannot be written: {error.strerror}"
             raise UserError([Problem("E701", sentence, ("--run-dir ANOTHER_FOLDER",))]) from error
-        self._write({"event": "start", **self._place, "world-size": world_size})
-        if used_before:
-            names = ", ".join(path.name for path in kept)
-            old = f", what it wrote otherwise is now {names}" if kept else ""
-            self.note(f"{folder} holds an earlier start: {metrics.name} goes on below it{old}")
+        self._sinks.add(metrics.name, lambda: file)
+        self._sinks.add(incidents.NAME, partial(incidents.Incidents, folder / incidents.NAME))
+        if not used_before:
+            return None
+        names = ", ".join(path.name for path in kept)
+        old = f", what it wrote otherwise is now {names}" if kept else ""
+        return f"{folder} holds an earlier start: {metrics.name} goes on below it{old}"
+
+    def _open_others(self, config: RunConfig, run_id: str) -> None:
+        """Open what is asked for besides the folder, each in a thread of its own."""
+        options, begin = config.logging, (self._place["iteration"], self._place["consumed-samples"])
+        if options.tensorboard_dir is not None:
+            make = partial(TensorBoard, Path(options.tensorboard_dir), to_yaml(config), *begin)
+            self._sinks.add("TensorBoard", partial(Background, make))
+        if options.wandb_project is not None:
+            report = partial(Wandb, options, to_dict(config), run_id, begin[0], _say)
+            self._sinks.add("Weights & Biases", partial(Background, report))
 
     def _place_of(self, iteration: int, consumed_samples: int) -> dict[str, int]:
         tokens = consumed_samples * self._seq_length
@@ -93,38 +132,56 @@ class RunLog:
         if not self.enabled:
             return
         _say(progress_line(record, self.yardstick, _width()))
-        self._write({**record.values(), **self.yardstick.values(record)})
+        self._record({**record.values(), **self.yardstick.values(record)})
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Report an evaluation."""
         if self.enabled:
             _say(evaluation_line(record))
-            self._write(record.values())
+            self._record(record.values())
+
+    def health(self, report: LayerReport) -> None:
+        """Report on single layers."""
+        if self.enabled:
+            _say(report.line())
+            self._record(report.values())
 
     def checkpoint(self, path: Path, size: int, seconds: float) -> None:
         """Report a checkpoint of ``size`` bytes that took ``seconds``."""
         if self.enabled:
             _say(f"saved {path}: {shown(size)} in {seconds:.1f}s, {shown(size / seconds)}/s")
-            self._write({"event": "checkpoint", **self._place, "path": str(path), "bytes": size, "seconds": seconds})
+            self._event({"event": "checkpoint", **self._place, "path": str(path), "bytes": size, "seconds": seconds})
 
     def warning(self, text: str) -> None:
         """Say what went wrong although the run goes on."""
         if self.enabled:
             _warn(text)
-            self._write({"event": "warning", **self._place, "text": text})
+            self._event({"event": "warning", **self._place, "text": text})
+
+    def stopped(self, why: str) -> None:
+        """Say why the run ends before its last step."""
+        if self.enabled:
+            _say(why)
+            self._event({"event": "stop", **self._place, "text": why})
 
     def note(self, text: str) -> None:
         """Say something that is no number."""
         if self.enabled:
             _say(text)
-            self._write({"event": "note", "text": text})
+            self._event({"event": "note", **self._place, "text": text})
 
-    def close(self) -> None:
-        """Draw the loss curve into the run's folder and close the file; never raises."""
-        file, self._file = self._file, None
-        if file is None or self.folder is None:
+    def flush(self) -> None:
+        """Bring what was reported to where it outlives this process: before a checkpoint that goes on after it."""
+        self._sinks.flush()
+
+    def close(self, failed: bool = False) -> None:
+        """Draw the loss curve into the run's folder and close all places; never raises."""
+        if self._closed:
             return
-        file.close()
+        self._closed = True
+        self._sinks.close(failed)
+        if self.folder is None:
+            return
         try:
             picture = self.folder / run_folder.LOSS_CURVE
             draw_history(read_history(self.folder / run_folder.METRICS), self.folder.resolve().name, picture)
@@ -141,7 +198,7 @@ class RunLog:
     ) -> None:
         if error is not None and self.enabled:
             self._failed(error)
-        self.close()
+        self.close(failed=error is not None)
 
     def _failed(self, error: BaseException) -> None:
         """Report the steps that no line has told of yet, and where the run ended."""
@@ -150,11 +207,13 @@ class RunLog:
                 self.train(self._pending())
             except Exception as lost:  # a device that failed may not give its numbers away any more
                 _warn(f"the steps since the last line are lost: {lost}")
-        self._write({"event": "error", **self._place, "text": f"{type(error).__name__}: {error}"})
+        self._event({"event": "error", **self._place, "text": f"{type(error).__name__}: {error}"})
 
-    def _write(self, values: Mapping[str, object]) -> None:
-        if self._file is not None:
-            self._file.write({**values, "time": time.time()})
+    def _record(self, values: Mapping[str, object]) -> None:
+        self._sinks.record({**values, "time": time.time()})
+
+    def _event(self, values: Mapping[str, object]) -> None:
+        self._sinks.event({**values, "time": time.time()})
 
 
 def _say(text: str) -> None:

@@ -14,13 +14,34 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from megatron.data.loader import DataSource
+
 CONFIG, COMMAND, ENVIRONMENT, DIFF = "config.yaml", "command.sh", "environment.json", "uncommitted.diff"
-METRICS, LOSS_CURVE = "metrics.jsonl", "loss.png"
-PACKAGES = ("torch", "numpy", "transformers", "megatron-pretrain")
+METRICS, LOSS_CURVE, DATA = "metrics.jsonl", "loss.png", "data.json"
+PACKAGES = (
+    *(
+        "torch",
+        "numpy",
+        "transformers",
+        "tokenizers",
+        "gigatoken",
+        "numba",
+        "wandb",
+        "tensorboard",
+        "megatron-pretrain",
+    ),
+    *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # where they are installed
+)
 
 
-def prepare(folder: Path, resolved_config: str, device_name: str, world_size: int) -> list[Path]:
-    """Make the folder and write what can be known before the first step.
+def prepare(
+    folder: Path,
+    resolved_config: str,
+    device_name: str,
+    world_size: int,
+    data: Mapping[str, object] | None = None,
+) -> list[Path]:
+    """Make the folder and write what can be known before the first step, ``data`` as what the run reads.
 
     Returns:
         Where that is now which an earlier start had written otherwise.
@@ -36,6 +57,7 @@ def prepare(folder: Path, resolved_config: str, device_name: str, world_size: in
         COMMAND: command_line(os.environ, sys.argv, world_size),
         ENVIRONMENT: json.dumps(facts, indent=2) + "\n",
         DIFF: diff,
+        DATA: json.dumps(data, indent=2) + "\n" if data else "",
     }
     kept = _set_aside(folder, texts)
     for name, text in texts.items():
@@ -76,6 +98,23 @@ def environment(device_name: str, world_size: int) -> dict[str, object]:
         "world_size": world_size,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS"),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
+    }
+
+
+def data_facts(data: DataSource) -> dict[str, object]:
+    """What the run reads, by split: how much, out of what, and the fingerprint by which it is known again."""
+    return {
+        split: {
+            "samples": samples,
+            "tokens": samples * data.seq_length,
+            "laid_out_for_samples": list(data.stretches[split]),
+            "fingerprint": data.fingerprints[split],
+            "sources": [
+                {"source": reading.source, "tokens": reading.tokens, "epochs": reading.epochs}
+                for reading in data.datasets[split].readings(samples)
+            ],
+        }
+        for split, samples in data.used.items()
     }
 
 
@@ -128,12 +167,17 @@ class JsonLines:
         if self._torn:
             self._lost("no space left")
 
+    record = event = write
+
+    def flush(self) -> None:
+        """Nothing waits to be written."""
+
     def _lost(self, reason: str) -> None:
         if not self._warned:
             self._warn(f"{self.path} cannot be written ({reason}): training goes on, metrics are lost until it can")
         self._warned = True
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close the file."""
         with contextlib.suppress(OSError):  # nothing is buffered, so nothing can be lost here
             self._file.close()

@@ -1,0 +1,57 @@
+"""What happened to a run, in a file that a person reads: starts, skipped steps, warnings, errors, ends."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from megatron.training.sinks import Values
+
+NAME = "incidents.md"
+KINDS = ("warning", "error", "stop")
+
+
+class Incidents:
+    """A line of Markdown for each, with its time (UTC) and the step it came after."""
+
+    def __init__(self, path: Path) -> None:
+        """Open ``path`` for appending.
+
+        Raises:
+            OSError: when it cannot be opened.
+        """
+        again = path.exists()
+        self._start = "started again" if again else "started"
+        self._place = 0
+        self._file = path.open("a", encoding="utf-8", buffering=1)  # a line is out as soon as it ends
+
+    def record(self, values: Values) -> None:
+        """Tell of skipped steps."""
+        self._place = int(str(values["iteration"]))
+        skipped = values.get("skipped-iterations")
+        if isinstance(skipped, list) and skipped:
+            numbers = ", ".join(map(str, skipped))
+            self._write(values, f"skipped the update of step{'s' if len(skipped) > 1 else ''} {numbers}")
+
+    def event(self, values: Values) -> None:
+        """Tell of a start, a warning, an error, a stop."""
+        kind = str(values["event"])
+        self._place = int(str(values.get("iteration", self._place)))
+        if kind == "start":
+            self._write(
+                values, f"{self._start} on {values['world-size']} ranks, run {values['run-id'] or 'without name'}"
+            )
+        elif kind in KINDS:
+            self._write(values, f"{kind}: {values['text']}")
+
+    def flush(self) -> None:
+        """Nothing waits to be written."""
+
+    def close(self, failed: bool) -> None:
+        """Tell of the end, and close the file."""
+        self._write({"time": time.time()}, "ended by an error" if failed else "ended in good order")
+        self._file.close()
+
+    def _write(self, values: Values, text: str) -> None:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime(float(str(values["time"]))))
+        self._file.write(f"- {at} step {self._place}: {' '.join(text.split())}\n")

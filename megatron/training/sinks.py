@@ -1,0 +1,181 @@
+"""Where the numbers of a run go besides the console, and what keeps a place that fails from stopping the run."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+Values = Mapping[str, object]
+"""Numbers and words by name, as the records give them."""
+
+PATIENCE_SECONDS = 30.0
+CAPACITY = 10_000  # records that wait for a sink; some megabytes
+
+
+class Sink(Protocol):
+    """A place that keeps the numbers of a run. All methods may raise; `Sinks` and `Background` see to that."""
+
+    def record(self, values: Values) -> None:
+        """Keep numbers of training or evaluation; ``iteration`` is among them."""
+
+    def event(self, values: Values) -> None:
+        """Keep what happened, named by ``event``: a start, a warning, an error."""
+
+    def flush(self) -> None:
+        """Bring what was recorded to where it outlives this process."""
+
+    def close(self, failed: bool) -> None:
+        """Finish; ``failed`` says that the run ended by an error."""
+
+
+class BehindError(Exception):
+    """A sink does not take what it is given."""
+
+
+class Sinks:
+    """Many sinks as one. One that raises is warned of and gets no more until the run is started again."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        """Begin without any; ``warn`` is told of those that fail, and may itself report to this one."""
+        self._warn = warn
+        self._sinks: dict[str, Sink] = {}
+
+    def add(self, name: str, make: Callable[[], Sink]) -> None:
+        """Take in the sink that ``make`` makes, or warn where that raises."""
+        try:
+            self._sinks[name] = make()
+        except Exception as error:  # whatever it is, the run can do without
+            self._lost(name, error)
+
+    def record(self, values: Values) -> None:
+        """Hand numbers to every sink."""
+        self._each(lambda sink: sink.record(values))
+
+    def event(self, values: Values) -> None:
+        """Hand an event to every sink."""
+        self._each(lambda sink: sink.event(values))
+
+    def flush(self) -> None:
+        """Have every sink write out what it holds."""
+        self._each(lambda sink: sink.flush())
+
+    def close(self, failed: bool) -> None:
+        """Close every sink, in the opposite order of their opening, so that the first can still take warnings."""
+        for name in reversed(list(self._sinks)):
+            try:
+                self._sinks[name].close(failed)
+            except Exception as error:  # as above
+                self._lost(name, error)
+        self._sinks.clear()
+
+    def _each(self, act: Callable[[Sink], None]) -> None:
+        for name, sink in list(self._sinks.items()):
+            try:
+                act(sink)
+            except Exception as error:  # as above
+                self._lost(name, error)
+
+    def _lost(self, name: str, error: Exception) -> None:
+        self._sinks.pop(name, None)
+        self._warn(f"{name} gets no more of this run: {said(error)}; training goes on")
+
+
+def said(error: Exception) -> str:
+    """The error's own words, or its kind where it has none."""
+    return str(error).strip() or type(error).__name__
+
+
+class Background:
+    """A sink that works in a thread of its own, so that a network or a disk that hangs does not hold up a step."""
+
+    def __init__(self, make: Callable[[], Sink], patience: float = PATIENCE_SECONDS, capacity: int = CAPACITY) -> None:
+        """Begin to make the sink.
+
+        Args:
+            make: called in the thread; may raise.
+            patience: seconds that `flush` and `close` wait for the thread.
+            capacity: calls that may wait for it.
+        """
+        self._patience = patience
+        self._jobs: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(capacity)
+        self._error: Exception | None = None
+        self._late = False
+        self._thread = threading.Thread(target=self._work, args=(make,), daemon=True)
+        self._thread.start()
+
+    def record(self, values: Values) -> None:
+        """Hand on. Raises what the sink raised at an earlier call, or `BehindError` when too much waits."""
+        self._hand_on(lambda sink: sink.record(values))
+
+    def event(self, values: Values) -> None:
+        """Hand on, as `record`."""
+        self._hand_on(lambda sink: sink.event(values))
+
+    def flush(self) -> None:
+        """Have it written out, and wait for that; not again for a sink that is late, until it has caught up."""
+        done = threading.Event()
+
+        def write_out(sink: Sink) -> None:
+            sink.flush()
+            done.set()
+            self._late = False
+
+        self._hand_on(write_out)
+        if not self._late and self._thread.is_alive():
+            self._late = not self._wait(done)
+        self._check()
+
+    def close(self, failed: bool) -> None:
+        """Have it closed, and wait for that. Raises as `record`, and `BehindError` when it takes too long."""
+        self._hand_on(lambda sink: sink.close(failed))
+        self._hand_on(None)
+        self._thread.join(self._patience)
+        self._check()
+        if self._thread.is_alive():
+            raise BehindError(f"it did not finish within {self._patience:.0f} s")
+
+    def _wait(self, done: threading.Event) -> bool:
+        """Whether ``done`` is set, or the thread has ended, in time."""
+        waited, step = 0.0, 0.05
+        while not done.wait(step) and self._thread.is_alive():
+            waited += step
+            if waited >= self._patience:
+                return False
+        return True
+
+    def _hand_on(self, job: Callable[[Sink], None] | None) -> None:
+        self._check()
+        try:
+            self._jobs.put_nowait(job)
+        except queue.Full:
+            raise BehindError(f"it has not taken the last {self._jobs.maxsize:,} records") from None
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _work(self, make: Callable[[], Sink]) -> None:
+        try:
+            sink = make()
+            while (job := self._jobs.get()) is not None:
+                job(sink)
+        except Exception as error:  # told to the run at its next call
+            self._error = error
+
+
+def scalars(values: Values) -> dict[str, float]:
+    """The numbers among ``values``, as one curve each.
+
+    A list counts as its length; the name of one of several validation sets goes into the names of its values, after
+    ``validation``, as in Megatron-LM.
+    """
+    of = values.get("validation-set")
+    found: dict[str, float] = {}
+    for name, value in values.items():
+        if isinstance(value, list):
+            found[name] = len(value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[name.replace("validation", f"validation-{of}") if of else name] = value
+    return found

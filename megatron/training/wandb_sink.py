@@ -1,0 +1,169 @@
+"""The numbers of a run in Weights & Biases: one curve, however often the run is killed and started again.
+
+Rows are written down in a journal before they are handed over, because what the client was handed is not yet on a disk
+or a server: it writes every few seconds, and a killed node takes the rest along. A start asks how far the curve goes,
+hands over what the journal has beyond it, and leaves out the steps that are there already and are taken again.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from megatron.config.run import LoggingConfig
+from megatron.training.run_folder import JsonLines
+from megatron.training.sinks import Values, scalars
+from megatron.training.wandb_files import last_step_on_disk
+
+TIMEOUT_SECONDS = 25.0  # for the first and the last answer of the server; less than a sink's patience
+ROW_HAS_ANYWAY = ("iteration", "time")
+
+Row = dict[str, float]
+
+
+class Wandb:
+    """One row per log step, over iterations; the values of an evaluation or a health report go into its row."""
+
+    def __init__(
+        self,
+        options: LoggingConfig,
+        config: Mapping[str, Any],
+        run_id: str,
+        iteration: int,
+        say: Callable[[str], None],
+    ) -> None:
+        """Open the run ``run_id``, or go on with it after ``iteration`` steps.
+
+        Args:
+            options: project, entity, names.
+            config: shown as the run's configuration.
+            run_id: as in the checkpoints.
+            iteration: steps taken; what was reported beyond them is of steps that are now taken again.
+            say: told where the curve is to be found.
+
+        Raises:
+            ModuleNotFoundError: when the package is missing.
+            Exception: what wandb raises where nobody is logged in or its server does not answer.
+        """
+        folder = Path(options.wandb_save_dir or options.run_dir or ".")
+        folder.mkdir(parents=True, exist_ok=True)
+        self._run = _open(options, config, run_id, folder)
+        self._begin, self._step = iteration, iteration
+        self._row: Row = {}
+        path = folder / "wandb" / f"journal-{run_id}.jsonl"
+        path.parent.mkdir(exist_ok=True)
+        self._restarts, rows = read_journal(path)
+        self._reported = self._last_step(folder / "wandb", run_id, max(rows, default=-1))
+        self._journal = JsonLines(path, warn=say)
+        self._journal.write({"start": iteration})
+        for step in sorted(step for step in rows if self._reported < step <= iteration):
+            self._report(rows[step], step)
+        self._say_where(say)
+
+    def _last_step(self, files: Path, run_id: str, journaled: int) -> int:
+        """The last step of the curve: what the server says, or the files; else all that was handed over."""
+        if not self._run.offline:
+            return int(self._run.starting_step) - 1
+        try:
+            return last_step_on_disk(files, run_id)
+        except Exception:  # another version may write otherwise; a gap in the curve is better than steps twice
+            return journaled
+
+    def _say_where(self, say: Callable[[str], None]) -> None:
+        offline = f"files in {self._run.dir}, which `wandb sync` sends"
+        say(f"Weights & Biases: {offline if self._run.offline else self._run.url}")
+        if self._reported > self._begin:
+            say(f"Weights & Biases has this run up to step {self._reported}: until then it gets nothing anew")
+
+    def record(self, values: Values) -> None:
+        """Add to the row of the step, and hand over the row before it."""
+        numbers = scalars(values)
+        step = int(numbers["iteration"])
+        if self._begin < step <= self._reported:
+            self._row = {}
+            return
+        if step > self._step:
+            self.flush()
+        self._journal.write(numbers)
+        self._step = step
+        self._row |= {name: number for name, number in numbers.items() if name not in ROW_HAS_ANYWAY}
+
+    def event(self, values: Values) -> None:
+        """Show an error in the run's summary."""
+        if values.get("event") == "error":
+            self._run.summary["error"] = str(values.get("text", ""))
+
+    def flush(self) -> None:
+        """Hand over the row. One of the step before the first waits for the next: that step may have its row."""
+        if self._row and self._step > self._begin:
+            self._report(self._row, self._step)
+            self._row = {}
+
+    def _report(self, row: Row, step: int) -> None:
+        extra = {"samples vs steps": row["consumed-samples"]} if "consumed-samples" in row else {}
+        self._run.log({**row, **extra, "restarts": self._restarts}, step=step, commit=True)
+        self._reported = step
+
+    def close(self, failed: bool) -> None:
+        """Hand over the last row and wait for the server, not for ever.
+
+        Raises:
+            TimeoutError: when it takes too long.
+        """
+        self.flush()
+        self._run.finish(exit_code=1 if failed else 0)
+        self._journal.close()
+
+
+def _open(options: LoggingConfig, config: Mapping[str, Any], run_id: str, folder: Path) -> Any:
+    try:
+        import wandb
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(
+            f"it needs a package that is not installed ({error.name}): pip install wandb"
+        ) from error
+    settings = wandb.Settings(
+        init_timeout=TIMEOUT_SECONDS,
+        finish_timeout=TIMEOUT_SECONDS,
+        finish_timeout_raises=True,
+        console="off",  # a print must not wait for another process
+        silent=True,  # and nobody is asked to log in while the run goes on
+    )
+    name = options.wandb_exp_name or (Path(options.run_dir).resolve().name if options.run_dir else None)
+    return wandb.init(
+        project=options.wandb_project,
+        entity=options.wandb_entity,
+        name=name,
+        dir=str(folder),
+        id=run_id,
+        resume="allow",
+        config=dict(config),
+        settings=settings,
+    )
+
+
+def read_journal(path: Path) -> tuple[int, dict[int, Row]]:
+    """The number of starts before this one, and the rows by step, as the last start that came there wrote them."""
+    starts, rows, written_in = 0, dict[int, Row](), dict[int, int]()
+    for line in _lines(path):
+        if "start" in line:
+            starts += 1
+            continue
+        step = int(line["iteration"])
+        row = {name: number for name, number in line.items() if number is not None and name not in ROW_HAS_ANYWAY}
+        if written_in.get(step) == starts:
+            row = rows[step] | row
+        rows[step], written_in[step] = row, starts
+    return starts, rows
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    if not path.exists():
+        return
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            yield json.loads(text)
+        except ValueError:  # a crash cut it off
+            continue
