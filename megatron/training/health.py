@@ -73,7 +73,7 @@ class HealthRecord:
 
 
 @dataclass
-class Watch:
+class Vitals:
     """Looks on while one step runs; made by :func:`watch`, ended by :meth:`report`.
 
     Attributes:
@@ -159,16 +159,16 @@ class Watch:
         return out
 
 
-def watch(trainer: Trainer) -> Watch:
+def watch(trainer: Trainer) -> Vitals:
     """Watch the next step. Copies the weights to the memory of the host; nothing else waits for the device."""
     t = trainer
     rows = [EMBEDDING, *(f"layers.{i}" for i in range(t.config.model.num_layers)), HEAD]
     before = {name: master.detach().to("cpu", copy=True) for name, master in t.optimizer.masters.items()}
     sums = torch.zeros(len(rows), 8, dtype=torch.float64, device=t.device)
     logits = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=t.device)
-    watch = Watch(t, {name: row for row, name in enumerate(rows)}, before, sums, logits)
-    watch.begin()
-    return watch
+    vitals = Vitals(t, {name: row for row, name in enumerate(rows)}, before, sums, logits)
+    vitals.begin()
+    return vitals
 
 
 def layer_of(name: str) -> str:
