@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import MOMENTS, RunConfig
+from megatron.config.run import MOMENTS, OptimizerConfig, RunConfig
 from megatron.parallel.shard import padded_vocabulary
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
@@ -25,18 +25,28 @@ def state_bytes(config: RunConfig) -> dict[str, int]:
         "weights": elements * narrow,
         "gradients": elements * wide,
         "masters": elements * wide if narrow < wide else 0,
-        "moments": elements * wide * MOMENTS[config.optimizer.optimizer],
+        "moments": elements * _moments(config.optimizer, wide),
+        "average": elements * wide if config.optimizer.ema_decay is not None else 0,
     }
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Bytes of the tensors of a checkpoint: masters and moments of every parameter, whatever the layout.
+    """Bytes of the tensors of a checkpoint: what is kept of every parameter in full, whatever the layout.
 
     Raises:
         ValueError: while the vocabulary's size is not known.
     """
     wide = max(BYTES[config.precision.params_dtype], BYTES["fp32"])
-    return config.model.num_parameters() * wide * (1 + MOMENTS[config.optimizer.optimizer])
+    weights = wide * (2 if config.optimizer.ema_decay is not None else 1)
+    return config.model.num_parameters() * (weights + _moments(config.optimizer, wide))
+
+
+def _moments(config: OptimizerConfig, wide: int) -> int:
+    """Bytes of the moments of one element; ``wide`` is that of its master."""
+    formats = (config.exp_avg_dtype, config.exp_avg_sq_dtype)[: MOMENTS[config.optimizer]]
+    if config.optimizer == "sgd":  # whose momentum has no format of its own
+        formats = ("fp32",)
+    return sum(BYTES["bf16"] if name == "bf16" else wide for name in formats)
 
 
 def rank_parameters(m: ModelConfig, tp: int) -> int:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.config.run import OptimizerConfig
 from megatron.optim.blocks import Cut, blocks
-from megatron.optim.rules import RULES, Rule
+from megatron.optim.rules import RULES, Rate, Rule
 from megatron.parallel.random import hash_of, random_bits
 from megatron.parallel.shard import ShardSpec
 
@@ -97,7 +97,7 @@ class NarrowRule:
         self._key = hash_of(seed, "moments")
 
     @torch.no_grad()
-    def update(self, grads: Sequence[Tensor], lr: float, weight_decay: float, skip: Tensor) -> None:
+    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
         """One step of :class:`Rule`."""
         (count,) = self.step_counts
         for block in blocks(self.params):

@@ -13,6 +13,9 @@ from torch.optim.sgd import sgd
 from megatron.config.run import OptimizerConfig
 from megatron.optim.blocks import blocks
 
+Rate = float | Tensor
+"""A learning rate; a 0-d tensor where the GPU is to read it from its own memory."""
+
 
 class Rule(Protocol):
     """How parameters move along their gradients."""
@@ -82,7 +85,7 @@ class SGD:
             found_inf=skip,
             weight_decay=weight_decay,
             momentum=self.config.sgd_momentum,
-            lr=lr,
+            lr=lr,  # type: ignore[arg-type]  # a tensor is as good, only torch does not say so
             dampening=0.0,
             nesterov=False,
             maximize=False,
@@ -97,11 +100,11 @@ class Lion:
 
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
         self.params, self.config = list(params), config
-        self.state = {"exp_avg": [torch.zeros_like(p) for p in self.params]}
+        self.state: dict[str, list[Tensor]] = {"exp_avg": [torch.zeros_like(p) for p in self.params]}
         self.step_counts: list[Tensor] = []
 
     @torch.no_grad()
-    def update(self, grads: Sequence[Tensor], lr: float, weight_decay: float, skip: Tensor) -> None:
+    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
         """One step of :class:`Rule`, in blocks: what it needs besides is two of them."""
         go = 1.0 - skip.double()
         for block in blocks(self.params):

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from megatron.config.batch import global_batch
 from megatron.config.checks.checkpoint import holds_checkpoints
+from megatron.config.factors import read_factor
 from megatron.config.lengths import lengths
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
@@ -20,11 +21,30 @@ def rates(config: RunConfig, world_size: int) -> Iterator[Problem]:
     o = config.optimizer
     for name, rate in (("min_lr", o.min_lr), ("lr_warmup_init", o.lr_warmup_init)):
         if rate > o.lr:
-            yield Problem(
-                "E401",
-                f"{name} {rate:g} is above --lr {o.lr:g}",
-                (f"{flag(name)} {o.lr / 10:g}", f"--lr {rate * 10:g}"),
-            )
+            yield _above("lr", o.lr, name, rate)
+    if o.decoupled_lr is None:
+        return
+    floor = ("min_lr", o.min_lr) if o.decoupled_min_lr is None else ("decoupled_min_lr", o.decoupled_min_lr)
+    for name, rate in (floor, ("lr_warmup_init", o.lr_warmup_init)):
+        if rate > o.decoupled_lr:
+            yield _above("decoupled_lr", o.decoupled_lr, name, rate)
+
+
+def _above(peak: str, highest: float, name: str, rate: float) -> Problem:
+    lower = "decoupled_min_lr" if peak == "decoupled_lr" and name == "min_lr" else name
+    fixes = (f"{flag(lower)} {highest / 10:g}", f"{flag(peak)} {rate * 10:g}")
+    return Problem("E401", f"{name} {rate:g} is above {flag(peak)} {highest:g}", fixes)
+
+
+def factors(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Factors of groups of parameters can be read."""
+    o = config.optimizer
+    for name, texts in (("lr_factors", o.lr_factors), ("weight_decay_factors", o.weight_decay_factors)):
+        for text in texts:
+            try:
+                read_factor(text)
+            except ValueError as error:
+                yield Problem("E408", f"'{text}' in {name} {error}", (f"{flag(name)} 'embedding.*=0.5'",))
 
 
 def said_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -101,4 +121,4 @@ def loss_scale(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E406", sentence, fixes)
 
 
-CHECKS = (rates, said_once, schedule, weight_decay, loss_scale)
+CHECKS = (rates, factors, said_once, schedule, weight_decay, loss_scale)

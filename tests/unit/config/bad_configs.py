@@ -140,6 +140,11 @@ CASES = (
     Case("--start-weight-decay 0.1"),
     Case("--weight-decay-incr-style cosine --start-weight-decay 0.1"),
     Case("--fp16 --initial-loss-scale 1 --min-loss-scale 2"),
+    Case("--lr 1e-3 --decoupled-lr 1e-5 --min-lr 1e-4"),
+    Case("--lr 1e-3 --decoupled-lr 1e-5 --decoupled-min-lr 1e-4"),
+    Case("--lr-factors embedding --weight-decay-factors '*.bias=-1' 'x=fast'"),
+    Case("--decoupled-min-lr 1e-6 --optimizer sgd --exp-avg-dtype bf16 --spike-window 4"),
+    Case("--optimizer lion --exp-avg-sq-dtype bf16 --ema-decay 1 --skip-spikes 0"),
     # data
     Case("", base=FILES),
     Case("--data-path corpus --mock-data", base=FILES),

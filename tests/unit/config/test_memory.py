@@ -61,11 +61,20 @@ def nbytes(tensors: Iterable[Tensor]) -> int:
     return sum(t.nbytes for t in tensors)
 
 
-@pytest.mark.parametrize("optimizer", MOMENTS)
+OPTIMIZERS = [
+    *MOMENTS,
+    "adam --exp-avg-dtype bf16",
+    "adam --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --ema-decay 0.99",
+    "lion --exp-avg-dtype bf16 --lr-factors *.bias=2",
+    "sgd --ema-decay 0.9",
+]
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("dtype", BYTES)
 def test_bytes_of_each_part_are_those_of_the_objects_of_a_run(dtype: str, optimizer: str) -> None:
     argv = ["--mock-data", "--vocab-size", "257", "--train-iters", "1", "--seq-length", "16", "--device", "cpu"]
-    config = parse([*argv, "--params-dtype", dtype, "--optimizer", optimizer], {}).config
+    config = parse([*argv, "--params-dtype", dtype, "--optimizer", *optimizer.split()], {}).config
     trainer, expected = build(config, 0, 1), state_bytes(config)
     params, masters = trainer.optimizer.params, trainer.optimizer.masters
     assert nbytes(params.values()) == expected["weights"]
@@ -74,6 +83,7 @@ def test_bytes_of_each_part_are_those_of_the_objects_of_a_run(dtype: str, optimi
     state = [rule.state for _, rule in trainer.optimizer.groups]
     moments = [t for kinds in state for kind, tensors in kinds.items() if kind != "step" for t in tensors]
     assert nbytes(moments) == expected["moments"]
+    assert nbytes(trainer.optimizer.average.values()) == expected["average"]
     assert sum(spec.numel * t.itemsize for spec, t in held(trainer).values()) == checkpoint_bytes(config)
     buffers = [bucket.buffer for bucket in trainer.buckets.buckets]
     alignment = (len(params) + len(buffers)) * ALIGNMENT * buffers[0].itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,9 +11,14 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import OptimizerConfig
+from megatron.optim import rules
+from megatron.optim.blocks import blocks
 from megatron.optim.rules import RULES, Rule
+from tests.solo import Allocations
 
-CONFIG = OptimizerConfig(adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3, sgd_momentum=0.7)
+CONFIG = OptimizerConfig(
+    adam_beta1=0.8, adam_beta2=0.9, adam_eps=1e-3, sgd_momentum=0.7, lion_beta1=0.6, lion_beta2=0.9
+)
 SHAPES = [(3, 4), (5,), (), (17, 9)]
 GO, SKIP = torch.zeros(()), torch.ones(())
 PRECISIONS = [(torch.float64, 1e-12), (torch.float32, 1e-5)]
@@ -27,7 +33,25 @@ def sgd(params: list[Tensor]) -> torch.optim.Optimizer:
     return torch.optim.SGD(params, momentum=CONFIG.sgd_momentum, foreach=False, fused=False)
 
 
-REFERENCES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {"adam": adamw, "sgd": sgd}
+class Lion(torch.optim.Optimizer):
+    """Algorithm 2 of Chen et al. 2023, line by line and number by number."""
+
+    def __init__(self, params: list[Tensor]) -> None:
+        super().__init__(params, {"lr": 0.0, "weight_decay": 0.0})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        (group,) = self.param_groups
+        for param in group["params"]:
+            state = self.state[param]
+            m = state.setdefault("exp_avg", torch.zeros_like(param)).view(-1)
+            w, g = param.data.view(-1), param.grad.view(-1)
+            for i in range(w.numel()):
+                c = CONFIG.lion_beta1 * m[i] + (1 - CONFIG.lion_beta1) * g[i]
+                m[i] = CONFIG.lion_beta2 * m[i] + (1 - CONFIG.lion_beta2) * g[i]
+                w[i] -= group["lr"] * (torch.sign(c) + group["weight_decay"] * w[i])
+
+
+REFERENCES: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {"adam": adamw, "sgd": sgd, "lion": Lion}
 
 
 def tensors(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
@@ -97,3 +121,28 @@ def test_nothing_to_update(name: str) -> None:
     rule = RULES[name]([], CONFIG)
     rule.update([], 0.1, 0.01, GO)
     assert not any(rule.state.values())
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_learning_rate_may_be_a_tensor(name: str) -> None:
+    ours, theirs = tensors(torch.float64), tensors(torch.float64)
+    for params, lr in ((ours, torch.tensor(0.125)), (theirs, 0.125)):
+        RULES[name](params, CONFIG).update(tensors(torch.float64, seed=1), lr, 0.5, GO)
+    assert all(map(torch.equal, ours, theirs))
+
+
+def test_lion_needs_two_blocks_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And cut into blocks it does what it does to whole tensors."""
+    whole, cut = tensors(torch.float64), tensors(torch.float64)
+    for params, elements in ((whole, 10**6), (cut, 7)):
+        monkeypatch.setattr(rules, "blocks", partial(blocks, elements=elements))
+        rule = RULES["lion"](params, CONFIG)
+        for step in range(3):
+            rule.update(tensors(torch.float64, seed=step + 1), 0.1, 0.5, GO)
+    assert all(map(torch.equal, whole, cut))
+    large, grads = ([torch.full((1000,), value) for _ in range(2)] for value in (0.0, 1.0))
+    rule = RULES["lion"](large, CONFIG)
+    monkeypatch.setattr(rules, "blocks", partial(blocks, elements=100))
+    with Allocations() as seen:
+        rule.update(grads, 0.1, 0.5, GO)
+    assert seen.largest <= 100 * 4
