@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from megatron.config.run import OptimizerConfig
+from megatron.kernels.hashing import random_bits
 from megatron.optim.blocks import Cut, blocks
 from megatron.optim.rules import RULES, Rate, Rule
-from megatron.parallel.random import hash_of, random_bits
+from megatron.parallel.random import hash_of
 from megatron.parallel.shard import ShardSpec
 
 LOW = 16
@@ -115,7 +116,7 @@ class NarrowRule:
     def _put_back(self, block: Sequence[Cut], wide: Mapping[str, Sequence[Tensor]]) -> None:
         """Round what a block's moments have become; those that are not narrow were updated in place."""
         numbers = [self._places[c.index].numbers(c.start, c.stop) + self._offsets[c.index] for c in block]
-        bits = random_bits(self._key, self.step_counts[0].long(), torch.cat(numbers)).to(torch.int64)
+        bits = random_bits(self._key, self.step_counts[0].long(), torch.cat(numbers))
         for part, kind in enumerate(self._dtypes):
             values = torch.cat([value.float() for value in wide[kind]])
             rounded = round_at_random(values, bits >> (LOW * part)).split([value.numel() for value in wide[kind]])

@@ -17,7 +17,8 @@ def test_blocks_are_a_partition(sizes: list[int], elements: int) -> None:
     found = [[cut.of(tensors) for cut in block] for block in blocks(tensors, elements)]
     lengths = [sum(map(len, block)) for block in found]
     assert [i for block in found for piece in block for i in piece.tolist()] == list(range(ends[-1]))
-    assert all(length == elements for length in lengths[:-1]) and all(0 < n <= elements for n in lengths)
+    assert all(length == elements for length in lengths[:-1])
+    assert all(0 < n <= elements for n in lengths)
 
 
 def test_a_cut_is_a_view() -> None:

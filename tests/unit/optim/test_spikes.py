@@ -53,7 +53,8 @@ def test_either_is_a_spike_and_only_upward() -> None:
 def test_a_level_that_stays_is_a_spike_no_more() -> None:
     steps = [(1.0 + 0.01 * (i % 2), 1.0) for i in range(16)] + [(5.0 + 0.01 * (i % 2), 1.0) for i in range(16)]
     verdicts = told(SpikeGuard(3.0, 16, "cpu"), steps)
-    assert verdicts[16] and not any(verdicts[24:])
+    assert verdicts[16]
+    assert not any(verdicts[24:])
 
 
 @pytest.mark.parametrize("seen", [0, 3, 8, 13])
