@@ -1,0 +1,222 @@
+"""Two runs side by side, as their folders tell of them: the first option, step and sample in which they differ."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from megatron.config.compare import ROLES, Role
+from megatron.config.settings import SETTINGS
+from megatron.training.run_folder import CONFIG, DIFF, ENVIRONMENT, METRICS
+
+FACTS = (ENVIRONMENT, "data.json")
+"""Files of plain facts; they explain a difference and are none themselves."""
+
+EXACT = ("consumed-samples", "batch-size", "samples-digest")
+CLOSE = ("learning-rate", "weight-decay", "loss-scale", "grad-norm")
+OF_ALL_STEPS = ("skipped-iterations", "lm loss")
+"""Values of a log line: of its last step, equal or equal up to a tolerance; and of all steps since the line before."""
+
+
+@dataclass
+class RunFolder:
+    """What a run has left, or is leaving.
+
+    Attributes:
+        folder: where.
+        options: by name; None where there is no readable config.yaml.
+        facts: of the environment and the data, by dotted names.
+        lines: the log line of every step that counts: what a restart threw away is gone.
+        missing: a sentence for everything that is not there or could not be read.
+    """
+
+    folder: Path
+    options: Mapping[str, Any] | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    lines: dict[int, dict[str, Any]] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+
+    def options_as_now(self) -> dict[str, Any]:
+        """Every option; one that its version did not have yet has today's default."""
+        return {name: setting.default for name, setting in SETTINGS.items()} | dict(self.options or {})
+
+
+def read_run(folder: Path) -> RunFolder:
+    """Read what is there.
+
+    Raises:
+        ValueError: when the folder is not there, or of no run.
+    """
+    if not folder.is_dir():
+        raise ValueError(f"{folder} is not a folder: give what the runs were told with --run-dir")
+    run = RunFolder(folder)
+    run.options = _options(run)
+    run.facts = {name: value for file in FACTS for name, value in _flat(_json(run, file))}
+    if (folder / DIFF).is_file():
+        run.facts["uncommitted changes"] = (folder / DIFF).read_text(errors="replace")
+    _read_lines(run)
+    if run.options is None and not run.lines:
+        raise ValueError(f"{folder} is not the folder of a run: {'; '.join(run.missing)}")
+    return run
+
+
+def _options(run: RunFolder) -> dict[str, Any] | None:
+    import yaml  # only here
+
+    try:
+        tree = yaml.safe_load((run.folder / CONFIG).read_text(encoding="utf-8"))
+        groups = [values for values in tree.values() if isinstance(values, Mapping)]
+    except FileNotFoundError:
+        run.missing.append(f"{run.folder} has no {CONFIG}")
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        run.missing.append(f"{run.folder / CONFIG} cannot be read: {' '.join(str(error).split())}")
+    else:
+        return {name: tuple(v) if isinstance(v, list) else v for values in groups for name, v in values.items()}
+    return None
+
+
+def _json(run: RunFolder, name: str) -> Mapping[str, Any]:
+    path = run.folder / name
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        run.missing.append(f"{path} cannot be read: {error}")
+        return {}
+    return found if isinstance(found, Mapping) else {name: found}
+
+
+def _read_lines(run: RunFolder) -> None:
+    path = run.folder / METRICS
+    try:
+        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError as error:
+        run.missing.append(f"{path} cannot be read: {error.strerror}")
+        return
+    unreadable = 0
+    for text in texts:
+        try:
+            _take(run.lines, json.loads(text))
+        except (ValueError, LookupError, TypeError, AttributeError):
+            unreadable += 1  # a crash may cut a line off
+    if unreadable:
+        run.missing.append(f"{path}: {unreadable} {'line' if unreadable == 1 else 'lines'} cannot be read")
+
+
+def _take(lines: dict[int, dict[str, Any]], line: dict[str, Any]) -> None:
+    if line.get("event") == "start":
+        for iteration in [i for i in lines if i > int(line["iteration"])]:
+            del lines[iteration]
+    elif "lm loss" in line:
+        lines[int(line["iteration"])] = line
+
+
+@dataclass(frozen=True)
+class Change:
+    """Something that has two values; those that do not ``count`` may differ between equal runs."""
+
+    name: str
+    a: Any
+    b: Any
+    counts: bool = True
+
+    def __str__(self) -> str:
+        numbers = [x for x in (self.a, self.b) if isinstance(x, float) and math.isfinite(x)]
+        apart = f" (relative {_apart(*numbers):.1e})" if len(numbers) == 2 else ""
+        return f"{self.name}: {_shown(self.a)} | {_shown(self.b)}{apart}"
+
+
+def changed_options(a: RunFolder, b: RunFolder) -> list[Change]:
+    """Options that differ, in the order of docs/flags.md, those that this version does not know last."""
+    if a.options is None or b.options is None:
+        return []
+    left, right = a.options_as_now(), b.options_as_now()
+    found = []
+    for name in dict.fromkeys((*SETTINGS, *left, *right)):
+        if left.get(name) != right.get(name):
+            flag = SETTINGS[name].flag if name in SETTINGS else name
+            found.append(Change(flag, left.get(name), right.get(name), ROLES.get(name) is not Role.START))
+    return found
+
+
+def changed_facts(a: RunFolder, b: RunFolder) -> list[Change]:
+    """What differs in the environment, the source code and the data."""
+    names = dict.fromkeys((*a.facts, *b.facts))
+    return [Change(n, a.facts.get(n), b.facts.get(n), False) for n in names if a.facts.get(n) != b.facts.get(n)]
+
+
+@dataclass(frozen=True)
+class StepComparison:
+    """The log lines that both runs have.
+
+    Attributes:
+        compared: how many of them were compared, the first one that differs included.
+        last_equal: step of the last line before one that differs; 0 where there is none.
+        differs_at: step of the first that differs; None where all are equal.
+        changes: in what it differs.
+        digests: whether ``samples-digest`` was in all lines that were compared.
+    """
+
+    compared: int
+    last_equal: int
+    differs_at: int | None
+    changes: tuple[Change, ...]
+    digests: bool
+
+
+def compare_steps(a: RunFolder, b: RunFolder, tolerance: float = 0.0) -> StepComparison:
+    """Compare log lines of the same steps, first to last.
+
+    Values of all steps since the line before are left out where that is not the same line in both.
+
+    Args:
+        a: one run.
+        b: the other.
+        tolerance: by how much losses, norms and rates may differ, relative to the larger one.
+
+    """
+    common = sorted(a.lines.keys() & b.lines.keys())
+    before = [{step: last for last, step in pairwise([0, *sorted(run.lines)])} for run in (a, b)]
+    last_equal, digests = 0, True
+    for number, step in enumerate(common, start=1):
+        names = (*EXACT, *CLOSE, *(OF_ALL_STEPS if before[0][step] == before[1][step] else ()))
+        left, right = a.lines[step], b.lines[step]
+        digests = digests and left.get("samples-digest") is not None and right.get("samples-digest") is not None
+        found = tuple(_differing(left, right, [n for n in names if n in left and n in right], tolerance))
+        if found:
+            return StepComparison(number, last_equal, step, found, digests)
+        last_equal = step
+    return StepComparison(len(common), last_equal, None, (), digests and bool(common))
+
+
+def _differing(
+    left: Mapping[str, Any], right: Mapping[str, Any], names: list[str], tolerance: float
+) -> Iterator[Change]:
+    for name in names:
+        x, y = left[name], right[name]
+        numbers = name not in EXACT and isinstance(x, int | float) and isinstance(y, int | float)
+        if x != y and not (numbers and _apart(x, y) <= tolerance):
+            yield Change(name, x, y)
+
+
+def _apart(x: float, y: float) -> float:
+    return abs(x - y) / max(abs(x), abs(y)) if x != y else 0.0
+
+
+def _flat(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in tree.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _shown(value: Any) -> str:
+    text = "nothing" if value is None else repr(value) if isinstance(value, float) else str(value)
+    return text if len(text) <= 80 and "\n" not in text else f"{len(text.splitlines())} lines, {len(text)} characters"

@@ -1,0 +1,126 @@
+"""Name the first option, step and sample in which two runs differ: ``python tools/diff_runs.py RUN_DIR RUN_DIR``.
+
+Runs may be over, killed or going on. Times, memory and the environment are told where they explain something, and not
+counted as differences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from megatron.config.problems import UserError
+from megatron.data.errors import DataError
+from megatron.training.differences import (
+    Change,
+    RunFolder,
+    StepComparison,
+    changed_facts,
+    changed_options,
+    compare_steps,
+    read_run,
+)
+
+EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
+
+
+def main(argv: Sequence[str]) -> int:
+    """Compare and report; returns the exit status."""
+    arguments = parser().parse_args(argv)
+    try:
+        a, b = read_run(arguments.a), read_run(arguments.b)
+    except ValueError as error:
+        print(f"diff_runs: {error}", file=sys.stderr)
+        return UNREADABLE
+    for sentence in (*a.missing, *b.missing):
+        print(f"note: {sentence}", file=sys.stderr)
+    options, steps = changed_options(a, b), compare_steps(a, b, arguments.tolerance)
+    print("\n".join(told_options(a, b, options)))
+    print("\n".join(told_steps(a, b, steps, arguments.tolerance)))
+    print("\n".join(told_samples(a, b, steps, arguments.data)))
+    print("\n".join(told_facts(changed_facts(a, b))))
+    if steps.differs_at is not None or any(change.counts for change in options):
+        return DIFFERENT
+    return EQUAL if steps.compared else UNREADABLE
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="exit status: 0 equal, 1 different, 2 when there is nothing to compare",
+    )
+    made.add_argument("a", type=Path, metavar="RUN_DIR", help="what a run was told with --run-dir")
+    made.add_argument("b", type=Path, metavar="RUN_DIR", help="the other run")
+    made.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="X", help="relative difference that numbers may have (0: none)"
+    )
+    made.add_argument("--no-data", dest="data", action="store_false", help="do not open the data")
+    return made
+
+
+def told_options(a: RunFolder, b: RunFolder, changes: Sequence[Change]) -> Iterator[str]:
+    """Lines on the options."""
+    if a.options is None or b.options is None:
+        yield "options: not compared, a config.yaml is missing"
+        return
+    counted = [change for change in changes if change.counts]
+    yield f"options: {len(counted)} differ" if counted else "options: equal"
+    yield from (f"  {change}" for change in counted)
+    if rest := [change.name for change in changes if not change.counts]:
+        yield f"  of one start, not counted: {' '.join(rest)}"
+
+
+def told_steps(a: RunFolder, b: RunFolder, steps: StepComparison, tolerance: float) -> Iterator[str]:
+    """Lines on the log lines."""
+    lengths = [max(run.lines, default=0) for run in (a, b)]
+    equal = "to the bit" if tolerance == 0.0 else f"to {tolerance:g}"
+    if not steps.compared:
+        yield f"steps: not compared, no log line is of the same step; the last are of {lengths[0]:,} | {lengths[1]:,}"
+    elif steps.differs_at is None:
+        yield f"steps: equal {equal} up to step {steps.last_equal:,}, in {steps.compared:,} log lines"
+        if lengths[0] != lengths[1]:
+            yield f"  the runs have {lengths[0]:,} | {lengths[1]:,} steps so far"
+    else:
+        before = f"equal {equal} up to step {steps.last_equal:,}; " if steps.last_equal else ""
+        yield f"steps: {before}the log line of step {steps.differs_at:,} is the first that differs"
+        yield from (f"  {change}" for change in steps.changes)
+
+
+def told_samples(a: RunFolder, b: RunFolder, steps: StepComparison, may_open: bool) -> Iterator[str]:
+    """Lines on the samples: by the digests in the log lines, and where these differ, or are missing, by the data."""
+    in_digest = any(change.name == "samples-digest" for change in steps.changes)
+    upto = steps.differs_at or steps.last_equal
+    if steps.digests and not in_digest:
+        yield f"samples: the same up to step {upto:,}"
+        return
+    first, stop = _samples(a, b, steps.last_equal if in_digest else 0), _samples(a, b, upto)
+    if in_digest:
+        yield f"samples: the same up to step {steps.last_equal:,}; they differ by step {upto:,}"
+    if not may_open:
+        yield "samples: the data were not opened"
+        return
+    from megatron.training.sample_streams import first_different_sample
+
+    try:
+        yield f"samples: {first_different_sample(a, b, first, stop)}"
+    except (DataError, UserError, OSError) as error:
+        yield f"samples: not compared one by one: {error}"
+
+
+def _samples(a: RunFolder, b: RunFolder, step: int) -> int:
+    """The samples that one of the runs had consumed after a step."""
+    return max((int(run.lines[step]["consumed-samples"]) for run in (a, b) if step in run.lines), default=0)
+
+
+def told_facts(changes: Sequence[Change]) -> Iterator[str]:
+    """Lines on where the runs were made."""
+    yield "environment, source and data: " + ("as follows" if changes else "equal")
+    yield from (f"  {change}" for change in changes)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
