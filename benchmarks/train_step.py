@@ -29,6 +29,7 @@ from torch import nn
 
 from benchmarks.hardware import processor
 from megatron.config.arguments import parse
+from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
@@ -59,7 +60,7 @@ def our_trainer(args: argparse.Namespace, rank: int = 0, tp: int = 1, sequence_p
 def our_step(trainer: Trainer) -> Step:
     """Our step, always on the same batch."""
     batches = trainer.next_batches()
-    return lambda: train_step(trainer, batches, LEARNING_RATE, WEIGHT_DECAY).loss.item()
+    return lambda: train_step(trainer, batches, Rates(LEARNING_RATE, WEIGHT_DECAY)).loss.item()
 
 
 def their_model(args: argparse.Namespace, activation: str) -> nn.Module:

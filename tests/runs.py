@@ -184,7 +184,8 @@ def checkpoint(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
     manifest = Manifest.open(path)
     reader = CheckpointReader(manifest)
     tensors = {name: reader.read(name).view(reader.shape(name)) for name in reader.names}
-    return tensors, {name: value for name, value in manifest.state.items() if name != "written_by"}
+    own = ("written_by", "goodput", "run_id")  # what no two runs have in common
+    return tensors, {name: value for name, value in manifest.state.items() if name not in own}
 
 
 def saved_steps(folder: Path) -> list[int]:

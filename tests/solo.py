@@ -18,6 +18,7 @@ from megatron.config.run import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.optim.buckets import GradBuckets
 from megatron.optim.optimizer import Optimizer, Outcome
+from megatron.optim.schedule import Rates
 from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
@@ -104,7 +105,8 @@ class Solo:
     ) -> tuple[Tensor, Outcome]:
         """One training step: ``(loss, outcome)``."""
         loss = self.backward(batches)
-        return loss, self.optimizer.step(lr, weight_decay, torch.ones(()))
+        self.optimizer.finish()
+        return loss, self.optimizer.update(Rates(lr, weight_decay), torch.ones(()), loss)
 
     def snapshot(self) -> dict[str, Tensor]:
         """Copies of all gradients."""

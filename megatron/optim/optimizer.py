@@ -16,10 +16,10 @@ from megatron.optim.groups import ParamGroup, param_groups
 from megatron.optim.narrow import make_rule
 from megatron.optim.replicas import ReplicaGrads
 from megatron.optim.rules import Rule
+from megatron.optim.schedule import Rates
 from megatron.optim.spikes import SpikeGuard
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import ShardSpec
-
 
 Clock = Callable[[str], AbstractContextManager[object]]
 """Measures what runs inside, under a name."""
@@ -91,44 +91,39 @@ class Optimizer:
         self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].buffer.device)
 
     @torch.no_grad()
-    def step(
-        self,
-        lr: float,
-        weight_decay: float,
-        loss_scale: Tensor,
-        loss: Tensor | None = None,
-        decoupled_lr: float | None = None,
-        clock: Clock = unmeasured,
+    def finish(self, clock: Clock = unmeasured) -> None:
+        """Make every gradient that of the global batch; ``clock`` measures the parts."""
+        with clock("all-grads-sync"):
+            self.buckets.finish()
+        with clock("layernorm-grads-all-reduce"):
+            self.replicas.reduce()
+
+    @torch.no_grad()
+    def update(
+        self, rates: Rates, loss_scale: Tensor, loss: Tensor | None = None, clock: Clock = unmeasured
     ) -> Outcome:
-        """Reduce, clip, update.
+        """Clip the finished gradients, and move the weights along them.
 
         Args:
-            lr: learning rate.
-            weight_decay: of the parameters that decay.
+            rates: learning rate and weight decay.
             loss_scale: scalar by which all gradients are too large.
             loss: of the step, 0-d, equal on all ranks; whoever skips spikes looks at it.
-            decoupled_lr: learning rate of the embeddings and the output layer where they have their own.
             clock: measures the parts.
 
         Returns:
             The norm and whether the update was skipped.
 
         Raises:
-            ValueError: when spikes are to be skipped and there is no loss, or ``decoupled_lr`` is missing.
+            ValueError: when spikes are to be skipped and there is no loss, or a decoupled rate is missing.
 
         """
-        with clock("all-grads-sync"):
-            self.buckets.finish()
-        with clock("layernorm-grads-all-reduce"):
-            self.replicas.reduce()
-        with clock("optimizer"):
-            with clock("optimizer-clip-main-grad"):
-                outcome = self._judge(loss_scale, loss)
-                self._scale(outcome, loss_scale)
-            with clock("optimizer-inner-step"):
-                self._update(lr, weight_decay, decoupled_lr, outcome.skipped)
-            with clock("optimizer-copy-main-to-model-params"):
-                self.publish()
+        with clock("optimizer-clip-main-grad"):
+            outcome = self._judge(loss_scale, loss)
+            self._scale(outcome, loss_scale)
+        with clock("optimizer-inner-step"):
+            self._update(rates, outcome.skipped)
+        with clock("optimizer-copy-main-to-model-params"):
+            self.publish()
         return outcome
 
     def _judge(self, loss_scale: Tensor, loss: Tensor | None) -> Outcome:
@@ -136,7 +131,7 @@ class Optimizer:
         nonfinite = skipped = (~norm.isfinite()).float()
         if self.spikes is not None:
             if loss is None:
-                raise ValueError("skip_spikes looks at the loss: pass it to step")
+                raise ValueError("skip_spikes looks at the loss: pass it to update")
             skipped = torch.maximum(skipped, self.spikes.is_spike(loss, norm).float())
         clip = torch.ones_like(norm)
         if self.config.clip_grad > 0.0:
@@ -149,13 +144,13 @@ class Optimizer:
         for bucket in self.buckets.buckets:
             bucket.buffer.mul_(factor)
 
-    def _update(self, lr: float, weight_decay: float, decoupled_lr: float | None, skip: Tensor) -> None:
+    def _update(self, rates: Rates, skip: Tensor) -> None:
         for group, rule in self.groups:
-            rate = decoupled_lr if group.decoupled else lr
+            rate = rates.decoupled_lr if group.decoupled else rates.lr
             if rate is None:
-                raise ValueError("decoupled_lr is configured: pass it to step")
+                raise ValueError("decoupled_lr is configured: give rates with one")
             grads = [self.buckets.grads[name] for name in group.names]
-            rule.update(grads, rate * group.lr_factor, weight_decay * group.weight_decay_factor, skip)
+            rule.update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip)
         if self.config.ema_decay is not None:
             weight = (1.0 - self.config.ema_decay) * (1.0 - skip.double())
             for name, average in self.average.items():

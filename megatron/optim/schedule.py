@@ -4,10 +4,29 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from megatron.config.lengths import Lengths
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import OptimizerConfig
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What an update is made with.
+
+    Attributes:
+        lr: learning rate; a 0-d tensor where the GPU is to read it from its own memory.
+        weight_decay: of the parameters that decay.
+        decoupled_lr: learning rate of the embeddings and the output layer; None where it is ``lr``.
+    """
+
+    lr: float | Tensor
+    weight_decay: float
+    decoupled_lr: float | Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -84,6 +103,10 @@ class Schedule:
                 f"({self.warmup:g}) and that of the decay ({self.decay:g}); set --lr-wsd-decay-iters or -samples"
             )
             raise UserError([Problem("E404", sentence)])
+
+    def rates(self, samples: int) -> Rates:
+        """What the step that starts after ``samples`` samples is made with."""
+        return Rates(self.learning_rate(samples), self.weight_decay(samples), self.decoupled_learning_rate(samples))
 
     def learning_rate(self, samples: int) -> float:
         """Learning rate of the step that starts after ``samples`` samples."""

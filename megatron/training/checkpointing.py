@@ -29,10 +29,11 @@ from megatron.model.fill import Source, fill
 from megatron.parallel import comm
 from megatron.parallel.shard import Piece, ShardSpec
 from megatron.training.origin import Place, is_own, place_of
-from megatron.training.setup import Trainer
+from megatron.training.run_identity import kept_run_id
+from megatron.training.setup import DIGESTS, Trainer
 
-DIGESTS = 2**64
-"""Digests of samples are numbers below this."""
+AVERAGE = "optim.ema."
+"""Names of averaged weights begin so."""
 
 
 @dataclass(frozen=True)
@@ -90,12 +91,29 @@ def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> list[
     t.begin_at(*place_of(manifest), saved["data"]["stretches"], batches_since)
     t.evaluated = _evaluated(saved)
     notes = _take_up_data(t, saved["data"], is_own(manifest.path, t.config.checkpoint))
-    read(manifest, to_fill(held(t)), t.mesh.world)
-    t.optimizer.publish()
+    notes += _read_tensors(t, manifest)
     t.optimizer.set_steps_applied(saved["optimizer"]["steps"])
     if saved["loss_scaler"]:  # there is none where the run that saved had a constant one
         t.scaler.load_state_dict(saved["loss_scaler"])
+    if t.optimizer.spikes is not None and saved.get("spikes"):
+        t.optimizer.spikes.load_state_dict(saved["spikes"])
+    own = is_own(manifest.path, t.config.checkpoint)  # a fork is a run of its own
+    t.run_id = kept_run_id(saved, own)
+    if own and "goodput" in saved:
+        t.goodput.load_state_dict(saved["goodput"])
     return notes
+
+
+def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
+    """Weights, moments and averages; where the checkpoint has no average, it starts from the weights, which is said."""
+    t, wanted = trainer, held(trainer)
+    if not t.optimizer.average or any(name.startswith(AVERAGE) for name in manifest.tensors):
+        read(manifest, to_fill(wanted), t.mesh.world)
+        t.optimizer.publish()
+        return []
+    read(manifest, to_fill({n: v for n, v in wanted.items() if not n.startswith(AVERAGE)}), t.mesh.world)
+    t.optimizer.begin()
+    return ["the checkpoint has no average of the weights: it starts from the weights"]
 
 
 def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
@@ -110,7 +128,7 @@ def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
     t.begin_at(0, 0)
     weights = {name: (t.chunk.specs[name], tensor) for name, tensor in t.optimizer.masters.items()}
     read(manifest, to_fill(weights), t.mesh.world)
-    t.optimizer.publish()
+    t.optimizer.begin()
 
 
 def restore_from_source(trainer: Trainer, source: Source) -> None:
@@ -122,14 +140,14 @@ def restore_from_source(trainer: Trainer, source: Source) -> None:
     """
     trainer.begin_at(0, 0)
     fill(trainer.chunk.specs, trainer.optimizer.masters, source)
-    trainer.optimizer.publish()
+    trainer.optimizer.begin()
 
 
 def held(trainer: Trainer) -> dict[str, tuple[ShardSpec, Tensor]]:
     """This rank's part of every tensor of a checkpoint, by name: its place, and its values ``spec.local_shape``."""
     specs, optimizer = trainer.chunk.specs, trainer.optimizer
     found = {name: (specs[name], tensor) for name, tensor in optimizer.masters.items()}
-    for kind, tensors in optimizer.moments().items():
+    for kind, tensors in optimizer.extra_state().items():
         found |= {f"optim.{kind}.{name}": (specs[name], tensor) for name, tensor in tensors.items()}
     return found
 
@@ -173,6 +191,9 @@ def state(trainer: Trainer) -> dict[str, Any]:
         "evaluated": dict(t.evaluated),
         "optimizer": {"steps": t.optimizer.steps_applied()},
         "loss_scaler": t.scaler.state_dict(),
+        "spikes": {} if t.optimizer.spikes is None else t.optimizer.spikes.state_dict(),
+        "goodput": t.goodput.state_dict(),
+        "run_id": t.run_id,
         "data": {
             "stretches": {split: list(counts) for split, counts in t.data.stretches.items()},
             "fingerprints": dict(t.data.fingerprints),

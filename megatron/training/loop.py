@@ -7,13 +7,16 @@ from functools import partial
 from megatron.checkpoint.errors import StorageError
 from megatron.data.splits import kind_of
 from megatron.training.checkpointing import save
+from megatron.training.graphs import StepRunner
+from megatron.training.health import Vitals, watch
 from megatron.training.logging import RunLog
-from megatron.training.metrics import StepWindow
-from megatron.training.profiling import Profiler
+from megatron.training.metrics import StepMetrics, StepWindow
 from megatron.training.nonfinite import NonFiniteError, explain_nonfinite
+from megatron.training.profiling import Profiler
 from megatron.training.records import EvaluationRecord
+from megatron.training.replicas_check import check_replicas
 from megatron.training.setup import Trainer
-from megatron.training.step import evaluate, train_step
+from megatron.training.step import evaluate
 from megatron.training.stop import StopRequest, reason
 
 
@@ -28,33 +31,43 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest, profiler: Profiler) 
         StorageError: when the last checkpoint cannot be written.
 
     """
-    t, config, options = trainer, trainer.config.training, trainer.config.checkpoint
+    take_step = StepRunner(trainer)
+    t, config, options, logging = trainer, trainer.config.training, trainer.config.checkpoint, trainer.config.logging
     for split in evaluations_due(t):  # the step was stopped by a signal
         evaluate_on(t, split, log)
-    window = StepWindow(t.device, config.seq_length)
+    window = StepWindow(
+        t.device,
+        config.seq_length,
+        world=t.mesh.world,
+        timers=t.timers,
+        goodput=t.goodput,
+        timing_option=logging.timing_log_option,
+    )
     if t.iteration >= t.total_steps:
         log.note(f"nothing to do: this run ends with step {t.total_steps}, and {t.iteration} are taken")
     while t.iteration < t.total_steps:
-        lr, weight_decay = t.schedule.learning_rate(t.consumed_samples), t.schedule.weight_decay(t.consumed_samples)
+        rates = t.schedule.rates(t.consumed_samples)
         with profiler.step(t.iteration + 1):
-            samples, batches = t.next_batch_size, t.next_batches()
-            metrics = train_step(t, batches, lr, weight_decay)
-        if config.on_nonfinite == "stop" and metrics.skipped.item() and not t.scaler.can_shrink(metrics.loss_scale):
+            with t.timers("batch-generator"):
+                samples, batches = t.next_batch_size, t.next_batches()
+            vitals = watch(t) if _every(logging.log_health_interval, t.iteration + 1) else None
+            metrics = take_step(batches, rates, eager=vitals is not None)
+        if config.on_nonfinite == "stop" and metrics.nonfinite.item() and not t.scaler.can_shrink(metrics.loss_scale):
             raise NonFiniteError(explain_nonfinite(t, batches))
         t.iteration += 1
         t.consumed_samples += samples
 
         window.add(metrics, samples)
-        progress = {"iteration": t.iteration, "consumed_samples": t.consumed_samples}
-        read = partial(window.read, **progress, learning_rate=lr, weight_decay=weight_decay)
-        log.stepped(t.iteration, t.consumed_samples, read)  # told even if the run fails before its next line
+        read = partial(window.read, iteration=t.iteration, consumed_samples=t.consumed_samples, rates=rates)
+        log.stepped(t.iteration, t.consumed_samples, partial(read, alone=True))  # told even if the run fails before
+        examine(t, vitals, metrics, log)
 
         told = stop.agreed()
         profiler.ask(t.iteration, stop.profile_steps)
         last = t.iteration == t.total_steps
         leave = told or last or _every(config.exit_interval, t.iteration)
-        if leave or _every(t.config.logging.log_interval, t.iteration):
-            log.train(read())
+        if leave or _every(logging.log_interval, t.iteration):
+            log.train(read(samples_digest=t.samples_digest()))
         for split in evaluations_due(t) if last or not told else ():  # nobody who sent a signal waits for it
             with window.paused():
                 evaluate_on(t, split, log)
@@ -63,9 +76,22 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest, profiler: Profiler) 
                 checkpoint(t, log, needed=bool(leave))
         if leave and not last:
             why = reason(told) if told else f"--exit-interval {config.exit_interval}"
-            log.note(f"stopped by {why} after step {t.iteration} of {t.total_steps}")
+            log.stopped(f"stopped by {why} after step {t.iteration} of {t.total_steps}")
             return told
     return 0
+
+
+def examine(trainer: Trainer, vitals: Vitals | None, metrics: StepMetrics, log: RunLog) -> None:
+    """Report on every layer if it was watched, and compare the copies of the weights when that is due; collective.
+
+    Raises:
+        UserError: when copies of a weight differ.
+
+    """
+    if vitals is not None:
+        log.health(vitals.report(metrics))
+    if _every(trainer.config.logging.check_weight_hash_across_dp_replicas_interval, trainer.iteration):
+        check_replicas(trainer)
 
 
 def evaluations_due(trainer: Trainer) -> list[str]:
@@ -91,6 +117,7 @@ def checkpoint(trainer: Trainer, log: RunLog, needed: bool) -> None:
         StorageError: for a checkpoint that is needed.
 
     """
+    log.flush()  # what was reported up to here must survive a crash of a run that goes on from here
     try:
         saved = save(trainer)
         log.checkpoint(saved.path, saved.bytes, saved.seconds)

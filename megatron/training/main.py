@@ -14,12 +14,15 @@ from megatron.config.run import RunConfig
 from megatron.config.summary import summary
 from megatron.data.errors import DataError
 from megatron.parallel.mesh import everyone, first_to_fail, is_lost_contact, leave_distributed
+from megatron.training.goodput import Goodput
 from megatron.training.logging import RunLog
 from megatron.training.loop import train
 from megatron.training.nonfinite import NonFiniteError
 from megatron.training.profile_request import ProfileRequests
 from megatron.training.profiling import Profiler
 from megatron.training.resume import begin, choose
+from megatron.training.run_folder import data_facts
+from megatron.training.run_identity import new_run_id
 from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest
 from megatron.training.together import claimed
@@ -64,22 +67,32 @@ def join_and_train(config: RunConfig, notes: Sequence[str], started: float | Non
     stop = StopRequest(world, device, minutes, started, ProfileRequests(config.logging.run_dir, rank, warn))
     try:
         with claimed(config.checkpoint.save, world):
-            return train_from_origin(config, notes, stop)
+            return train_from_origin(config, notes, stop, started)
     finally:
         stop.restore()
 
 
-def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest) -> int:
+def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest, started: float | None) -> int:
     """Begin where there is something to begin with, and train."""
     world = stop.world
     try:
         origin = choose(config.checkpoint, world)
         trainer = build(config, world.rank, world.size, fresh=origin.fresh)
-        notes = [*notes, *begin(trainer, origin)]
+        trainer.goodput, stop.world = Goodput(started), trainer.mesh.world
+        notes = [*notes, *trainer.notes, *begin(trainer, origin)]
     except (UserError, DataError) as error:
         raise RefusedError(str(error)) from error
+    trainer.run_id = trainer.run_id or new_run_id(world)
     place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
-    with RunLog(config, world_size=world.size, device=trainer.device, enabled=world.rank == 0, **place) as log:
+    with RunLog(
+        config,
+        world_size=world.size,
+        device=trainer.device,
+        enabled=world.rank == 0,
+        run_id=trainer.run_id,
+        data=data_facts(trainer.data),
+        **place,
+    ) as log:
         for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
             log.note(text)
         profiler = Profiler(

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from megatron.optim.schedule import Rates
 from megatron.parallel.comm import Group
 from megatron.training.goodput import Goodput
 from megatron.training.ranks import RankTimes, compare, gather
@@ -30,14 +31,14 @@ class StepMetrics:
         grad_norm: global gradient norm before clipping.
         skipped: nonzero if the update was skipped.
         loss_scale: scale the step ran with.
-        nonfinite: nonzero if a gradient was not finite; None where that is the only reason for a skip.
+        nonfinite: nonzero if a gradient was not finite; other reasons for a skip are spikes.
     """
 
     loss: Tensor
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
-    nonfinite: Tensor | None = None
+    nonfinite: Tensor
 
 
 class StepWindow:
@@ -75,8 +76,7 @@ class StepWindow:
 
     def add(self, step: StepMetrics, samples: int) -> None:
         """Note a step of ``samples`` samples. Does not wait for the device."""
-        nonfinite = step.skipped if step.nonfinite is None else step.nonfinite
-        scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale, nonfinite)
+        scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale, step.nonfinite)
         self._steps.append(torch.stack([x.detach().to(self.device, torch.float64) for x in scalars]))
         self._samples.append(samples)
 
@@ -96,8 +96,7 @@ class StepWindow:
         *,
         iteration: int,
         consumed_samples: int,
-        learning_rate: float,
-        weight_decay: float,
+        rates: Rates,
         samples_digest: str | None = None,
         alone: bool = False,
     ) -> TrainRecord:
@@ -121,8 +120,9 @@ class StepWindow:
             consumed_tokens=consumed_samples * self.seq_length,
             loss=sum(finite) / len(finite) if finite else math.nan,
             grad_norm=norms[-1],
-            learning_rate=learning_rate,
-            weight_decay=weight_decay,
+            learning_rate=float(rates.lr),
+            learning_rate_decoupled=None if rates.decoupled_lr is None else float(rates.decoupled_lr),
+            weight_decay=rates.weight_decay,
             batch_size=self._samples[-1],
             loss_scale=scales[-1],
             seconds_per_step=seconds / steps,

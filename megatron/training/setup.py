@@ -16,6 +16,7 @@ from megatron.config.lengths import lengths
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.data.loader import DataSource, build_data
+from megatron.kernels.registry import choose
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.optim.buckets import GradBuckets
 from megatron.optim.optimizer import Optimizer
@@ -27,6 +28,11 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh, start_distributed
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.agreement import check_same_data
+from megatron.training.goodput import Goodput
+from megatron.training.timers import Timers
+
+DIGESTS = 2**64
+"""Digests of samples are numbers below this."""
 
 
 @dataclass
@@ -34,12 +40,17 @@ class Trainer:
     """The parts of a run and how far it is. Schedule and data are there once :meth:`begin_at` has said where it begins.
 
     Attributes:
+        timers: of the phases of a step.
+        goodput: of the run, all its starts together.
         iteration: steps taken.
         consumed_samples: samples they used.
         batches_since: steps and samples after which the batches began that are those of now.
         evaluated: by split, steps taken before the last evaluation on it.
         digest: digest of the first ``digested_samples`` samples that the run has consumed.
         digest_read: digest of those that this rank has read since.
+        digest_told: samples of which :meth:`samples_digest` told last, and that digest.
+        run_id: name of the run through all its starts; empty until one is given.
+        notes: what the start of the run is to say of how it computes.
         files: what its checkpoints carry besides, by name: those of the tokenizer, for whoever uses the model.
     """
 
@@ -50,6 +61,8 @@ class Trainer:
     buckets: GradBuckets
     optimizer: Optimizer
     scaler: LossScaler
+    timers: Timers
+    goodput: Goodput = field(default_factory=Goodput)
     schedule: Schedule = field(init=False)
     data: DataSource = field(init=False)
     iteration: int = 0
@@ -59,6 +72,9 @@ class Trainer:
     digest: int = 0
     digested_samples: int = 0
     digest_read: int = 0
+    digest_told: tuple[int, int] = (0, 0)
+    run_id: str = ""
+    notes: tuple[str, ...] = ()
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
 
     def begin_at(
@@ -82,7 +98,7 @@ class Trainer:
         """
         config, dp, begin = self.config, self.mesh.data_size, (iteration, consumed_samples)
         self.iteration, self.consumed_samples = begin
-        self.digest, self.digested_samples, self.digest_read = 0, consumed_samples, 0
+        self.digest, self.digested_samples, self.digest_read, self.digest_told = 0, consumed_samples, 0, (0, 0)
         self.batches_since = batches_since
         self.schedule = Schedule.from_config(config.optimizer, lengths(config, dp, *batches_since))
         self.data = build_data(config.data, config.training, config.model.vocab, dp, stretches=stretches, begin=begin)
@@ -97,6 +113,13 @@ class Trainer:
     def next_batch_size(self) -> int:
         """Samples of the next global batch."""
         return batch_at(self.config.training, self.mesh.data_size, self.consumed_samples)
+
+    def samples_digest(self) -> str:
+        """Digest of the samples that the run has consumed, as the sample stream has them, in hexadecimal."""
+        known, digest = max(self.digest_told, (self.digested_samples, self.digest))
+        digest = (digest + self.data.digest("train", known, self.consumed_samples)) % DIGESTS
+        self.digest_told = self.consumed_samples, digest
+        return f"{digest:016x}"
 
     def next_batches(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next step."""
@@ -150,6 +173,10 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
         world_size: number of ranks; more than one needs torch.distributed to be started.
         fresh: a run that begins. Otherwise the weights are left zero and the place open, for a checkpoint to say.
 
+    Raises:
+        UserError: when the device, a kernel, or a parameter that was asked for is not there.
+        DataError: when the data of a run that begins cannot be opened.
+
     """
     device = choose_device(config.training.device)
     model, parallel, training = config.model, config.parallel, config.training
@@ -157,16 +184,18 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     mesh = Mesh(Layout.from_config(parallel, world_size), rank, timeout, kv_copies)
     dtype = DTYPES[config.precision.params_dtype]
+    kernels, notes = choose(config.compute.kernels, device, dtype, config.compute.deterministic)
     context = BuildContext(
-        mesh, GradSink(), dtype, device, training.seed, parallel.sequence_parallel, initialised=fresh
+        mesh, GradSink(), dtype, device, training.seed, parallel.sequence_parallel, initialised=fresh, kernels=kernels
     )
     chunk = build_gpt(model, training, context)
     dtypes = {name: p.dtype for name, p in chunk.params.items()}
     size, overlap = parallel.ddp_bucket_size, parallel.overlap_grad_reduce
     buckets = GradBuckets(chunk.specs, dtypes, mesh, context.sink, device, size, overlap)
-    optimizer = Optimizer(chunk.params, chunk.specs, buckets, mesh, config.optimizer)
+    optimizer = Optimizer(chunk.params, chunk.specs, buckets, mesh, config.optimizer, training.seed)
     scaler = LossScaler.from_config(config.precision, device)
-    trainer = Trainer(config, mesh, device, chunk, buckets, optimizer, scaler)
+    timers = Timers(config.logging.timing_log_level, device)
+    trainer = Trainer(config, mesh, device, chunk, buckets, optimizer, scaler, timers, notes=tuple(notes))
     if fresh:
         trainer.begin_at(0, 0)
     return trainer

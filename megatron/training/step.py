@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from megatron.model.gpt import GPTChunk
+from megatron.optim.optimizer import Clock, Outcome, unmeasured
+from megatron.optim.schedule import Rates
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.metrics import StepMetrics
 from megatron.training.setup import Trainer
 
+Update = Callable[[Rates, Tensor, Tensor], Outcome]
+"""``Optimizer.update``, or what repeats it: of rates, the loss scale and the loss."""
 
-def train_step(trainer: Trainer, batches: Sequence[MicroBatch], lr: float, weight_decay: float) -> StepMetrics:
+
+def train_step(
+    trainer: Trainer, batches: Sequence[MicroBatch], rates: Rates, update: Update | None = None
+) -> StepMetrics:
     """Forward and backward of every micro-batch, then the update. No wait for the device in here.
 
     The loss is the sum over the *global* batch's unmasked tokens divided by their number, so it does not depend on
@@ -24,28 +31,34 @@ def train_step(trainer: Trainer, batches: Sequence[MicroBatch], lr: float, weigh
     Args:
         trainer: changed in place, its counters excepted.
         batches: this rank's micro-batches of the step.
-        lr: learning rate.
-        weight_decay: of the parameters that decay.
+        rates: learning rate and weight decay.
+        update: in place of the optimizer's own.
 
     Returns:
         Device scalars, equal on all ranks.
 
     """
-    t, scale = trainer, trainer.scaler.scale
+    t, scale = trainer, trainer.scaler.scale.clone()  # the scaler changes its own in place
     t.chunk.train()
     tokens = count_tokens(batches, t.mesh.replicas)
     t.buckets.start_step(len(batches))
-    for batch in batches:
-        forward_backward(t.chunk, batch, seed=scale / tokens.clamp(min=1.0))
-    outcome = t.optimizer.step(lr, weight_decay, scale)
-    t.scaler.update(outcome.skipped)
-    return StepMetrics(mean_loss(t.chunk, tokens, t.mesh.replicas), outcome.grad_norm, outcome.skipped, scale)
+    with t.timers("forward-backward"):
+        for batch in batches:
+            forward_backward(t.chunk, batch, scale / tokens.clamp(min=1.0), t.timers)
+    loss = mean_loss(t.chunk, tokens, t.mesh.replicas)
+    t.optimizer.finish(t.timers)
+    with t.timers("optimizer"):
+        outcome = update(rates, scale, loss) if update else t.optimizer.update(rates, scale, loss, t.timers)
+    t.scaler.update(outcome.nonfinite)  # a spike is no overflow
+    return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite)
 
 
-def forward_backward(chunk: GPTChunk, batch: MicroBatch, seed: Tensor) -> None:
+def forward_backward(chunk: GPTChunk, batch: MicroBatch, seed: Tensor, clock: Clock = unmeasured) -> None:
     """Run a micro-batch forth and back; ``seed`` is the factor of its summed losses in the global objective."""
-    outputs = [out for out in chunk(None, batch) if out.requires_grad]
-    torch.autograd.backward(outputs, [seed.to(out.dtype) for out in outputs])
+    with clock("forward-compute"):
+        outputs = [out for out in chunk(None, batch) if out.requires_grad]
+    with clock("backward-compute"):
+        torch.autograd.backward(outputs, [seed.to(out.dtype) for out in outputs])
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -87,7 +87,8 @@ def trace_steps(trainer: Trainer, steps: int) -> list[RankTrace]:
     t, traces = trainer, []
     for _ in range(steps):
         samples = t.next_batch_size
-        metrics = train_step(t, t.next_batches(), t.config.optimizer.lr, t.schedule.weight_decay(t.consumed_samples))
+        rates = replace(t.schedule.rates(t.consumed_samples), lr=t.config.optimizer.lr)
+        metrics = train_step(t, t.next_batches(), rates)
         traces.append(trace_step(t, metrics))
         t.iteration += 1
         t.consumed_samples += samples

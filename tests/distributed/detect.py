@@ -26,7 +26,7 @@ from megatron.training.setup import build
 from megatron.training.step import train_step
 from megatron.training.stop import StopRequest
 from megatron.training.verify import RankTrace, join
-from tests.distributed.drive import LR, MODEL, WEIGHT_DECAY, Case, batches_of, compare_with_twin, run_case
+from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case
 from tests.distributed.faults import infinite_gradient
 
 TOLERANCE = 1e-8
@@ -74,7 +74,7 @@ def skip_together(rank: int, world_size: int, case: Case) -> bool:
     trainer = build(case.config(), rank, world_size)
     before = [weight.clone() for weight in trainer.optimizer.masters.values()]
     with infinite_gradient() if rank == world_size - 1 else nullcontext():
-        train_step(trainer, batches_of(trainer, case, 0), LR, WEIGHT_DECAY)
+        train_step(trainer, batches_of(trainer, case, 0), RATES)
     return all(map(torch.equal, before, trainer.optimizer.masters.values()))
 
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.run import DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
 from megatron.data.masks import Masks
+from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
@@ -22,7 +23,7 @@ from tests.distributed.pool import Pool
 SEQ_LENGTH = 12
 GLOBAL_BATCH = 4
 LR = 1e-2
-WEIGHT_DECAY = 0.1
+RATES = Rates(LR, 0.1)
 
 MODEL = ModelConfig(
     num_layers=2,
@@ -90,7 +91,7 @@ def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     trainer = build(case.config(), rank, world_size)
     traces = []
     for step in range(case.steps):
-        metrics = train_step(trainer, batches_of(trainer, case, step), LR, WEIGHT_DECAY)
+        metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
         traces.append(trace_step(trainer, metrics))
     return traces
 

@@ -137,8 +137,8 @@ def advance(trainer: Trainer, steps: int) -> list[float]:
     """Take steps as the training loop does; returns their losses."""
     t, losses = trainer, []
     for _ in range(steps):
-        samples, lr = t.next_batch_size, t.schedule.learning_rate(t.consumed_samples)
-        metrics = train_step(t, t.next_batches(), lr, t.schedule.weight_decay(t.consumed_samples))
+        samples = t.next_batch_size
+        metrics = train_step(t, t.next_batches(), t.schedule.rates(t.consumed_samples))
         losses.append(metrics.loss.item())
         t.iteration += 1
         t.consumed_samples += samples

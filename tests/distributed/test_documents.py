@@ -23,7 +23,7 @@ from megatron.parallel.microbatch import MicroBatch
 from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
 from megatron.training.verify import RankTrace, compare, join, trace_step
-from tests.distributed.drive import FP64, LR, MODEL, OPTIMIZER, TRAINING, WEIGHT_DECAY
+from tests.distributed.drive import FP64, LR, MODEL, OPTIMIZER, RATES, TRAINING
 from tests.distributed.pool import Pool
 
 EOD = 7
@@ -117,7 +117,7 @@ def test_a_token_of_one_document_changes_no_logit_of_another(pool: Pool, tmp_pat
 
 
 def one_step(trainer: Trainer, batches: list[MicroBatch]) -> RankTrace:
-    return trace_step(trainer, train_step(trainer, batches, LR, WEIGHT_DECAY))
+    return trace_step(trainer, train_step(trainer, batches, RATES))
 
 
 def packed(rank: int, world_size: int, config: RunConfig) -> RankTrace:

@@ -21,10 +21,9 @@ from megatron.training.step import evaluate, train_step
 from megatron.training.verify import Difference, StepTrace
 from tests.distributed import product
 from tests.distributed.drive import (
-    LR,
     MODEL,
+    RATES,
     SEQ_LENGTH,
-    WEIGHT_DECAY,
     Case,
     batches_of,
     compare_with_twin,
@@ -198,7 +197,7 @@ def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     config = replace(config, training=replace(config.training, eval_iters=2))
     trainer = build(config, rank, world_size)
     before = evaluate(trainer).item()
-    train_step(trainer, batches_of(trainer, case, 0), LR, WEIGHT_DECAY)
+    train_step(trainer, batches_of(trainer, case, 0), RATES)
     return before, evaluate(trainer).item()
 
 

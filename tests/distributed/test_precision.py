@@ -11,7 +11,7 @@ import torch
 from megatron.config.run import ParallelConfig, PrecisionConfig, TrainingConfig
 from megatron.training.setup import build
 from megatron.training.step import train_step
-from tests.distributed.drive import LR, MODEL, WEIGHT_DECAY, Case, batches_of, reference, run_on
+from tests.distributed.drive import MODEL, RATES, Case, batches_of, reference, run_on
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.pool import Pool
 
@@ -52,7 +52,7 @@ def run_scaled(rank: int, world_size: int, case: Case, overflow_on: int | None) 
     out = Scaling([], [], [])
     for step in range(case.steps):
         with infinite_gradient() if (rank, step) == (overflow_on, 3) else nullcontext():
-            metrics = train_step(trainer, batches_of(trainer, case, step), LR, WEIGHT_DECAY)
+            metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
         out.scales.append(metrics.loss_scale.item())
         out.skipped.append(bool(metrics.skipped.item()))
         out.weights.append(sum(m.double().abs().sum().item() for m in trainer.optimizer.masters.values()))

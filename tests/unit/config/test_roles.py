@@ -167,9 +167,8 @@ def losses(flags: str) -> tuple[float, ...]:
     found = []
     for _ in range(4):
         schedule, consumed = trainer.schedule, trainer.consumed_samples
-        rate, decay = schedule.learning_rate(consumed), schedule.weight_decay(consumed)
         size, batches = trainer.next_batch_size, trainer.next_batches()
-        found.append(train_step(trainer, batches, rate, decay).loss.item())
+        found.append(train_step(trainer, batches, schedule.rates(consumed)).loss.item())
         trainer.iteration, trainer.consumed_samples = trainer.iteration + 1, consumed + size
     return (*found, sum(p.abs().sum().item() for p in trainer.optimizer.params.values()))
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config.run import OptimizerConfig
 from megatron.optim.clip import GradNorm
+from megatron.optim.schedule import Rates
 from megatron.parallel.shard import Init, Shard
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
@@ -36,7 +37,8 @@ def test_norm_and_clipping_are_those_of_torch(dtype: torch.dtype, clip: float) -
         param.grad = grad
     norm = nn.utils.clip_grad_norm_(reference, clip if clip else float("inf"))
     tolerance = 1e-13 if dtype == torch.float64 else 1e-6
-    outcome = solo.optimizer.step(1e-3, 0.0, torch.ones(()))
+    solo.optimizer.finish()
+    outcome = solo.optimizer.update(Rates(1e-3, 0.0), torch.ones(()))
     assert outcome.grad_norm.item() == pytest.approx(norm.item(), rel=tolerance)
     assert outcome.grad_norm.dtype == torch.float64
     assert outcome.skipped.item() == 0
@@ -80,7 +82,8 @@ def test_a_skipped_step_leaves_the_bad_gradient_where_it_was(clip: float) -> Non
     solo.backward(BATCHES)
     bad = "layers.0.mlp.linear_fc1.weight"
     solo.buckets.grads[bad][0, 0] = float("nan")
-    solo.optimizer.step(1e-3, 0.1, torch.ones(()))
+    solo.optimizer.finish()
+    solo.optimizer.update(Rates(1e-3, 0.1), torch.ones(()))
     assert [name for name, grad in solo.buckets.grads.items() if not grad.isfinite().all()] == [bad]
 
 
@@ -92,7 +95,8 @@ def test_a_gradient_that_is_not_finite_skips_the_step(dtype: torch.dtype, bad: f
     before = state(solo)
     solo.backward(BATCHES)
     solo.buckets.grads["layers.1.mlp.linear_fc2.bias"][3] = bad
-    outcome = solo.optimizer.step(1e-3, 0.1, torch.ones(()))
+    solo.optimizer.finish()
+    outcome = solo.optimizer.update(Rates(1e-3, 0.1), torch.ones(()))
     assert outcome.skipped.item() == 1
     assert not outcome.grad_norm.isfinite()
     after = state(solo)
@@ -110,7 +114,8 @@ def test_the_loss_scale_is_taken_out(scale: float) -> None:
         scaled.backward(BATCHES)
         for bucket in scaled.buckets.buckets:
             bucket.buffer.mul_(scale)
-        outcome = scaled.optimizer.step(1e-3, 0.1, torch.tensor(scale))
+        scaled.optimizer.finish()
+        outcome = scaled.optimizer.update(Rates(1e-3, 0.1), torch.tensor(scale))
         assert outcome.skipped.item() == 0
     for name, value in state(solo).items():
         torch.testing.assert_close(state(scaled)[name], value, rtol=1e-12, atol=1e-15)
@@ -122,7 +127,8 @@ def test_decay_shrinks_matrices_only(name: str) -> None:
     solo = Solo.build(CONFIG, optimizer=OptimizerConfig(optimizer=name))
     before = {n: p.detach().clone() for n, p in solo.params.items()}
     solo.buckets.start_step(0)
-    solo.optimizer.step(0.5, 0.1, torch.ones(()))
+    solo.optimizer.finish()
+    solo.optimizer.update(Rates(0.5, 0.1), torch.ones(()))
     for n, param in solo.params.items():
         expected = before[n] * (1 - 0.5 * 0.1) if param.dim() == 2 else before[n]
         torch.testing.assert_close(param.detach(), expected, rtol=1e-12, atol=0)

@@ -2,12 +2,17 @@ from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 
 import pytest
 import torch
 
+from megatron.optim.schedule import Rates
+from megatron.parallel.comm import Group
+from megatron.training.goodput import Goodput
 from megatron.training.metrics import StepMetrics, StepWindow, device_name, memory_bytes
-from megatron.training.records import EvaluationRecord
+from megatron.training.records import EvaluationRecord, Timing
+from megatron.training.timers import Timers
 
 CPU = torch.device("cpu")
 
@@ -30,7 +35,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 def step(loss: float, grad_norm: float = 1.0, skipped: bool = False, loss_scale: float = 1.0) -> StepMetrics:
-    return StepMetrics(torch.tensor(loss), torch.tensor(grad_norm), torch.tensor(skipped), torch.tensor(loss_scale))
+    scalars = map(torch.tensor, (loss, grad_norm, skipped, loss_scale, skipped))
+    return StepMetrics(*scalars)
 
 
 def test_a_window_becomes_one_record(clock: Clock) -> None:
@@ -39,7 +45,7 @@ def test_a_window_becomes_one_record(clock: Clock) -> None:
     window.add(step(math.nan, grad_norm=math.inf, skipped=True, loss_scale=16.0), samples=4)
     window.add(step(2.0, grad_norm=0.25, loss_scale=8.0), samples=6)
     clock.now += 6.0
-    record = window.read(iteration=30, consumed_samples=100, learning_rate=0.1, weight_decay=0.01)
+    record = window.read(iteration=30, consumed_samples=100, rates=Rates(0.1, 0.01))
     assert (record.iteration, record.consumed_samples, record.consumed_tokens) == (30, 100, 1000)
     assert record.loss == 3.0  # of the two steps that have one
     assert record.skipped == (29,)
@@ -54,10 +60,10 @@ def test_reading_starts_a_new_window(clock: Clock) -> None:
     for loss in (1.0, 5.0):
         window.add(step(loss), samples=1)
         clock.now += 2.0
-        record = window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0)
+        record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
         assert (record.loss, record.seconds_per_step) == (loss, 2.0)
     with pytest.raises(ValueError, match="no step"):
-        window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0)
+        window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
 
 
 def test_a_skipped_update_has_a_loss(clock: Clock) -> None:
@@ -65,8 +71,68 @@ def test_a_skipped_update_has_a_loss(clock: Clock) -> None:
     window = StepWindow(CPU, seq_length=1)
     window.add(step(3.0, grad_norm=math.inf, skipped=True), samples=1)
     clock.now += 1.0
-    record = window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0)
+    record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
     assert (record.loss, record.skipped) == (3.0, (1,))
+
+
+def test_spikes_are_skips_with_a_finite_gradient(clock: Clock) -> None:
+    window = StepWindow(CPU, seq_length=1)
+    for nonfinite in (True, False, False):
+        window.add(replace(step(3.0, skipped=True), nonfinite=torch.tensor(nonfinite)), samples=1)
+    window.add(replace(step(3.0), nonfinite=torch.tensor(False)), samples=1)
+    clock.now += 1.0
+    record = window.read(iteration=8, consumed_samples=1, rates=Rates(0.0, 0.0))
+    assert (record.skipped, record.spikes) == ((5, 6, 7), (6, 7))
+
+
+def test_one_rank_alone_has_nobody_to_wait_for(clock: Clock) -> None:
+    timers = Timers(1, CPU)
+    window = StepWindow(CPU, seq_length=1, timers=timers, timing_option="all")
+    for _ in range(2):
+        for name in ("batch-generator", "optimizer"):
+            with timers(name):
+                clock.now += 0.5
+        window.add(step(3.0), samples=1)
+    record = window.read(iteration=2, consumed_samples=2, rates=Rates(0.0, 0.0))
+    assert (record.seconds_per_step, record.data_wait) == (1.0, 0.5)
+    assert record.timings == {"batch-generator": Timing(0.5), "optimizer": Timing(0.5)}
+    assert (record.communication, record.communication_share, record.world_size) == ({}, None, 1)
+    assert (record.memory_rank, record.slowest_rank, record.slowest_excess) == (None, None, None)
+
+
+def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(clock: Clock) -> None:
+    timers = Timers(1, CPU)
+    group = Group((0, 1), 0, None, "tp")
+
+    def wait() -> None:
+        with timers("optimizer"), group.waiting(torch.zeros(())):
+            clock.now += 1.0
+
+    wait()
+    window = StepWindow(CPU, seq_length=1, world=group, timers=timers)
+    wait()
+    window.add(step(3.0), samples=1)
+    with window.paused():
+        wait()
+    record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0), alone=True)
+    assert record.seconds_per_step == 1.0
+    assert (record.communication, record.communication_share) == ({"tp": 1.0}, 1.0)
+    assert record.timings == {"optimizer": Timing(1.0)}
+
+
+def test_steps_count_towards_goodput_before_a_pause_ends_and_once(clock: Clock) -> None:
+    """A checkpoint is written in a pause, and its state holds the steps up to there."""
+    goodput = Goodput()
+    window = StepWindow(CPU, seq_length=1, goodput=goodput)
+    clock.now += 4.0
+    window.add(step(3.0), samples=1)
+    with window.paused():
+        assert goodput.productive_seconds == 4.0
+        clock.now += 100.0
+    clock.now += 3.0
+    window.add(step(3.0), samples=1)
+    window.read(iteration=2, consumed_samples=2, rates=Rates(0.0, 0.0))
+    assert goodput.productive_seconds == 7.0
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
@@ -74,7 +140,7 @@ def test_no_finite_loss_is_no_loss(clock: Clock, loss: float) -> None:
     window = StepWindow(CPU, seq_length=1)
     window.add(step(loss, skipped=True), samples=1)
     clock.now += 1.0
-    assert math.isnan(window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0).loss)
+    assert math.isnan(window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0)).loss)
 
 
 def test_pauses_do_not_count(clock: Clock) -> None:
@@ -84,16 +150,16 @@ def test_pauses_do_not_count(clock: Clock) -> None:
     with window.paused():
         clock.now += 100.0
     clock.now += 2.0
-    assert window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0).seconds_per_step == 3.0
+    assert window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0)).seconds_per_step == 3.0
 
 
 def test_adding_a_step_reads_no_value() -> None:
     """Meta tensors have none, so any wait for the device would raise."""
     scalar = torch.empty((), device="meta")
     window = StepWindow(torch.device("meta"), seq_length=1)
-    window.add(StepMetrics(scalar, scalar, scalar.bool(), scalar), samples=1)
+    window.add(StepMetrics(scalar, scalar, scalar.bool(), scalar, scalar.bool()), samples=1)
     with pytest.raises(NotImplementedError):
-        window.read(iteration=1, consumed_samples=1, learning_rate=0.0, weight_decay=0.0)
+        window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
 
 
 def test_memory_covers_what_this_process_holds() -> None:
