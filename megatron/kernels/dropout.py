@@ -8,12 +8,11 @@ import torch
 from torch import Tensor
 
 from megatron.kernels.compiling import compiled, no_compiler
+from megatron.kernels.hashing import MASK, mix
 from megatron.kernels.operation import Candidate, Operation, Trial
 
 Dropout = Callable[[Tensor, float, Tensor, Tensor, int], Tensor]
 """``dropout(x_SBH, probability, key, samples_B, first_row) -> y_SBH``."""
-
-_MASK = 0xFFFFFFFF
 
 
 def dropout(x_SBH: Tensor, probability: float, key: Tensor, samples_B: Tensor, first_row: int) -> Tensor:
@@ -49,24 +48,5 @@ def keep_mask(probability: float, key: int | Tensor, samples: Tensor, positions:
         Boolean tensor of the broadcast shape.
 
     """
-    rows = _mix(_mix(samples ^ (key & _MASK)) ^ positions ^ (key >> 32))
-    return _mix(rows ^ _mix(channels + 1)) >= int(probability * (_MASK + 1))
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers (held in int64) that spreads every input bit over all output bits."""
-    x = x & _MASK
-    for _ in range(2):
-        x = ((x >> 16) ^ x) * 0x45D9F3B & _MASK
-    return (x >> 16) ^ x
-
-
-def _trials() -> Sequence[Trial]:
-    x = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    key, samples = torch.tensor(0x1234_5678_9ABC_DEF0), torch.tensor([7, 3_000_000_000])
-    return [Trial(lambda f, t: (f(t[0], 0.3, t[1], t[2], 4),), (x, key, samples))]
-
-
-DROPOUT = Operation(
-    {"compiled": Candidate(compiled(dropout), no_compiler), "torch": Candidate(lambda: dropout)}, _trials
-)
+    rows = mix(mix(samples ^ (key & MASK)) ^ positions ^ (key >> 32))
+    return mix(rows ^ mix(channels + 1)) >= int(probability * (MASK + 1))
