@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from megatron.training.records import EvaluationRecord, TrainRecord
+from megatron.training.records import EvaluationRecord, Timing, TrainRecord
 from megatron.training.throughput import Yardstick
 
 
@@ -18,12 +18,25 @@ class Column:
     rank: int
 
 
+WORTH_TELLING = 0.005
+"""A share that a line of whole percents shows."""
+
+SLOW = 0.03
+"""Excess of a rank's own time over the median rank's from which on the line names it."""
+
+SETTLED_SECONDS = 600.0
+"""A run's age from which on its goodput says more than how long it took to start."""
+
+
 def progress_line(record: TrainRecord, yardstick: Yardstick, width: int | None = None) -> str:
     """The line of one log step, at most ``width`` characters wide (None: all columns).
 
-    ``1240/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/s/gpu MFU 44.0% | mem 27/80G | ETA 8d7h``
+    ``1240/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/s/gpu MFU 44.0%``
+    ``| comm 11% (tp6 pp3 dp2) data 0% | mem 27/80G r113 | slow r731 +4% | goodput 97.9% ETA 8d7h``
 
-    Loss, time and speed are means over the steps since the line before; all else is of the last of them.
+    Loss, time and speed are means over the steps since the line before; all else is of the last of them. Of the
+    second half, columns that say nothing are left out: those on other ranks where there are none, a slowest rank
+    that keeps nobody waiting, the goodput of a run that has never stopped and loses nothing.
     """
     total = str(yardstick.total_iterations)
     mfu = yardstick.mfu(record)
@@ -38,14 +51,66 @@ def progress_line(record: TrainRecord, yardstick: Yardstick, width: int | None =
     ]
     if mfu is not None:
         columns.append(Column(f"MFU {mfu:.1%}", 2, 3))
-    if record.memory_bytes is not None and record.memory_total_bytes is not None:
-        columns.append(Column(f"mem {memory(record.memory_bytes, record.memory_total_bytes)}", 3, 8))
+    columns += [*_waits(record), *_ranks(record)]
     if record.loss_scale != 1:
-        columns.append(Column(f"scale {compact(record.loss_scale)}", 4, 7))
+        columns.append(Column(f"scale {compact(record.loss_scale)}", 6, 7))
     if record.skipped:
-        columns.append(Column(f"skipped {len(record.skipped)}", 5, 1))
-    columns.append(Column(f"ETA {duration(yardstick.seconds_left(record))}", 6, 2))
+        columns.append(Column(f"skipped {len(record.skipped)}", 7, 1))
+    if record.goodput is not None and _goodput_tells(record):
+        columns.append(Column(f"goodput {record.goodput:.1%}", 8, 8))
+    columns.append(Column(f"ETA {duration(yardstick.seconds_left(record))}", 8, 2))
     return fit(columns, width)
+
+
+def _waits(record: TrainRecord) -> list[Column]:
+    """Shares of the step that passed in waiting, for other ranks by axes of the grid and for data."""
+    columns = []
+    if record.communication_share is not None:
+        shares = {axes: seconds / record.seconds_per_step for axes, seconds in record.communication.items()}
+        told = [f"{axes}{share * 100:.0f}" for axes, share in shares.items() if share >= WORTH_TELLING]
+        columns.append(Column(f"comm {record.communication_share:.0%}", 3, 6))
+        if told:
+            columns.append(Column(f"({' '.join(told)})", 3, 10))
+    if record.data_wait is not None:
+        share = record.data_wait / record.seconds_per_step
+        columns.append(Column(f"data {share:.0%}", 3, 9 if share < WORTH_TELLING else 4))
+    return columns
+
+
+def _ranks(record: TrainRecord) -> list[Column]:
+    """The fullest rank, and the slowest one where it keeps the others waiting."""
+    columns = []
+    if record.memory_bytes is not None and record.memory_total_bytes is not None:
+        rank = "" if record.memory_rank is None else f" r{record.memory_rank}"
+        columns.append(Column(f"mem {memory(record.memory_bytes, record.memory_total_bytes)}{rank}", 4, 8))
+    if record.slowest_excess is not None and record.slowest_excess >= SLOW:
+        columns.append(Column(f"slow r{record.slowest_rank} +{record.slowest_excess:.0%}", 5, 7))
+    return columns
+
+
+def _goodput_tells(record: TrainRecord) -> bool:
+    """Whether the run was started again, or loses time although it has settled."""
+    settled = record.run_seconds is not None and record.run_seconds >= SETTLED_SECONDS
+    lossy = record.goodput is not None and record.goodput < 1 - WORTH_TELLING
+    return (record.starts or 1) > 1 or (settled and lossy)
+
+
+def timing_line(record: TrainRecord) -> str | None:
+    """The timers of one log step, per step; None where there are none.
+
+    ``times: forward-backward 120ms to 131ms, optimizer 8.00ms to 9.10ms``: the shortest and the longest of all ranks,
+    the longest alone, or each rank's, as ``--timing-log-option`` says.
+    """
+    texts = [f"{name} {timing(times)}" for name, times in record.timings.items()]
+    return f"times: {', '.join(texts)}" if texts else None
+
+
+def timing(times: Timing) -> str:
+    """``8.00ms to 9.10ms``, ``9.10ms``, or one for each rank."""
+    if times.by_rank is not None:
+        return " ".join(map(step_time, times.by_rank))
+    low = "" if times.shortest is None else f"{step_time(times.shortest)} to "
+    return low + step_time(times.longest)
 
 
 def evaluation_line(record: EvaluationRecord) -> str:

@@ -85,15 +85,15 @@ class Comparison:
     slowest_excess: float
 
     def timings(self, option: str) -> dict[str, Timing]:
-        """What ``--timing-log-option`` asks for of each timer: ``max``, ``minmax`` or ``all``."""
-        return {
-            name: Timing(
-                longest=max(seconds),
-                shortest=min(seconds) if option == "minmax" else None,
-                by_rank=seconds if option == "all" else None,
-            )
-            for name, seconds in self.phases.items()
-        }
+        """What ``--timing-log-option`` asks for of each timer that ran: ``max``, ``minmax`` or ``all``."""
+        return {name: _timing(times, option) for name, times in self.phases.items() if max(times) > 0}
+
+
+def _timing(by_rank: tuple[float, ...], option: str) -> Timing:
+    """One rank alone has nothing but a longest time."""
+    several = len(by_rank) > 1
+    shortest = min(by_rank) if several and option == "minmax" else None
+    return Timing(max(by_rank), shortest, by_rank if several and option == "all" else None)
 
 
 def compare(ranks: Sequence[RankTimes]) -> Comparison:

@@ -61,6 +61,7 @@ class TrainRecord:
         run_seconds: since the run's first start.
         starts: of the run so far.
         spikes: iterations among those skipped whose gradient was finite, but out of line.
+        learning_rate_decoupled: of the embeddings and the output layer in the last step, where they have their own.
         samples_digest: of all samples consumed so far, as hexadecimal digits.
     """
 
@@ -91,6 +92,7 @@ class TrainRecord:
     starts: int | None = None
     spikes: tuple[int, ...] = ()
     samples_digest: str | None = None
+    learning_rate_decoupled: float | None = None
 
     def place(self) -> dict[str, int]:
         """How far the run is."""
@@ -124,6 +126,7 @@ class TrainRecord:
 
     def _where_it_applies(self) -> dict[str, object]:
         known: dict[str, object] = {
+            "decoupled-learning-rate": self.learning_rate_decoupled,
             "mem-max-rank": self.memory_rank,
             "data-wait": self.data_wait,
             **{f"communication-{axes}": seconds for axes, seconds in self.communication.items()},

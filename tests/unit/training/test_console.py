@@ -3,13 +3,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from megatron.config.flops import FlopsPerToken
 from megatron.training import console
-from megatron.training.console import evaluation_line, progress_line
-from megatron.training.records import EvaluationRecord, TrainRecord
+from megatron.training.console import evaluation_line, progress_line, timing_line
+from megatron.training.records import EvaluationRecord, Timing, TrainRecord
 from megatron.training.throughput import Yardstick
 
 RECORD = TrainRecord(
@@ -41,6 +42,71 @@ FULL = " 1240/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/
 
 def test_a_line_of_a_large_run() -> None:
     assert progress_line(RECORD, YARDSTICK) == FULL
+
+
+LARGE = replace(
+    RECORD,
+    world_size=1024,
+    memory_rank=113,
+    data_wait=0.01,
+    communication={"tp": 0.46, "pp": 0.23, "dp": 0.15, "world": 0.001},
+    communication_share=0.11,
+    slowest_rank=731,
+    slowest_excess=0.041,
+    goodput=0.979,
+    run_seconds=1e6,
+    starts=1,
+)
+WIDEST = (
+    FULL.split(" | mem")[0]
+    + " | comm 11% (tp6 pp3 dp2) data 0% | mem 27/80G r113 | slow r731 +4% | goodput 97.9% ETA 8d7h"
+)
+
+
+def test_a_line_of_many_ranks() -> None:
+    assert progress_line(LARGE, YARDSTICK) == WIDEST
+
+
+@pytest.mark.parametrize(
+    ("change", "column", "shown"),
+    [
+        ({"slowest_excess": 0.029}, "slow", False),
+        ({"slowest_excess": None}, "slow", False),
+        ({"communication": {"tp": 0.03}, "communication_share": 0.004}, "comm 0% data", True),
+        ({"communication": {}, "communication_share": None}, "comm", False),
+        ({"goodput": 0.996}, "goodput", False),
+        ({"goodput": 0.996, "starts": 2}, "goodput 99.6%", True),
+        ({"run_seconds": 599.0}, "goodput", False),
+        ({"goodput": None, "starts": 2}, "goodput", False),
+        ({"memory_rank": None}, "mem 27/80G |", True),
+    ],
+)
+def test_columns_that_say_nothing_are_left_out(change: dict[str, Any], column: str, shown: bool) -> None:
+    assert (column in progress_line(replace(LARGE, **change), YARDSTICK)) is shown
+
+
+def test_a_wait_for_data_outlives_the_columns_that_say_little() -> None:
+    """That the data are in time is the first to go, that they are not stays."""
+    slow = replace(LARGE, data_wait=3.8)
+    assert "data 50%" in progress_line(slow, YARDSTICK, 100)
+    assert "data" not in progress_line(LARGE, YARDSTICK, 100)
+
+
+def test_narrow_terminals_lose_the_new_columns_first() -> None:
+    lines = [progress_line(LARGE, YARDSTICK, width) for width in range(30, 230)]
+    assert all(len(line) <= width for line, width in zip(lines, range(30, 230)))
+    assert lines[-1] == WIDEST
+    assert "(tp6" not in progress_line(LARGE, YARDSTICK, len(WIDEST) - 1)
+
+
+def test_timers_have_a_line_of_their_own() -> None:
+    assert timing_line(RECORD) is None
+    timings = {"forward-backward": Timing(0.131, shortest=0.12), "optimizer": Timing(0.0091)}
+    line = timing_line(replace(RECORD, timings=timings))
+    assert line == "times: forward-backward 0.12s to 0.13s, optimizer 9.10ms"
+    assert timing_line(replace(RECORD, timings={"optimizer": Timing(2.0, None, (1.0, 2.0))})) == (
+        "times: optimizer 1.00s 2.00s"
+    )
 
 
 def test_a_line_on_a_cpu_counts_all_ranks_and_has_no_mfu() -> None:

@@ -1,0 +1,84 @@
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.training.goodput import Goodput
+
+
+class Clock:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1.7e9
+        monkeypatch.setattr(time, "time", lambda: self.now)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+def test_a_run_that_is_killed_loses_what_was_not_saved(clock: Clock) -> None:
+    run = Goodput()
+    clock.now += 10  # building
+    clock.now += 50
+    run.add(50)
+    saved = json.loads(json.dumps(run.state_dict()))
+    clock.now += 30
+    run.add(30)  # killed: nobody keeps these
+    assert run.value() == pytest.approx(80 / 90)
+    clock.now += 100  # in the queue
+
+    again = Goodput()
+    again.load_state_dict(saved)
+    clock.now += 10
+    assert again.value() == pytest.approx(50 / 200)
+    clock.now += 40
+    again.add(40)
+    assert (again.value(), again.starts) == (pytest.approx(90 / 240), 2)
+    assert again.run_seconds() == 240
+
+
+def test_the_start_of_the_process_counts(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1000.0)
+    assert Goodput(started=980.0).run_seconds() == 20.0
+
+
+def test_a_clock_that_was_set_back_gives_no_share(clock: Clock) -> None:
+    run = Goodput()
+    assert run.value() is None
+    clock.now += 100
+    run.add(100)
+    assert run.value() == 1.0
+    clock.now -= 50
+    assert run.value() is None
+
+
+SPANS = st.lists(st.tuples(st.sampled_from(["step", "idle", "save", "crash"]), st.integers(1, 100)), max_size=20)
+
+
+@settings(max_examples=60, derandomize=True)
+@given(SPANS)
+def test_it_is_the_share_of_the_history(spans: list[tuple[str, int]]) -> None:
+    """Against a history of steps, kept as a list that a crash cuts off where the last save was."""
+    with pytest.MonkeyPatch.context() as patch:
+        clock = Clock(patch)
+        first, run = clock.now, Goodput()
+        history: list[int] = []
+        kept, saved = 0, run.state_dict()
+        for what, seconds in spans:
+            clock.now += seconds
+            if what == "step":
+                run.add(seconds)
+                history.append(seconds)
+            elif what == "save":
+                kept, saved = len(history), run.state_dict()
+            elif what == "crash":
+                run = Goodput()
+                run.load_state_dict(saved)
+                history = history[:kept]
+        clock.now += 1
+        assert run.value() == pytest.approx(sum(history) / (clock.now - first))

@@ -1,0 +1,53 @@
+from __future__ import annotations
+
+import statistics
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.training.ranks import RankTimes, compare
+from megatron.training.records import Timing
+
+RANK = RankTimes(1.0, {"tp": 0.1, "dp": 0.1}, {"batch-generator": 0.01, "optimizer": 0.2}, 10, 80)
+
+
+def test_who_is_fullest_and_who_is_slowest() -> None:
+    """Steps take all ranks the same time; the slowest is the one for which the others wait."""
+    ranks = [RANK, replace(RANK, memory_bytes=27, memory_total_bytes=81), RANK, RANK]
+    ranks[2] = replace(RANK, waits={"tp": 0.02, "dp": 0.02}, phases={"batch-generator": 0.03, "optimizer": 0.1})
+    seen = compare(ranks)
+    assert (seen.fullest_rank, seen.memory_bytes, seen.memory_total_bytes) == (1, 27, 81)
+    assert (seen.slowest_rank, seen.slowest_excess) == (2, pytest.approx(0.96 / 0.8 - 1))
+    assert seen.communication == pytest.approx({"tp": 0.08, "dp": 0.08})
+    assert seen.communication_share == pytest.approx(0.16)
+    assert seen.data_wait == 0.03
+
+
+def test_one_rank_is_compared_with_nobody() -> None:
+    seen = compare([RANK])
+    assert (seen.slowest_rank, seen.slowest_excess, seen.fullest_rank) == (0, 0.0, 0)
+    assert seen.timings("all")["optimizer"] == Timing(0.2)
+
+
+def test_options_of_timers() -> None:
+    seen = compare([RANK, replace(RANK, phases={"batch-generator": 0.0, "optimizer": 0.4})])
+    assert seen.timings("max")["optimizer"] == Timing(0.4)
+    assert seen.timings("minmax")["optimizer"] == Timing(0.4, shortest=0.2)
+    assert seen.timings("all")["optimizer"] == Timing(0.4, by_rank=(0.2, 0.4))
+
+
+def test_a_timer_that_never_ran_is_left_out() -> None:
+    assert compare([replace(RANK, phases={"optimizer": 0.0})]).timings("max") == {}
+
+
+@settings(max_examples=50, derandomize=True)
+@given(st.lists(st.integers(0, 900), min_size=1, max_size=40))
+def test_the_slowest_waits_least(milliseconds: list[int]) -> None:
+    waits = [wait / 1000 for wait in milliseconds]
+    ranks = [replace(RANK, waits={"world": wait}) for wait in waits]
+    seen = compare(ranks)
+    assert waits[seen.slowest_rank] == min(waits)
+    assert seen.slowest_excess == pytest.approx((1 - min(waits)) / statistics.median(1 - w for w in waits) - 1)
+    assert seen.slowest_excess >= 0
