@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from megatron.kernels.compiling import compiled, no_compiler
 from megatron.kernels.hashing import MASK, mix
-from megatron.kernels.operation import Candidate, Operation, Trial
 
 Dropout = Callable[[Tensor, float, Tensor, Tensor, int], Tensor]
 """``dropout(x_SBH, probability, key, samples_B, first_row) -> y_SBH``."""
@@ -50,3 +48,14 @@ def keep_mask(probability: float, key: int | Tensor, samples: Tensor, positions:
     """
     rows = mix(mix(samples ^ (key & MASK)) ^ positions ^ (key >> 32))
     return mix(rows ^ mix(channels + 1)) >= int(probability * (MASK + 1))
+
+
+def _trials() -> Sequence[Trial]:
+    x = torch.randn(6, 2, 32, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    key, samples = torch.tensor(0x1234_5678_9ABC_DEF0), torch.tensor([7, 3_000_000_000])
+    return [Trial(lambda f, t: (f(t[0], 0.3, t[1], t[2], 4),), (x, key, samples))]
+
+
+DROPOUT = Operation(
+    {"compiled": Candidate(compiled(dropout), no_compiler), "torch": Candidate(lambda: dropout)}, _trials
+)
