@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
+from megatron.kernels.compiling import compiled, no_compiler
 from megatron.kernels.hashing import MASK, mix
+from megatron.kernels.operation import Candidate, Operation, Trial
 
 Dropout = Callable[[Tensor, float, Tensor, Tensor, int], Tensor]
 """``dropout(x_SBH, probability, key, samples_B, first_row) -> y_SBH``."""
