@@ -21,6 +21,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.training.agreement import check_same_data
 from megatron.training.checkpointing import consumed_digest
 from megatron.training.nonfinite import explain_nonfinite
+from megatron.training.ranks import RankTimes, gather
 from megatron.training.resume import choose
 from megatron.training.setup import build
 from megatron.training.step import train_step
@@ -109,6 +110,16 @@ def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
         return False
 
 
+def tell_of_ranks(rank: int, world_size: int) -> list[RankTimes]:
+    """Each rank has times of its own to tell; all must hear them as they are."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    return gather(_times_of(rank), mesh.world, torch.device("cpu"))
+
+
+def _times_of(rank: int) -> RankTimes:
+    return RankTimes(1.0 + rank, {"dp": 0.5 + rank}, {"optimizer": 0.25}, 10 + rank, 20)
+
+
 def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     """Cross-entropy of logits around +-1000, whose exponentials do not exist: the sum, and this rank's part of dx."""
     mesh = Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=world_size), world_size), rank)
@@ -165,6 +176,7 @@ DETECTORS: dict[str, Detector] = {
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
     "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [143, 143]),
     "beginning": Detector(2, find_the_beginning, (), lambda ranks: list(ranks) == [True, True]),
+    "ranks": Detector(2, tell_of_ranks, (), lambda ranks: list(ranks) == 2 * [[_times_of(0), _times_of(1)]]),
     "data": Detector(2, compare_data, (), lambda ranks: list(ranks) == [True, True]),
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),

@@ -1,0 +1,153 @@
+"""Who waits for whom, on real ranks: what the meter of the mesh, the comparison of ranks and a window say of it."""
+
+from __future__ import annotations
+
+import time
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.config.run import ParallelConfig
+from megatron.optim.schedule import Rates
+from megatron.parallel import comm
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.training.metrics import StepMetrics, StepWindow
+from megatron.training.ranks import RankTimes, gather
+from megatron.training.records import TrainRecord
+from megatron.training.timers import Timers
+from tests.distributed.pool import Pool
+
+CPU = torch.device("cpu")
+NAP = 0.05
+SOON = 0.025
+"""What a rank that waits for nobody takes at most, in seconds, on a busy machine."""
+
+
+def mesh_of(rank: int, world_size: int, tp: int = 1) -> Mesh:
+    return Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=tp), world_size), rank)
+
+
+def meet(mesh: Mesh) -> None:
+    """Be at the same place at the same time, unmetered."""
+    with mesh.meter.paused():
+        comm.all_reduce(torch.zeros(1), mesh.world)
+
+
+BLOCKING = {
+    "all_reduce": partial(comm.all_reduce, torch.zeros(8)),
+    "all_gather": partial(comm.all_gather, torch.zeros(8)),
+    "reduce_scatter": partial(comm.reduce_scatter, torch.zeros(8)),
+}
+
+
+def late_to(rank: int, world_size: int, op: str, axes: tuple[str, ...], tp: int) -> dict[str, float]:
+    """Rank 0 comes late to a collective; the least that each axis kept this rank waiting in a few tries."""
+    mesh, tries = mesh_of(rank, world_size, tp), []
+    for _ in range(3):
+        meet(mesh)
+        if rank == 0:
+            time.sleep(NAP)
+        BLOCKING[op](mesh.group(*axes))
+        tries.append(mesh.meter.take())
+    return {name: min(seconds[name] for seconds in tries) for name in tries[0]}
+
+
+@pytest.mark.parametrize(
+    ("op", "axes", "tp", "name"),
+    [
+        ("all_reduce", ("tp",), 2, "tp"),
+        ("all_gather", ("tp",), 2, "tp"),
+        ("reduce_scatter", ("dp", "cp"), 1, "dp"),
+        ("all_reduce", ("pp", "dp", "cp", "tp"), 1, "world"),
+    ],
+)
+def test_the_others_wait_for_a_late_rank(pool: Pool, op: str, axes: tuple[str, ...], tp: int, name: str) -> None:
+    late, other = pool.run(2, late_to, op, axes, tp, check_collectives=False)
+    assert late[name] < SOON
+    assert NAP * 0.9 <= other[name] < NAP + SOON
+    assert {axis for axis, seconds in other.items() if seconds > 0} == {name}
+
+
+def overlapped(rank: int, world_size: int) -> tuple[float, float]:
+    """Two all-reduces that rank 0 comes late to: one that rank 1 waits for at once, one that it has other work for."""
+    mesh, waits = mesh_of(rank, world_size), []
+    for busy in (0.0, 2 * NAP):
+        tries = []
+        for _ in range(3):
+            meet(mesh)
+            if rank == 0:
+                time.sleep(NAP)
+            pending = comm.start_all_reduce(torch.zeros(8), mesh.replicas)
+            if rank == 1:
+                time.sleep(busy)
+            pending.wait()
+            tries.append(mesh.meter.take()["dp"])
+        waits.append(min(tries))
+    return waits[0], waits[1]
+
+
+def test_what_is_overlapped_is_not_waited_for(pool: Pool) -> None:
+    exposed, hidden = pool.run(2, overlapped, check_collectives=False)[1]
+    assert NAP * 0.9 <= exposed < NAP + SOON
+    assert hidden < SOON
+
+
+def axes_of(rank: int, world_size: int, tp: int) -> tuple[tuple[str, ...], list[str]]:
+    mesh = mesh_of(rank, world_size, tp)
+    return mesh.meter.names, [group.axes for group in (mesh.tp, mesh.replicas, mesh.group("pp", "tp"), mesh.world)]
+
+
+def test_groups_are_named_by_the_axes_that_have_ranks(pool: Pool) -> None:
+    """Also where they are the same ranks: what is summed over replicas is not what all ranks agree on."""
+    assert pool.run(2, axes_of, 1) == 2 * [(("dp", "world"), ["", "dp", "", "world"])]
+    assert pool.run(2, axes_of, 2) == 2 * [(("tp", "world"), ["tp", "", "tp", "world"])]
+    assert pool.run(4, axes_of, 2)[3] == (("tp", "dp", "world"), ["tp", "dp", "tp", "world"])
+
+
+def gathered(rank: int, world_size: int) -> list[RankTimes]:
+    mine = RankTimes(1.0 + rank, {"tp": 0.1 * rank, "dp": 0.5}, {"optimizer": 2.0 + rank}, 10 + rank, 2**40 + 1)
+    return gather(mine, mesh_of(rank, world_size).world, CPU)
+
+
+def test_every_rank_hears_what_all_have_to_say(pool: Pool) -> None:
+    each = [RankTimes(1.0 + r, {"tp": 0.1 * r, "dp": 0.5}, {"optimizer": 2.0 + r}, 10 + r, 2**40 + 1) for r in range(3)]
+    assert pool.run(3, gathered) == 3 * [each]
+
+
+def a_window(rank: int, world_size: int, alone: bool) -> TrainRecord | None:
+    """Three steps of which the last rank spends ``NAP`` more on its own, 3 ``NAP`` of it waiting for data."""
+    mesh, timers = mesh_of(rank, world_size), Timers(1, CPU)
+    meet(mesh)
+    window = StepWindow(CPU, seq_length=1, world=mesh.world, timers=timers)
+    for _ in range(3):
+        with timers("batch-generator"):
+            time.sleep(NAP * (3 if rank == world_size - 1 else 2))
+        comm.all_reduce(torch.zeros(1), mesh.replicas)
+        scalars = [torch.zeros(()) for _ in range(5)]
+        window.add(StepMetrics(*scalars), samples=1)
+    if alone and rank > 0:
+        return None  # it ended, so a collective would fail
+    return window.read(iteration=3, consumed_samples=3, rates=Rates(0.0, 0.0), alone=alone)
+
+
+def test_a_window_names_the_slowest_rank(pool: Pool) -> None:
+    records = pool.run(3, a_window, False)
+    record = records[0]
+    assert record is not None
+    assert record.slowest_rank == 2
+    assert 0.2 < (record.slowest_excess or 0.0) < 0.8  # about a half
+    assert 3 * NAP <= (record.data_wait or 0.0) < 4 * NAP
+    assert 0.3 * NAP < record.communication["dp"] < 1.1 * NAP  # of three ranks, two wait one NAP
+    assert record.communication["world"] == 0.0
+    assert 0.1 < (record.communication_share or 0.0) < 0.35  # about two ninths
+    assert 2 * NAP <= (record.timings["batch-generator"].shortest or 0.0) < 3 * NAP
+    assert all(r is not None and r.communication == record.communication for r in records)
+
+
+def test_a_rank_whose_peers_are_gone_tells_of_itself(pool: Pool) -> None:
+    record, _ = pool.run(2, a_window, True)
+    assert record is not None
+    assert (record.slowest_rank, record.memory_rank, record.world_size) == (None, None, 2)
+    assert 0.5 * NAP < record.communication["dp"] < 2 * NAP
