@@ -29,12 +29,12 @@ class Sight:
     Attributes:
         mask: boolean ``[B or 1, 1, S, T]``, True where a query may look; None for plain causal attention, S = T.
         window: tokens that a query sees, itself the last; None for all before it.
-        documents_BS: what each token belongs to, rising along the sequence; None where a sample is one document.
+        documents: int64 ``[B, S]``, what each token belongs to, runs of equal ids; None where a sample is one document.
     """
 
     mask: Tensor | None = None
     window: int | None = None
-    documents_BS: Tensor | None = None
+    documents: Tensor | None = None
 
     @cached_property
     def boundaries(self) -> Tensor:
@@ -42,10 +42,10 @@ class Sight:
 
         Waits for the device, once per micro-batch: how many there are decides the shape.
         """
-        if self.documents_BS is None:
+        if self.documents is None:
             raise ValueError("there are no documents")
-        begins_BS = torch.ones_like(self.documents_BS, dtype=torch.bool)
-        begins_BS[:, 1:] = self.documents_BS[:, 1:] != self.documents_BS[:, :-1]
+        begins_BS = torch.ones_like(self.documents, dtype=torch.bool)
+        begins_BS[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
         end = torch.full((1,), begins_BS.numel(), device=begins_BS.device)
         return torch.cat((begins_BS.flatten().nonzero().flatten(), end)).int()
 
@@ -109,7 +109,7 @@ def _flash() -> Attention:
             "window_size": (-1, -1) if sight.window is None else (sight.window - 1, 0),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
-        if sight.documents_BS is None:
+        if sight.documents is None:
             y: Tensor = package.flash_attn_func(q, k, v, **options)
             return y.transpose(0, 1)
         ends, longest = sight.boundaries, q.shape[1]

@@ -9,7 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-RUNS_ANYWHERE: Callable[[torch.device, torch.dtype], str | None] = lambda device, dtype: None
+
+def runs_anywhere(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Nothing is missing."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,7 @@ class Candidate:
     """
 
     make: Callable[[], Any]
-    missing: Callable[[torch.device, torch.dtype], str | None] = RUNS_ANYWHERE
+    missing: Callable[[torch.device, torch.dtype], str | None] = runs_anywhere
     deterministic: bool = True
 
 
@@ -80,8 +83,8 @@ def disproof(operation: Operation, implementation: Any, device: torch.device, dt
         usual = trial.outcome(reference, device, dtype, dtype)
         try:
             found = trial.outcome(implementation, device, dtype, dtype)
-        except Exception as error:
-            return f"failed: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        except Exception as failure:  # whatever an implementation does, the run can go on without it
+            return f"failed: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
         if [t.shape for t in found] != [t.shape for t in usual]:
             return f"gave shapes {[tuple(t.shape) for t in found]}, not {[tuple(t.shape) for t in usual]}"
         for ours, theirs, right in zip(found, usual, exact):

@@ -7,12 +7,13 @@ rank's query heads, D channels of a head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.attention import Sight
 from megatron.layers.cache import KVCache
 from megatron.layers.dropout import dropout_attention
 from megatron.layers.linear import ColumnLinear, RowLinear
@@ -33,12 +34,19 @@ class Scene:
         rotation: of queries and keys; None without rotary positions.
         mask: boolean ``[B or 1, 1, S, T]``, True where a query may look; None for plain causal attention.
         cache: of the keys and values read before; None outside generation, where T is S.
+        window: tokens that a query sees; the mask says so too.
     """
 
     batch: MicroBatch
     rotation: Rotation | None = None
     mask: Tensor | None = None
     cache: KVCache | None = None
+    window: int | None = None
+
+    @cached_property
+    def sight(self) -> Sight:
+        """Who may look at whom: the mask, and what it was made from."""
+        return Sight(self.mask, self.window, self.batch.documents)
 
 
 def attention_mask(
@@ -74,34 +82,21 @@ class CoreAttention(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext, groups: int, queries: int) -> None:
         super().__init__()
-        self.config, self.queries, self.seed = config, queries, context.seed
+        self.config, self.queries, self.seed, self.kernels = config, queries, context.seed, context.kernels
         self.site = context.name("attention_dropout")
         self.first_head = context.tp.rank * groups * queries
 
     def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scene: Scene) -> Tensor:
         """Attend within each sample, to what the scene lets a query see."""
-        q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_SBGD, v_SBGD))
         if self.training and self.config.attention_dropout > 0.0:
-            y_BNSD = self._attend_with_dropout(q_BNSD, k_BGSD, v_BGSD, scene)
+            y_SBND = self._attend_with_dropout(q_SBND, k_SBGD, v_SBGD, scene)
         else:
-            if self._must_repeat(q_BNSD, scene):
-                k_BGSD, v_BGSD = (t.repeat_interleave(self.queries, dim=1) for t in (k_BGSD, v_BGSD))
-            grouped = k_BGSD.shape[1] < q_BNSD.shape[1]
-            y_BNSD = F.scaled_dot_product_attention(
-                q_BNSD, k_BGSD, v_BGSD, scene.mask, is_causal=scene.mask is None, enable_gqa=grouped
-            )
-        return y_BNSD.permute(2, 0, 1, 3).flatten(2)
+            y_SBND = self.kernels.attention(q_SBND, k_SBGD, v_SBGD, scene.sight)
+        return y_SBND.flatten(2)
 
-    def _must_repeat(self, q: Tensor, scene: Scene) -> bool:
-        """Whether keys and values are copied for their queries: CUDA's memory-efficient kernel knows no groups.
-
-        It is the one that takes masks and fp32; without the copies torch would make the full score matrix.
-        """
-        fused = scene.mask is None and q.dtype in (torch.bfloat16, torch.float16)
-        return self.queries > 1 and q.is_cuda and not fused
-
-    def _attend_with_dropout(self, q_BNSD: Tensor, k_BGSD: Tensor, v_BGSD: Tensor, scene: Scene) -> Tensor:
+    def _attend_with_dropout(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scene: Scene) -> Tensor:
         """Unfused, because a fused kernel's dropout depends on the layout."""
+        q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_SBGD, v_SBGD))
         k_BNSD, v_BNSD = (t.repeat_interleave(self.queries, dim=1) for t in (k_BGSD, v_BGSD))
         s = q_BNSD.shape[2]
         mask = scene.mask if scene.mask is not None else torch.ones(s, s, dtype=torch.bool, device=q_BNSD.device).tril()
@@ -111,7 +106,7 @@ class CoreAttention(nn.Module):
         weights = dropout_attention(
             weights, self.config.attention_dropout, scene.batch, self.seed, self.site, self.first_head
         )
-        return weights.matmul(v_BNSD)
+        return weights.matmul(v_BNSD).permute(2, 0, 1, 3)
 
 
 class SelfAttention(nn.Module):
@@ -120,6 +115,7 @@ class SelfAttention(nn.Module):
     def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, recompute_core: bool) -> None:
         super().__init__()
         self.config, self.name, self.recompute_core = config, context.name("core_attention"), recompute_core
+        self.kernels = context.kernels
         shard, d = context.shard, config.head_dim
         shape = (config.kv_groups, config.heads_per_group)
         weight = shard.qkv(*shape, (d, config.hidden_size), Init(config.init_method_std))
@@ -145,7 +141,8 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
         if scene.rotation is not None:
-            q_SBND, k_SBGD = scene.rotation.apply(q_SBND), scene.rotation.apply(k_SBGD)
+            turn = scene.rotation
+            q_SBND, k_SBGD = self.kernels.rotary(q_SBND, k_SBGD, turn.cos, turn.sin, turn.interleaved)
         if scene.cache is not None:
             k_SBGD, v_SBGD = scene.cache.extend(self.name, k_SBGD, v_SBGD)
         if self.recompute_core:

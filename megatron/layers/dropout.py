@@ -5,11 +5,20 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from megatron.kernels.dropout import Dropout, dropout, keep_mask
 from megatron.parallel.microbatch import MicroBatch
-from megatron.parallel.random import hash_of, keep_mask
+from megatron.parallel.random import hash_of
 
 
-def dropout_rows(x_SBH: Tensor, probability: float, batch: MicroBatch, seed: int, site: str, first_row: int) -> Tensor:
+def dropout_rows(
+    x_SBH: Tensor,
+    probability: float,
+    batch: MicroBatch,
+    seed: int,
+    site: str,
+    first_row: int,
+    kernel: Dropout = dropout,
+) -> Tensor:
     """Dropout of the residual stream.
 
     Args:
@@ -19,20 +28,13 @@ def dropout_rows(x_SBH: Tensor, probability: float, batch: MicroBatch, seed: int
         seed: of the run.
         site: global name of the place in the model.
         first_row: position in the sequence of row 0 (not 0 with sequence parallelism).
+        kernel: what computes it.
 
     """
     if probability == 0.0:
         return x_SBH
-    s, _, h = x_SBH.shape
-    device = x_SBH.device
-    keep = keep_mask(
-        probability,
-        hash_of(seed, batch.step, site),
-        batch.sample_ids.view(1, -1, 1),
-        torch.arange(first_row, first_row + s, device=device).view(-1, 1, 1),
-        torch.arange(h, device=device),
-    )
-    return x_SBH * keep * (1.0 / (1.0 - probability))
+    key = torch.full((), hash_of(seed, batch.step, site), device=x_SBH.device)
+    return kernel(x_SBH, probability, key, batch.sample_ids, first_row)
 
 
 def dropout_attention(

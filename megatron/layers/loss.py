@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.cross_entropy import IN_PLACE, CrossEntropy
 from megatron.layers.embedding import vocabulary_spec
 from megatron.parallel import collectives, comm
 from megatron.parallel.build import BuildContext
 from megatron.parallel.comm import Group
-from megatron.parallel.grads import GradSink, add_outer
+from megatron.parallel.grads import GradSink
 from megatron.parallel.microbatch import MicroBatch
 
 
@@ -73,7 +74,15 @@ class OutputLayer(nn.Module):
         x_TH = enter(x_SBH, self.context.tp).flatten(0, 1)
         labels_T, mask_T = batch.labels.t().flatten(), batch.loss_mask.t().flatten()
         return linear_cross_entropy(
-            x_TH, self.weight, labels_T, mask_T, self.vocabulary, self.loss, self.context.sink, self.name
+            x_TH,
+            self.weight,
+            labels_T,
+            mask_T,
+            self.vocabulary,
+            self.loss,
+            self.context.sink,
+            self.name,
+            self.context.kernels.cross_entropy,
         )
 
     @torch.no_grad()
@@ -100,6 +109,7 @@ def linear_cross_entropy(
     config: LossConfig,
     sink: GradSink,
     name: str,
+    kernel: CrossEntropy = IN_PLACE,
 ) -> tuple[Tensor, Tensor]:
     """Sum over tokens of ``mask * (log Z - logit[label] + z_coeff * (log Z)^2)``, ``Z = sum_v exp(logit_v)``.
 
@@ -112,7 +122,7 @@ def linear_cross_entropy(
 
     """
     objective, cross_entropy = _LinearCrossEntropy.apply(
-        x_TH, weight_VH, labels_T, mask_T, vocabulary, config, sink, name, torch.is_grad_enabled()
+        x_TH, weight_VH, labels_T, mask_T, vocabulary, config, sink, name, kernel, torch.is_grad_enabled()
     )
     return objective, cross_entropy
 
@@ -129,6 +139,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         config: LossConfig,
         sink: GradSink,
         name: str,
+        kernel: CrossEntropy,
         differentiate: bool,
     ) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(x_TH.dtype, torch.float32)
@@ -137,18 +148,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dw_VH = torch.empty_like(weight_VH, dtype=wide) if differentiate else None
         for at in range(0, x_TH.shape[0], config.chunk_tokens):
             part = slice(at, at + config.chunk_tokens)
-            logits_CV = x_TH[part].matmul(weight_VH.t()).to(wide)
-            mask_C = mask_T[part].to(wide)
-            loss_C, top_C, z_C = _exponentiate_in_place(logits_CV, labels_T[part], vocabulary)
-            log_z_C = z_C.log() + top_C
-            entropy = (loss_C * mask_C).sum()
+            logits_CV = x_TH[part].matmul(weight_VH.t())
+            chunk = _Chunk(kernel, logits_CV, labels_T[part], mask_T[part].to(wide), vocabulary)
+            del logits_CV  # where they were widened, this frees them
+            entropy = (chunk.loss_C * chunk.mask_C).sum()
             cross_entropy = cross_entropy + entropy
-            objective = objective + entropy + config.z_coeff * (log_z_C.square() * mask_C).sum()
+            objective = objective + entropy + config.z_coeff * (chunk.log_z_C.square() * chunk.mask_C).sum()
             if dx_TH is not None and dw_VH is not None:
-                scale_C = mask_C * (1.0 + 2.0 * config.z_coeff * log_z_C) / z_C
-                d_CV = _logit_gradient(logits_CV, labels_T[part], mask_C, scale_C, vocabulary).to(x_TH.dtype)
+                d_CV = chunk.gradient(config.z_coeff, x_TH.dtype)
                 torch.mm(d_CV, weight_VH, out=dx_TH[part])
-                add_outer(dw_VH, x_TH[part], d_CV, beta=float(at > 0))
+                sink.multiply(dw_VH, x_TH[part], d_CV, beta=float(at > 0))
         ctx.save_for_backward(dx_TH, dw_VH)
         ctx.sink, ctx.name = sink, name
         ctx.mark_non_differentiable(cross_entropy)
@@ -160,33 +169,36 @@ class _LinearCrossEntropy(torch.autograd.Function):
         dx_TH, dw_VH = ctx.saved_tensors
         dw = ctx.sink.accumulate(ctx.name, dw_VH, seed)
         wide_dx_TH = dx_TH.to(seed.dtype)  # or CUDA would round the seed to dx's format first
-        return (wide_dx_TH * seed).to(dx_TH.dtype), dw, *(None,) * 7
+        return (wide_dx_TH * seed).to(dx_TH.dtype), dw, *(None,) * 8
 
 
-def _exponentiate_in_place(
-    logits_CV: Tensor, labels_C: Tensor, vocabulary: Vocabulary
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Turn logits into ``exp(logit - top)``; returns ``(loss, top, z)``, each ``[C]``, over the whole vocabulary.
+class _Chunk:
+    """The losses of a chunk of tokens over the whole vocabulary, and what their gradient needs.
 
-    ``top`` is the largest logit, subtracted so that nothing overflows, and ``z`` the sum of the exponentials.
+    Attributes:
+        mask_C: weight of every token.
+        log_z_C: log of the sum over the vocabulary of ``exp(logit)``.
+        loss_C: ``log Z - logit[label]``.
     """
-    logits_CV[:, vocabulary.held :] = float("-inf")
-    top_C = comm.all_reduce(logits_CV.amax(-1), vocabulary.group, op="max")
-    local_C, mine_C = _local_labels(labels_C, vocabulary)
-    logits_CV.sub_(top_C.unsqueeze(-1))
-    target_C = logits_CV.gather(1, local_C.unsqueeze(1)).squeeze(1).where(mine_C, 0.0)
-    sums_2C = comm.all_reduce(torch.stack((logits_CV.exp_().sum(-1), target_C)), vocabulary.group)
-    z_C, target_C = sums_2C.unbind()
-    return z_C.log() - target_C, top_C, z_C
 
+    def __init__(
+        self, kernel: CrossEntropy, logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, vocabulary: Vocabulary
+    ) -> None:
+        self.kernel, self.held, self.mask_C = kernel, vocabulary.held, mask_C
+        self.row_C, self.mine_C = _local_labels(labels_C, vocabulary)
+        self.work_CV, top_C = kernel.top(logits_CV, vocabulary.held)
+        self.top_C = comm.all_reduce(top_C, vocabulary.group, op="max")  # subtracted, so that nothing overflows
+        sums_2C = kernel.sums(self.work_CV, self.top_C, self.row_C, self.mine_C, vocabulary.held)
+        self.z_C, target_C = comm.all_reduce(sums_2C, vocabulary.group).unbind()
+        self.loss_C = self.z_C.log() - target_C
+        self.log_z_C = self.z_C.log() + self.top_C
 
-def _logit_gradient(
-    exp_CV: Tensor, labels_C: Tensor, mask_C: Tensor, scale_C: Tensor, vocabulary: Vocabulary
-) -> Tensor:
-    """``scale * exp - mask * onehot(label)``, in place of the exponentials."""
-    local_C, mine_C = _local_labels(labels_C, vocabulary)
-    exp_CV.mul_(scale_C.unsqueeze(-1))
-    return exp_CV.scatter_add_(1, local_C.unsqueeze(1), (-mask_C).where(mine_C, 0.0).unsqueeze(1))
+    def gradient(self, z_coeff: float, dtype: torch.dtype) -> Tensor:
+        """Of ``mask * (loss + z_coeff * (log Z)^2)`` by the logits, which it takes the place of."""
+        scale_C = self.mask_C * (1.0 + 2.0 * z_coeff * self.log_z_C) / self.z_C
+        return self.kernel.gradient(
+            self.work_CV, self.top_C, scale_C, self.mask_C, self.row_C, self.mine_C, self.held, dtype
+        )
 
 
 def _local_labels(labels_C: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from math import prod
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.activation import ACTIVATIONS as ACTIVATIONS
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.recompute import feed
 from megatron.parallel.build import BuildContext
 from megatron.parallel.shard import Init
-
-
-def _swiglu(x: Tensor) -> Tensor:
-    gate, up = x.chunk(2, dim=-1)
-    return F.silu(gate) * up
-
-
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
-    "swiglu": _swiglu,
-    "relu2": lambda x: F.relu(x).square(),
-}
-"""By the names of ``--activation``; a gated one gets ``[..., 2 * ffn/tp]``, gate first."""
 
 
 class MLP(nn.Module):
@@ -35,7 +19,7 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, drop_activation: bool) -> None:
         super().__init__()
-        self.activate, self.drop_activation = ACTIVATIONS[config.activation], drop_activation
+        self.activation, self.drop_activation, self.kernels = config.activation, drop_activation, context.kernels
         shard, h = context.shard, config.hidden_size
         view = (2, config.ffn) if config.gated else (config.ffn,)
         rows, dim = prod(view), len(view) - 1
@@ -46,4 +30,7 @@ class MLP(nn.Module):
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP."""
-        return feed(self.activate, self.linear_fc1(x_SBH), self.linear_fc2, self.drop_activation)
+        return feed(self._activate, self.linear_fc1(x_SBH), self.linear_fc2, self.drop_activation)
+
+    def _activate(self, x: Tensor) -> Tensor:
+        return self.kernels.activation(x, self.activation)

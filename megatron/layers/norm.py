@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
@@ -23,7 +22,7 @@ class Norm(nn.Module):
 
     def __init__(self, config: ModelConfig, context: BuildContext, width: int, partial: bool) -> None:
         super().__init__()
-        self.eps, self.shape = config.norm_epsilon, (width,)
+        self.eps, self.kernels = config.norm_epsilon, context.kernels
         replicate = context.shard.replicate
         self.weight = context.parameter("weight", replicate((width,), Init(value=1.0), partial), autograd=True)
         self.bias: nn.Parameter | None = None
@@ -32,6 +31,8 @@ class Norm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalise the last dimension."""
-        if self.bias is None:
-            return F.rms_norm(x, self.shape, self.weight, self.eps)
-        return F.layer_norm(x, self.shape, self.weight, self.bias, self.eps)
+        return self.kernels.norm(x, self.weight, self.bias, self.eps)
+
+    def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        """``(x + y, norm(x + y))``."""
+        return self.kernels.add_norm(x, y, self.weight, self.bias, self.eps)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.rotary import rotate
 
 
 @dataclass(frozen=True)
@@ -24,14 +25,7 @@ class Rotation:
 
     def apply(self, x_SBND: Tensor) -> Tensor:
         """Rotate the first ``rotary_dim`` channels of every head."""
-        width = self.cos.shape[-1]
-        x = x_SBND[..., :width]
-        if self.interleaved:
-            turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
-        else:
-            turned = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), dim=-1)
-        rotated = x * self.cos + turned * self.sin
-        return rotated if width == x_SBND.shape[-1] else torch.cat((rotated, x_SBND[..., width:]), dim=-1)
+        return rotate(x_SBND, self.cos, self.sin, self.interleaved)
 
 
 class Rotary:

@@ -41,11 +41,16 @@ class Block(nn.Module):
         """Apply the block."""
         drop_norm = "layernorm" in self.recomputed
         y = feed(self.input_layernorm, x_SBH, lambda n: self.self_attention(n, scene), drop_norm)
-        x_SBH = x_SBH + self._dropout(y, scene, "attention")
+        y = self._dropout(y, scene, "attention")
         if "mlp" in self.recomputed:
+            x_SBH = x_SBH + y
             y = recompute(lambda x: self.mlp(self.pre_mlp_layernorm(x)), x_SBH)
-        else:
+        elif drop_norm:
+            x_SBH = x_SBH + y
             y = feed(self.pre_mlp_layernorm, x_SBH, self.mlp, drop_norm)
+        else:
+            x_SBH, n_SBH = self.pre_mlp_layernorm.of_sum(x_SBH, y)
+            y = self.mlp(n_SBH)
         return x_SBH + self._dropout(y, scene, "mlp")
 
     def _dropout(self, y_SBH: Tensor, scene: Scene, site: str) -> Tensor:
@@ -53,4 +58,5 @@ class Block(nn.Module):
             return y_SBH
         first_row = self.context.tp.rank * y_SBH.shape[0] if self.context.sequence_parallel else 0
         name = self.context.name(f"{site}_dropout")
-        return dropout_rows(y_SBH, self.config.hidden_dropout, scene.batch, self.context.seed, name, first_row)
+        rate, kernel = self.config.hidden_dropout, self.context.kernels.dropout
+        return dropout_rows(y_SBH, rate, scene.batch, self.context.seed, name, first_row, kernel=kernel)

@@ -143,7 +143,7 @@ class GPTChunk(nn.Module):
         rotation = self.rotary(s, batch.positions) if self.rotary is not None else None
         before, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
         mask = attention_mask(before + s, self.config.window_size, documents, device, before)
-        return Scene(batch, rotation, mask, cache)
+        return Scene(batch, rotation, mask, cache, self.config.window_size)
 
     def _embed(self, embedding: Embedding, batch: MicroBatch) -> Tensor:
         x_SBH = embedding(batch.tokens, batch.positions)
@@ -151,7 +151,8 @@ class GPTChunk(nn.Module):
             return x_SBH
         context = self.context
         first_row = context.tp.rank * x_SBH.shape[0] if context.sequence_parallel else 0
-        return dropout_rows(x_SBH, self.config.hidden_dropout, batch, context.seed, "embedding_dropout", first_row)
+        rate, kernel = self.config.hidden_dropout, context.kernels.dropout
+        return dropout_rows(x_SBH, rate, batch, context.seed, "embedding_dropout", first_row, kernel=kernel)
 
     def _loss(self, x_SBH: Tensor, batch: MicroBatch) -> Tensor:
         if self.final_layernorm is None or self.output_layer is None:

@@ -1,4 +1,4 @@
-"""Random numbers that know no layout: initial values by name and block, dropout by what is dropped."""
+"""Random numbers that know no layout: initial values by name and block; keys for whatever else is drawn."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from megatron.parallel.shard import Piece, ShardSpec
 
 BLOCK_ROWS = 64
-_MASK = 0xFFFFFFFF
 
 
 def initialize(local: Tensor, spec: ShardSpec, name: str, seed: int) -> None:
@@ -55,48 +54,3 @@ def hash_of(*parts: object) -> int:
     """A 63-bit integer from anything that prints."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-def keep_mask(probability: float, key: int, samples: Tensor, positions: Tensor, channels: Tensor) -> Tensor:
-    """Which elements survive dropout: a pure function of what each element is.
-
-    The result is the same under recomputation and in any layout, because it depends on global coordinates only.
-
-    Args:
-        probability: of being dropped.
-        key: from :func:`hash_of` of (seed, step, layer, site).
-        samples: int64 ids, broadcastable with the other two.
-        positions: int64 positions in the sequence.
-        channels: int64 channels.
-
-    Returns:
-        Boolean tensor of the broadcast shape.
-
-    """
-    rows = _mix(_mix(samples ^ (key & _MASK)) ^ positions ^ (key >> 32))
-    return _mix(rows ^ _mix(channels + 1)) >= int(probability * (_MASK + 1))
-
-
-def random_bits(key: int, step: Tensor, counters: Tensor) -> Tensor:
-    """32 random bits for each counter: a pure function of key, step and counter.
-
-    Args:
-        key: from :func:`hash_of`.
-        step: int64 scalar on the counters' device.
-        counters: int64, any.
-
-    Returns:
-        int64 of the counters' shape, below 2^32.
-
-    """
-    low = _mix(step ^ (key & _MASK))
-    high = _mix(low ^ (key >> 32))
-    return _mix(_mix((counters & _MASK) ^ low) ^ (counters >> 32) ^ high)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers (held in int64) that spreads every input bit over all output bits."""
-    x = x & _MASK
-    for _ in range(2):
-        x = ((x >> 16) ^ x) * 0x45D9F3B & _MASK
-    return (x >> 16) ^ x

@@ -61,8 +61,8 @@ def dropout_by_local_row() -> Iterator[None]:
     """Sequence-parallel ranks drop the same rows of their parts."""
     original: Callable[..., Tensor] = dropout_rows
 
-    def from_zero(*arguments: Any) -> Tensor:
-        return original(*arguments[:-1], 0)
+    def from_zero(*arguments: Any, **named: Any) -> Tensor:
+        return original(*arguments[:-1], 0, **named)
 
     with patch("megatron.model.block.dropout_rows", from_zero), patch("megatron.model.gpt.dropout_rows", from_zero):
         yield
