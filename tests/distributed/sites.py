@@ -134,7 +134,7 @@ def _mis_scaled(name: str, original: Operation, value: Any, group: Group, *rest:
     """The result is twice as large, wherever it was written."""
     result = original(value, group, *rest, **named)
     result = result.wait() if isinstance(result, Pending) else result
-    return _as_returned(name, result.mul_(2.0))
+    return _as_returned(name, result.mul_(2))
 
 
 def _as_returned(name: str, result: torch.Tensor) -> torch.Tensor | Pending:
