@@ -15,6 +15,8 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "dropout": ("compiled", "torch"),
     "cross_entropy": ("compiled", "torch"),
     "attention": ("flash_attn", "cudnn", "torch"),
+    "weight_gradient": ("apex", "addmm", "torch"),
+    "adam": ("apex", "torch"),
 }
 """Implementations of every operation, in the order in which ``auto`` takes them on a GPU; ``torch`` is everywhere."""
 

@@ -11,12 +11,14 @@ import torch
 from megatron.config.kernels import CANDIDATES, Wish, wishes
 from megatron.config.problems import Problem, UserError
 from megatron.kernels.activation import ACTIVATION, Activation, activation
+from megatron.kernels.adam import ADAM, Adam, adam
 from megatron.kernels.attention import ATTENTION, Attention, sdpa
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, IN_PLACE, CrossEntropy
 from megatron.kernels.dropout import DROPOUT, Dropout, dropout
 from megatron.kernels.norm import ADD_NORM, NORM, AddNorm, Norm, add_norm, norm
 from megatron.kernels.operation import Candidate, Operation, disproof
 from megatron.kernels.rotary import ROTARY, Rotary, rotary
+from megatron.kernels.weight_gradient import WEIGHT_GRADIENT, WeightGradient, add_outer
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,8 @@ class Kernels:
     dropout: Dropout = dropout
     cross_entropy: CrossEntropy = IN_PLACE
     attention: Attention = sdpa
+    weight_gradient: WeightGradient = add_outer
+    adam: Adam = adam
 
 
 OPERATIONS: dict[str, Operation] = {
@@ -40,6 +44,8 @@ OPERATIONS: dict[str, Operation] = {
     "dropout": DROPOUT,
     "cross_entropy": CROSS_ENTROPY,
     "attention": ATTENTION,
+    "weight_gradient": WEIGHT_GRADIENT,
+    "adam": ADAM,
 }
 """By the names of the fields of :class:`Kernels`; their candidates are those of ``config.kernels.CANDIDATES``."""
 

@@ -10,14 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron.config.run import OptimizerConfig
+from megatron.kernels.adam import Adam, adam
 from megatron.kernels.hashing import random_bits
 from megatron.optim.blocks import Cut, blocks
-from megatron.optim.rules import RULES, Rate, Rule
+from megatron.optim.rules import RULES, AdamW, Rate, Rule
 from megatron.parallel.random import hash_of
 from megatron.parallel.shard import ShardSpec
 
@@ -141,10 +143,12 @@ def make_rule(
     specs: Mapping[str, ShardSpec],
     config: OptimizerConfig,
     seed: int,
+    kernel: Adam = adam,
 ) -> Rule:
-    """The configured rule for some parameters, its moments in the configured formats."""
+    """The configured rule for some parameters, its moments in the configured formats; ``kernel`` computes Adam."""
+    create = partial(AdamW, kernel=kernel) if config.optimizer == "adam" else RULES[config.optimizer]
     params = [masters[name] for name in names]
     wished = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
-    rule = RULES[config.optimizer]([], config)
+    rule = create([], config)
     narrow = {kind: torch.bfloat16 for kind, dtype in wished.items() if dtype == "bf16" and kind in rule.state}
-    return NarrowRule(rule, params, names, specs, narrow, seed) if narrow else RULES[config.optimizer](params, config)
+    return NarrowRule(rule, params, names, specs, narrow, seed) if narrow else create(params, config)

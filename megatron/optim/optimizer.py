@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.run import OptimizerConfig
+from megatron.kernels.adam import Adam, adam
+from megatron.kernels.adam import Adam, adam
 from megatron.optim.buckets import GradBuckets
 from megatron.optim.clip import GradNorm
 from megatron.optim.groups import ParamGroup, param_groups
@@ -65,6 +67,7 @@ class Optimizer:
         mesh: Mesh,
         config: OptimizerConfig,
         seed: int = 0,
+        kernel: Adam = adam,
     ) -> None:
         """Take ownership of the parameters.
 
@@ -75,6 +78,8 @@ class Optimizer:
             mesh: the groups.
             config: rule, clipping.
             seed: of the run; moments in bf16 are rounded at random.
+            kernel: computes Adam.
+            kernel: computes adam.
 
         Raises:
             UserError: when a pattern of ``lr_factors`` or ``weight_decay_factors`` matches no parameter.
@@ -85,7 +90,8 @@ class Optimizer:
         self.norm = GradNorm(specs, buckets.grads, mesh)
         self.masters = {name: _master(p) for name, p in params.items()}
         self.groups: list[tuple[ParamGroup, Rule]] = [
-            (group, make_rule(group.names, self.masters, specs, config, seed)) for group in param_groups(specs, config)
+            (group, make_rule(group.names, self.masters, specs, config, seed, kernel))
+            for group in param_groups(specs, config)
         ]
         self.average = {n: m.clone() for n, m in self.masters.items()} if config.ema_decay is not None else {}
         self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].buffer.device)

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.optim.sgd import sgd
 
 from megatron.config.run import OptimizerConfig
+from megatron.kernels.adam import Adam, AdamSettings, AdamState, adam
 from megatron.optim.blocks import blocks
 
 Rate = float | Tensor
@@ -36,32 +36,18 @@ class Rule(Protocol):
 class AdamW:
     """Adam with decoupled weight decay (Loshchilov & Hutter 2019), bias-corrected."""
 
-    def __init__(self, params: Sequence[Tensor], config: OptimizerConfig) -> None:
-        self.params, self.config = list(params), config
+    def __init__(self, params: Sequence[Tensor], config: OptimizerConfig, kernel: Adam = adam) -> None:
+        self.params, self.kernel = list(params), kernel
+        self.settings = AdamSettings(config.adam_beta1, config.adam_beta2, config.adam_eps)
         self.state = {kind: [torch.zeros_like(p) for p in self.params] for kind in ("exp_avg", "exp_avg_sq")}
         self.step_counts = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
 
-    def update(self, grads: Sequence[Tensor], lr: float | Tensor, weight_decay: float, skip: Tensor) -> None:
+    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
         """One step of :class:`Rule`."""
         if not self.params:
             return
-        adamw(
-            self.params,
-            list(grads),
-            self.state["exp_avg"],
-            self.state["exp_avg_sq"],
-            [],
-            self.step_counts,
-            fused=True,
-            found_inf=skip,
-            amsgrad=False,
-            beta1=self.config.adam_beta1,
-            beta2=self.config.adam_beta2,
-            lr=lr,
-            weight_decay=weight_decay,
-            eps=self.config.adam_eps,
-            maximize=False,
-        )
+        state = AdamState(self.params, self.state["exp_avg"], self.state["exp_avg_sq"], self.step_counts)
+        self.kernel(state, grads, self.settings, lr, weight_decay, skip)
 
 
 class SGD:

@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 
+from megatron.kernels.weight_gradient import WeightGradient, add_outer
 from megatron.parallel import comm
 from megatron.parallel.comm import Group, Pending
 
@@ -52,9 +52,13 @@ class GradSink:
 
     What ``add``, ``add_rows`` and ``accumulate`` return is what a layer's backward returns for the parameter: None
     here, and the gradient itself in a sink for parameters that keep their ``grad`` (fully sharded ones).
+
+    Attributes:
+        multiply: what multiplies the operands of a linear's gradient into a buffer.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, multiply: WeightGradient = add_outer) -> None:
+        self.multiply = multiply
         self._targets: Mapping[str, Tensor] = {}
         self._contributed: Callable[[str], None] = lambda name: None
         self._queues: dict[tuple[int, int], list[tuple[str, Rows, Rows]]] = {}
@@ -97,7 +101,7 @@ class GradSink:
         if self._deferred_to is not None:
             self._queues.setdefault(self._deferred_to, []).append((name, x.anew(), dy.anew()))
             return None
-        add_outer(self._targets[name], x.start().wait(), dy.wait())
+        self.multiply(self._targets[name], x.start().wait(), dy.wait())
         self._contributed(name)
         return None
 
@@ -139,21 +143,3 @@ class GradSink:
     def queued(self) -> int:
         """Weight gradients that wait for their W action."""
         return sum(map(len, self._queues.values()))
-
-
-def add_outer(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
-    """``target = beta * target + dy^T x``, the product kept in the format of ``target``.
-
-    Args:
-        target: ``[O, I]``, at least as wide as the others.
-        x: ``[..., I]``.
-        dy: ``[..., O]``.
-        beta: 0 ignores what ``target`` holds.
-
-    """
-    x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
-    if target.dtype == x_TI.dtype or not target.is_cuda:
-        torch.addmm(target, dy_TO.t().to(target.dtype), x_TI.to(target.dtype), beta=beta, out=target)
-    else:
-        product = torch.mm(dy_TO.t(), x_TI, out_dtype=target.dtype)
-        torch.add(product, target, alpha=beta, out=target) if beta else target.copy_(product)

@@ -185,14 +185,15 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
     mesh = Mesh(Layout.from_config(parallel, world_size), rank, timeout, kv_copies)
     dtype = DTYPES[config.precision.params_dtype]
     kernels, notes = choose(config.compute.kernels, device, dtype, config.compute.deterministic)
+    sink, sequence_parallel = GradSink(kernels.weight_gradient), parallel.sequence_parallel
     context = BuildContext(
-        mesh, GradSink(), dtype, device, training.seed, parallel.sequence_parallel, initialised=fresh, kernels=kernels
+        mesh, sink, dtype, device, training.seed, sequence_parallel, initialised=fresh, kernels=kernels
     )
     chunk = build_gpt(model, training, context)
     dtypes = {name: p.dtype for name, p in chunk.params.items()}
     size, overlap = parallel.ddp_bucket_size, parallel.overlap_grad_reduce
     buckets = GradBuckets(chunk.specs, dtypes, mesh, context.sink, device, size, overlap)
-    optimizer = Optimizer(chunk.params, chunk.specs, buckets, mesh, config.optimizer, training.seed)
+    optimizer = Optimizer(chunk.params, chunk.specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
     scaler = LossScaler.from_config(config.precision, device)
     timers = Timers(config.logging.timing_log_level, device)
     trainer = Trainer(config, mesh, device, chunk, buckets, optimizer, scaler, timers, notes=tuple(notes))

@@ -1,0 +1,142 @@
+"""One step of AdamW over lists of tensors."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from megatron.kernels.operation import Candidate, Operation, Trial
+
+CHUNK = 1 << 16
+"""Elements that one block of apex's kernel takes, the size that apex itself asks for."""
+
+
+@dataclass(frozen=True)
+class AdamState:
+    """What is moved, and what is kept of it: lists in one order.
+
+    Attributes:
+        params: of one format, at least fp32.
+        exp_avgs: first moments, of the same format and shapes.
+        exp_avg_sqs: second moments.
+        step_counts: updates so far, fp32 and 0-d, one per parameter and all equal.
+    """
+
+    params: list[Tensor]
+    exp_avgs: list[Tensor]
+    exp_avg_sqs: list[Tensor]
+    step_counts: list[Tensor]
+
+
+@dataclass(frozen=True)
+class AdamSettings:
+    """Numbers that stay what they are: decays of the moments, and what is added to the root of the second."""
+
+    beta1: float
+    beta2: float
+    eps: float
+
+
+Adam = Callable[[AdamState, Sequence[Tensor], AdamSettings, float | Tensor, float, Tensor], None]
+"""``adam(state, grads, settings, lr, weight_decay, skip)``: AdamW, bias-corrected (Loshchilov & Hutter 2019).
+
+``lr`` may be a 0-d fp32 tensor on the device, ``skip`` is one, and 1 where nothing is to change, the counts included.
+"""
+
+
+def adam(
+    state: AdamState,
+    grads: Sequence[Tensor],
+    settings: AdamSettings,
+    lr: float | Tensor,
+    weight_decay: float,
+    skip: Tensor,
+) -> None:
+    """:data:`Adam` with torch's fused kernel."""
+    adamw(
+        state.params,
+        list(grads),
+        state.exp_avgs,
+        state.exp_avg_sqs,
+        [],
+        state.step_counts,
+        fused=True,
+        found_inf=skip,
+        amsgrad=False,
+        beta1=settings.beta1,
+        beta2=settings.beta2,
+        lr=lr,
+        weight_decay=weight_decay,
+        eps=settings.eps,
+        maximize=False,
+    )
+
+
+def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda" or dtype == torch.float64:
+        return "apex updates fp32 weights on GPUs"
+    return "apex's amp_C is not installed" if importlib.util.find_spec("amp_C") is None else None
+
+
+def _apex() -> Adam:
+    """apex's ``multi_tensor_adam_capturable``, which reads learning rate, count and skip from the device."""
+    kernels: Any = importlib.import_module("amp_C")
+
+    def apex_adam(
+        state: AdamState,
+        grads: Sequence[Tensor],
+        settings: AdamSettings,
+        lr: float | Tensor,
+        weight_decay: float,
+        skip: Tensor,
+    ) -> None:
+        rate = lr if isinstance(lr, Tensor) else torch.full((), lr, dtype=torch.float32, device=skip.device)
+        torch._foreach_add_(state.step_counts, 1.0 - skip)
+        kernels.multi_tensor_adam_capturable(
+            CHUNK,
+            skip.to(torch.int32).view(1),
+            [list(grads), state.params, state.exp_avgs, state.exp_avg_sqs],
+            rate.view(1),
+            settings.beta1,
+            settings.beta2,
+            settings.eps,
+            state.step_counts[0].to(torch.int32).view(1),
+            1,  # weight decay is decoupled
+            1,  # moments are corrected for their start at zero
+            weight_decay,
+            torch.ones(1, dtype=torch.float32, device=skip.device),  # gradients are already unscaled
+        )
+
+    return apex_adam
+
+
+def _trials() -> Sequence[Trial]:
+    """Updates, skips and the moments after them; of the weights, what was added, so that small things show."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((7, 5), (3,))
+    params, *grads = ([torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(4))
+
+    def run(f: Adam, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        wide = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in t]
+        before, rest = wide[:2], wide[2:]
+        after = [p.clone() for p in before]
+        moments = [[torch.zeros_like(p) for p in after] for _ in range(2)]
+        counts = [torch.zeros((), dtype=torch.float32, device=p.device) for p in after]
+        state, settings = AdamState(after, moments[0], moments[1], counts), AdamSettings(0.9, 0.95, 1e-3)
+        for at, skip in ((0, 0.0), (2, 1.0), (4, 0.0)):
+            flag = torch.full((), skip, dtype=torch.float32, device=after[0].device)
+            f(state, rest[at : at + 2], settings, torch.full_like(flag, 0.125), 0.25, flag)
+        moved = [a - b for a, b in zip(after, before)]
+        return [*moved, *moments[0], *moments[1], *counts]
+
+    return [Trial(run, (*params, *(g for some in grads for g in some)), differentiated=False)]
+
+
+ADAM = Operation({"apex": Candidate(_apex, _apex_missing), "torch": Candidate(lambda: adam)}, _trials)

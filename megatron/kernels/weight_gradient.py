@@ -1,0 +1,90 @@
+"""Gradients of linear weights, multiplied straight into the buffer that collects them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.kernels.operation import Candidate, Operation, Trial
+
+WeightGradient = Callable[..., None]
+"""``weight_gradient(target, x, dy, beta=1.0)``: ``target = beta * target + dy^T x``, with ``beta`` 0 or 1.
+
+``target`` ``[O, I]`` is at least fp32, ``x`` is ``[..., I]`` and ``dy`` ``[..., O]``; with ``beta`` 0 what ``target``
+holds is ignored. The product is never rounded to the format of ``x``.
+"""
+
+
+def add_outer(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
+    """:data:`WeightGradient` with stock PyTorch; on GPUs, the product of narrow formats is made and then added."""
+    x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
+    if target.dtype == x_TI.dtype or not target.is_cuda:
+        torch.addmm(target, dy_TO.t().to(target.dtype), x_TI.to(target.dtype), beta=beta, out=target)
+    else:
+        product = torch.mm(dy_TO.t(), x_TI, out_dtype=target.dtype)
+        torch.add(product, target, alpha=beta, out=target) if beta else target.copy_(product)
+
+
+def _accumulate(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
+    """The matrix product itself adds to ``target``: one kernel, and no product beside it."""
+    x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
+    if target.dtype == x_TI.dtype:
+        add_outer(target, x_TI, dy_TO, beta)
+    else:
+        torch.addmm(target, dy_TO.t(), x_TI, out_dtype=target.dtype, beta=beta, out=target)
+
+
+def _narrow_on_gpu(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return "it multiplies bf16 and fp16 on GPUs"
+    return None
+
+
+def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return "apex multiplies bf16 and fp16 on GPUs"
+    missing = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None
+    return "apex's fused_weight_gradient_mlp_cuda is not installed" if missing else None
+
+
+def _apex() -> WeightGradient:
+    """apex's ``wgrad_gemm_accum_fp32(input, d_output, d_weight)``: it takes memory for contiguous, and always adds."""
+    fused: Any = importlib.import_module("fused_weight_gradient_mlp_cuda")
+
+    def apex_weight_gradient(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
+        if not beta:
+            target.zero_()
+        fused.wgrad_gemm_accum_fp32(x.flatten(0, -2).contiguous(), dy.flatten(0, -2).contiguous(), target)
+
+    return apex_weight_gradient
+
+
+def _trials() -> Sequence[Trial]:
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(5, 2, n, generator=generator, dtype=torch.float64) for n in (32, 48))
+    target = torch.randn(48, 32, generator=generator, dtype=torch.float64)
+
+    def run(f: WeightGradient, t: Sequence[Tensor]) -> Sequence[Tensor]:
+        target, x, dy = t
+        into, afresh = (target.to(torch.promote_types(x.dtype, torch.float32), copy=True) for _ in range(2))
+        f(into, x, dy)
+        f(into, x[:, 0], dy[:, 0])  # rows that are not next to one another
+        f(afresh, x, dy, beta=0.0)
+        return into, afresh
+
+    return [Trial(run, (target, x, dy), differentiated=False)]
+
+
+WEIGHT_GRADIENT = Operation(
+    {
+        "apex": Candidate(_apex, _apex_missing),
+        "addmm": Candidate(lambda: _accumulate, _narrow_on_gpu),
+        "torch": Candidate(lambda: add_outer),
+    },
+    _trials,
+)

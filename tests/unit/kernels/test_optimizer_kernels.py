@@ -1,0 +1,147 @@
+"""Weight gradients and AdamW: torch's against formulas, apex's behind doubles that have its signatures."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.kernels.adam import ADAM, AdamSettings, AdamState, adam
+from megatron.kernels.operation import Operation, disproof
+from megatron.kernels.weight_gradient import WEIGHT_GRADIENT, add_outer
+
+CPU = torch.device("cpu")
+
+
+def wgrad_gemm_accum_fp32(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
+    """As in csrc/megatron/fused_weight_gradient_dense_cuda.cu: raw pointers, so everything must be contiguous."""
+    assert all(t.is_contiguous() for t in (input, d_output, d_weight))
+    assert (d_weight.dtype, d_output.dtype) == (torch.float32, input.dtype)
+    d_weight += d_output.float().t() @ input.float()
+
+
+def multi_tensor_adam_capturable(
+    chunk_size: int,
+    noop_flag: Tensor,
+    tensor_lists: Sequence[Sequence[Tensor]],
+    lr: Tensor,
+    beta1: float,
+    beta2: float,
+    epsilon: float,
+    step: Tensor,
+    mode: int,
+    bias_correction: int,
+    weight_decay: float,
+    inv_scale: Tensor,
+) -> None:
+    """As in csrc/multi_tensor_adam.cu, its AdamCapturableFunctor in decoupled mode."""
+    formats = [t.dtype for t in (noop_flag, lr, step, inv_scale)]
+    assert formats == [torch.int32, torch.float32, torch.int32, torch.float32]
+    if noop_flag.item() == 1:
+        return
+    assert (mode, bias_correction) == (1, 1)
+    corrections = [1 - beta ** step.item() for beta in (beta1, beta2)]
+    for g, p, m, v in zip(*tensor_lists):
+        g.mul_(inv_scale)
+        m.mul_(beta1).add_(g, alpha=1 - beta1)
+        v.mul_(beta2).addcmul_(g, g, value=1 - beta2)
+        update = (m / corrections[0]) / ((v / corrections[1]).sqrt() + epsilon) + weight_decay * p
+        p.sub_(lr * update)
+
+
+def no_beta(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
+    """A faulty double: forgets what was there."""
+    d_weight.copy_(d_output.float().t() @ input.float())
+
+
+def no_skip(chunk_size: int, noop_flag: Tensor, *others: object) -> None:
+    """A faulty double: takes steps that are to be skipped."""
+    multi_tensor_adam_capturable(chunk_size, torch.zeros_like(noop_flag), *others)
+
+
+def no_decay(*arguments: object) -> None:
+    """A faulty double."""
+    multi_tensor_adam_capturable(*arguments[:10], 0.0, arguments[11])
+
+
+def double(monkeypatch: pytest.MonkeyPatch, module: str, function: str, does: Callable[..., None]) -> None:
+    fake = ModuleType(module)
+    setattr(fake, function, does)
+    monkeypatch.setitem(sys.modules, module, fake)
+
+
+APEX = {
+    "weight_gradient": (WEIGHT_GRADIENT, "fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),
+    "adam": (ADAM, "amp_C", "multi_tensor_adam_capturable"),
+}
+
+
+@pytest.mark.parametrize(
+    ("operation", "does", "right"),
+    [
+        ("weight_gradient", wgrad_gemm_accum_fp32, True),
+        ("weight_gradient", no_beta, False),
+        ("adam", multi_tensor_adam_capturable, True),
+        ("adam", no_skip, False),
+        ("adam", no_decay, False),
+    ],
+)
+def test_apex_is_called_as_it_wants_and_proven(
+    operation: str, does: Callable[..., None], right: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    table, module, function = APEX[operation]
+    double(monkeypatch, module, function, does)
+    for dtype in (torch.bfloat16, torch.float16):
+        assert (disproof(table, table.candidates["apex"].make(), CPU, dtype) is None) is right
+
+
+@pytest.mark.parametrize("table", [WEIGHT_GRADIENT, ADAM])
+def test_nothing_but_torch_serves_a_cpu(table: Operation) -> None:
+    told = {name: candidate.missing(CPU, torch.bfloat16) for name, candidate in table.candidates.items()}
+    assert [name for name, reason in told.items() if reason is None] == ["torch"]
+
+
+@pytest.mark.parametrize("table", [WEIGHT_GRADIENT, ADAM])
+def test_what_is_not_installed_is_missing_on_gpus(table: Operation) -> None:
+    told = table.candidates["apex"].missing(torch.device("cuda"), torch.bfloat16)
+    assert told is not None
+    assert "is not installed" in told
+
+
+def test_the_product_accumulates_where_formats_are_equal() -> None:
+    """The path on GPUs needs one; where nothing has to be widened, it is the same call."""
+    assert disproof(WEIGHT_GRADIENT, WEIGHT_GRADIENT.candidates["addmm"].make(), CPU, torch.float32) is None
+
+
+@pytest.mark.parametrize("beta", [0.0, 1.0])
+def test_a_product_is_not_rounded_to_the_format_of_its_operands(beta: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, dy = (torch.randn(4, 3, n, generator=generator).bfloat16() for n in (5, 6))
+    target = torch.randn(6, 5, generator=generator)
+    expected = torch.einsum("sbi,sbo->oi", x.double(), dy.double()) + beta * target.double()
+    add_outer(target, x, dy, beta)
+    torch.testing.assert_close(target.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_adam_is_its_formula() -> None:
+    lr, decay, settings = 0.1, 0.01, AdamSettings(0.9, 0.99, 1e-8)
+    w, m, v, grad = 2.0, 0.0, 0.0, 0.5
+    one = [torch.full((1,), x, dtype=torch.float64) for x in (w, m, v)]
+    count = torch.zeros(())
+    for step in (1, 2, 3):
+        adam(
+            AdamState(*([t] for t in one), [count]),
+            [torch.tensor([grad * step]).double()],
+            settings,
+            lr,
+            decay,
+            torch.zeros(()),
+        )
+        g = grad * step
+        m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
+        w -= lr * decay * w + lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.99**step)) ** 0.5 + 1e-8)
+    assert one[0].item() == pytest.approx(w, rel=1e-12)
