@@ -238,6 +238,9 @@ CASES = (
     Case("--profile-memory --run-dir runs/a --profile-ranks 1 --profile-step-start 5 --profile-step-end 4"),
     Case("--run-dir runs/a --profile-ranks 1 8 9", ranks=8),
     Case("--profile"),
+    # kernels
+    Case("--kernels compiled norm=triton attenton=cudnn fast"),
+    Case("--kernels norm"),
     # everything at once
     Case(
         "--preset tiny-llama --lr abc --hiden-size 100 --num-query-groups 3 --save x --global-batch-size 7"
