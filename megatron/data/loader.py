@@ -136,7 +136,10 @@ class DataSource:
         from megatron.parallel.microbatch import MicroBatch
 
         def tensor(column: NDArray[Any]) -> torch.Tensor:
-            return torch.from_numpy(column).to(device, non_blocking=True)
+            host = torch.from_numpy(column)
+            if torch.device(device).type == "cuda":
+                host = host.pin_memory()  # a GPU fetches from such memory by itself, and nobody waits
+            return host.to(device, non_blocking=True)
 
         tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, i) for i in places)))
         columns = self.masks.columns(tokens, labels)

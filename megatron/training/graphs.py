@@ -30,8 +30,8 @@ WARM_UP = 3
 COLUMNS = tuple(f.name for f in fields(MicroBatch) if f.name != "step")
 """The fields of a micro-batch that are tensors."""
 
-Inputs = Sequence[Tensor | None]
-"""Tensors of which some may be missing."""
+Inputs = Sequence[Any]
+"""Tensors, some of which may be None."""
 
 T = TypeVar("T")
 
@@ -165,11 +165,12 @@ class StepRunner:
 
     def _on_device(self, rates: Rates) -> Rates:
         """Learning rates where the update reads them anew each time; written there by the device: nobody waits."""
-        lr, decoupled_lr = (
-            None if rate is None else torch.full((), float(rate), dtype=torch.float32, device=self.trainer.device)
-            for rate in (rates.lr, rates.decoupled_lr)
-        )
-        return replace(rates, lr=lr, decoupled_lr=decoupled_lr)
+
+        def place(rate: float | Tensor) -> Tensor:
+            return torch.full((), float(rate), dtype=torch.float32, device=self.trainer.device)
+
+        decoupled_lr = None if rates.decoupled_lr is None else place(rates.decoupled_lr)
+        return replace(rates, lr=place(rates.lr), decoupled_lr=decoupled_lr)
 
     def _step(self, weight_decay: float, inputs: Inputs) -> StepMetrics:
         lr, decoupled_lr, *columns = inputs
