@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -172,24 +173,22 @@ class Recording:
             written.append(Path(f"{name}_memory.pickle"))
             torch.cuda.memory._dump_snapshot(str(written[-1]))
             torch.cuda.memory._record_memory_history(enabled=None)
-        trace, table = Path(f"{name}.json.gz"), Path(f"{name}.txt")
-        peak = self._write_trace(trace)
-        table.write_text(report(self.trace, last - self.first + 1, self.device.type, peak))
-        return [trace, table, *written]
+        trace = self._export(Path(f"{name}.json"))
+        peak = add_memory_track(trace["traceEvents"]) if self.config.profile_memory and not self.snapshot else None
+        table, packed = Path(f"{name}.txt"), Path(f"{name}.json.gz")
+        table.write_text(report(trace["traceEvents"], last - self.first + 1, peak))
+        packed.write_bytes(gzip.compress(json.dumps(trace).encode(), compresslevel=3))
+        return [packed, table, *written]
 
-    def _write_trace(self, path: Path) -> int | None:
-        """Write the trace; on a CPU with a curve of allocations, whose highest point in bytes is returned."""
-        raw = path.with_suffix("")
+    def _export(self, path: Path) -> dict[str, Any]:
+        """The trace, by way of a file that is there for a moment."""
         try:
-            self.trace.export_chrome_trace(str(raw))
-            with raw.open("rb") as file:  # one that the disk cut off is none
-                events = json.load(file)
+            self.trace.export_chrome_trace(str(path))
+            with path.open(encoding="utf-8", errors="replace") as file:
+                found: dict[str, Any] = json.load(file)  # fails on what a full disk cut off
+            return found
         finally:
-            raw.unlink(missing_ok=True)
-        peak = add_memory_track(events) if self.config.profile_memory and not self.snapshot else None
-        with gzip.open(path, "wt", compresslevel=3, encoding="utf-8") as file:
-            json.dump(events, file)
-        return peak
+            path.unlink(missing_ok=True)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":
