@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from megatron.config.run import OptimizerConfig
 from megatron.kernels.adam import Adam, adam
-from megatron.kernels.adam import Adam, adam
 from megatron.optim.buckets import GradBuckets
 from megatron.optim.clip import GradNorm
 from megatron.optim.groups import ParamGroup, param_groups

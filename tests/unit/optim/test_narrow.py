@@ -1,0 +1,253 @@
+"""Moments in bf16: rounding that is right in the mean, and the same in every layout."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from megatron.config.run import OptimizerConfig
+from megatron.kernels.adam import AdamSettings, AdamState
+from megatron.kernels.hashing import random_bits
+from megatron.optim import narrow
+from megatron.optim.blocks import blocks
+from megatron.optim.narrow import Places, make_rule, round_at_random
+from megatron.optim.rules import RULES, Rule
+from megatron.parallel.shard import Init, Shard, ShardSpec
+from tests.solo import Allocations, Solo, random_batch, tiny
+
+BF16 = OptimizerConfig(adam_eps=1e-3, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+GO, SKIP = torch.zeros(()), torch.ones(())
+INIT = Init()
+
+
+def neighbours(value: float) -> tuple[float, float]:
+    """The bf16 values on both sides of an fp32 value, by cutting off bits and by the next pattern."""
+    low = torch.tensor(value).view(torch.int32).item() >> 16
+    patterns = torch.tensor([low, low + (value != _float(low << 16))], dtype=torch.int64) << 16
+    first, second = patterns.to(torch.int32).view(torch.float32).tolist()
+    return first, second
+
+
+def _float(pattern: int) -> float:
+    return torch.tensor([pattern], dtype=torch.int64).to(torch.int32).view(torch.float32).item()
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.floats(-(2.0**100), 2.0**100, width=32))
+def test_rounding_is_to_a_neighbour_and_right_in_the_mean(value: float) -> None:
+    """Over all 2^16 draws the mean is the value itself, exactly."""
+    bits = torch.arange(1 << 16) + (5 << 16)  # what is above the lowest 16 does not count
+    rounded = round_at_random(torch.full(bits.shape, value), bits)
+    assert rounded.dtype == torch.bfloat16
+    assert set(rounded.double().tolist()) <= set(neighbours(value))
+    torch.testing.assert_close(rounded.double().mean().item(), value, rtol=1e-9, atol=1e-44)
+
+
+def test_what_bf16_has_is_never_rounded() -> None:
+    values = torch.randn(1000).bfloat16().float()
+    values[:4] = torch.tensor([0.0, -0.0, float("inf"), 1e-40]).bfloat16().float()
+    for bits in (0, 0xFFFF):
+        assert torch.equal(round_at_random(values, torch.full((1000,), bits)).float(), values)
+
+
+def test_bits_are_even_and_differ_from_step_to_step_and_from_counter_to_counter() -> None:
+    """Each of 32 bits is set half of the time, and no two of five neighbouring draws agree more often than that."""
+    counters = torch.arange(1 << 16) + (1 << 40) - (1 << 15)
+    draws = [random_bits(7, torch.tensor(step), counters) for step in (0, 1, 2)]
+    draws += [random_bits(8, torch.tensor(0), counters), random_bits(7, torch.tensor(0), counters + 1)]
+    deviation = 0.5 * (1 << 16) ** -0.5
+    for i, draw in enumerate(draws):
+        for shift in range(32):
+            bit = draw >> shift & 1
+            others = [(other >> shift & 1) == bit for other in draws[:i]]
+            for share in (bit, *others):
+                assert share.double().mean().item() == pytest.approx(0.5, abs=5 * deviation)
+
+
+def specs_of(shard: Shard) -> dict[str, ShardSpec]:
+    """Every way in which a tensor is cut."""
+    return {
+        "rows": shard.split((8, 6), 0, INIT),
+        "columns": shard.split((6, 8), 1, INIT),
+        "gate_up": shard.split((16, 4), 1, INIT, view=(2, 8, 4)),
+        "norm": shard.replicate((16,), INIT, partial=True),
+        "words": shard.vocabulary(13, 4, 8, INIT),
+        "qkv": shard.qkv(2, 4, (2, 8), INIT),
+        "qkv_bias": shard.qkv(2, 4, (2,), INIT),
+        "bias": shard.split((16,), 0, INIT),
+    }
+
+
+def part(spec: ShardSpec, whole: Tensor) -> Tensor:
+    """What a rank holds of a global tensor; padding is 0."""
+    local = torch.zeros(spec.local_view, dtype=whole.dtype)
+    for piece in spec.pieces:
+        local[piece.local.slices] = whole.view(spec.view)[piece.place.slices]
+    return local.view(spec.local_shape)
+
+
+def whole_of(spec: ShardSpec, local: Tensor) -> Tensor:
+    """The global tensor, of a rank that is alone."""
+    (piece,) = spec.pieces
+    return local.view(spec.local_view)[piece.local.slices].reshape(spec.shape)
+
+
+def held(spec: ShardSpec) -> Tensor:
+    """Which elements of a rank's tensor are some of the global one."""
+    return part(spec, torch.ones(spec.shape, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+def test_places_are_those_of_a_tensor_of_numbers(tp: int) -> None:
+    for rank in range(tp):
+        for name, spec in specs_of(Shard(rank, tp)).items():
+            numbers = part(spec, torch.arange(spec.numel).view(spec.shape)).flatten()
+            count, real = numbers.numel(), held(spec).flatten()
+            places = Places.of(spec, torch.device("cpu"))
+            found = torch.cat([places.numbers(0, count // 3), places.numbers(count // 3, count)])
+            assert torch.equal(found[real], numbers[real]), (name, rank)
+
+
+def plain_adam(
+    state: AdamState, grads: Sequence[Tensor], numbers: AdamSettings, lr: float | Tensor, decay: float, skip: Tensor
+) -> None:
+    """Sums, products and roots only: torch's fused kernel rounds elements at the end of a tensor otherwise."""
+    torch._foreach_add_(state.step_counts, 1.0 - skip)
+    everything = zip(state.params, grads, state.exp_avgs, state.exp_avg_sqs, state.step_counts)
+    for p, g, m, v, count in everything if skip == 0 else ():
+        m.mul_(numbers.beta1).add_(g * (1 - numbers.beta1))
+        v.mul_(numbers.beta2).add_(g * g * (1 - numbers.beta2))
+        root = (v / (1 - numbers.beta2 ** count.item())).sqrt() + numbers.eps
+        p.mul_(1 - lr * decay).sub_(m / (1 - numbers.beta1 ** count.item()) / root * lr)
+
+
+def trained(specs: dict[str, ShardSpec], config: OptimizerConfig, seed: int = 3) -> tuple[Rule, dict[str, Tensor]]:
+    """A rule on a rank's parts after five steps, one of them skipped; and the parts."""
+    masters = {name: part(spec, normal(spec, len(name))) for name, spec in specs.items()}
+    rule = make_rule(list(specs), masters, specs, config, seed, plain_adam)
+    for step in range(5):
+        grads = [part(spec, normal(spec, 100 * step + 1)) for spec in specs.values()]
+        rule.update(grads, 0.1, 0.05, SKIP if step == 2 else GO)
+    return rule, masters
+
+
+def normal(spec: ShardSpec, seed: int) -> Tensor:
+    return torch.randn(spec.shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_every_layout_rounds_alike(optimizer: str, tp: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the bit, copies on several ranks too; and wherever blocks are cut."""
+    config = OptimizerConfig(optimizer=optimizer, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    alone = specs_of(Shard(0, 1))
+    whole, masters = trained(alone, config)
+    monkeypatch.setattr(narrow, "blocks", lambda tensors: blocks(tensors, 16))
+    for rank in range(tp):
+        specs = specs_of(Shard(rank, tp))
+        cut, parts = trained(specs, config)
+        for i, (name, spec) in enumerate(specs.items()):
+            assert torch.equal(parts[name], part(spec, whole_of(alone[name], masters[name]))), (name, rank)
+            for kind in whole.state:
+                expected = part(spec, whole_of(alone[name], whole.state[kind][i]))
+                assert expected.dtype == torch.bfloat16
+                assert torch.equal(cut.state[kind][i], expected), (kind, name, rank)
+
+
+def test_seed_name_and_step_draw_anew() -> None:
+    spec = Shard(0, 1).split((64, 64), 0, INIT)
+    ones = torch.ones(64, 64)
+
+    def moment(name: str, seed: int, steps: int) -> Tensor:
+        rule = make_rule([name], {name: ones.clone()}, {name: spec}, BF16, seed)
+        for _ in range(steps):
+            rule.state["exp_avg"][0].zero_()
+            rule.update([ones.clone()], 0.0, 0.0, GO)
+        return rule.state["exp_avg"][0]
+
+    first = moment("a", 1, 1)
+    assert torch.equal(first, moment("a", 1, 1))
+    for other in (moment("b", 1, 1), moment("a", 2, 1), moment("a", 1, 2)):
+        assert 0.2 < (first == other).double().mean() < 0.8
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+def test_skips_leave_every_bit_and_no_trace(optimizer: str) -> None:
+    specs = specs_of(Shard(0, 1))
+    config = OptimizerConfig(optimizer=optimizer, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
+    rule, _ = trained(specs, config)
+    before = [t.clone() for kind in rule.state.values() for t in kind] + [t.clone() for t in rule.params]
+    counts = [count.item() for count in rule.step_counts]
+    rule.update([torch.full_like(p, float("nan")) for p in rule.params], 0.1, 0.1, SKIP)
+    after = [t for kind in rule.state.values() for t in kind] + rule.params
+    assert all(map(torch.equal, before, after))
+    assert [count.item() for count in rule.step_counts] == counts == [4.0]
+
+
+def test_a_slow_moment_grows_where_rounding_to_nearest_would_stand_still() -> None:
+    """The mean of squares moves by a thousandth of the gap in each step, a quarter of a bf16 step."""
+    spec = Shard(0, 1).split((100, 100), 0, INIT)
+    rule = make_rule(["w"], {"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
+    moment = rule.state["exp_avg_sq"][0].fill_(1.0)
+    grads = [torch.full((100, 100), 2.0**0.5)]
+    for _ in range(500):
+        rule.update(grads, 0.0, 0.0, GO)
+    exact = 2.0 - 0.999**500
+    assert moment.double().mean().item() == pytest.approx(exact, rel=2e-4)
+    assert torch.tensor(1.001).bfloat16() == 1.0, "to the nearest it would still be 1"
+
+
+@pytest.mark.parametrize("kinds", [("exp_avg",), ("exp_avg_sq",), ("exp_avg", "exp_avg_sq")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_the_first_step_is_that_of_wide_moments(kinds: tuple[str, ...], dtype: torch.dtype) -> None:
+    """An update is made with moments before they are rounded; those that are wide stay exactly so."""
+    formats = {f"{kind}_dtype": "bf16" for kind in kinds}
+    specs = specs_of(Shard(0, 1))
+    config = OptimizerConfig(**formats)
+    ours, theirs = ([normal(s, 1).to(dtype) for s in specs.values()] for _ in range(2))
+    rule = make_rule(list(specs), dict(zip(specs, ours)), specs, config, 0)
+    wide = RULES["adam"](theirs, config)
+    grads = [normal(s, 2).to(dtype) for s in specs.values()]
+    for r in (rule, wide):
+        r.update(grads, 0.1, 0.05, GO)
+    tolerance = 1e-6 if dtype == torch.float32 else 1e-14
+    for a, b in zip(ours, theirs):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    for kind, moments in rule.state.items():
+        narrow_kind = kind in kinds
+        assert {m.dtype for m in moments} == {torch.bfloat16 if narrow_kind else dtype}
+        for a, b in zip(moments, wide.state[kind]):
+            torch.testing.assert_close(a.to(dtype), b, rtol=2**-7 if narrow_kind else tolerance, atol=1e-12)
+
+
+def test_what_an_update_needs_besides_does_not_grow_with_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(narrow, "blocks", lambda tensors: blocks(tensors, 100))
+    spec = Shard(0, 1).split((100, 100), 0, INIT)
+    rule = make_rule(["w"], {"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
+    grads = [torch.ones(100, 100)]
+    with Allocations() as seen:
+        rule.update(grads, 0.1, 0.1, GO)
+    assert seen.largest <= 100 * 8
+
+
+def final_loss(make: Callable[[], OptimizerConfig], model_dtype: torch.dtype) -> float:
+    config = tiny(num_query_groups=2)
+    solo = Solo.build(config, model_dtype, optimizer=make())
+    batches = [random_batch(config, seed=seed) for seed in (1, 2)]
+    for _ in range(30):
+        loss, _ = solo.step(batches, lr=3e-3)
+    return loss.item()
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "lion"])
+def test_training_is_close_to_that_with_wide_moments(optimizer: str) -> None:
+    wide = final_loss(lambda: OptimizerConfig(optimizer=optimizer), torch.float32)
+    formats = {"exp_avg_dtype": "bf16"} | ({"exp_avg_sq_dtype": "bf16"} if optimizer == "adam" else {})
+    rough = final_loss(lambda: OptimizerConfig(optimizer=optimizer, **formats), torch.float32)
+    assert rough == pytest.approx(wide, rel=0.03)
+    assert rough != wide
