@@ -25,6 +25,8 @@ if TYPE_CHECKING:
     from megatron.checkpoint.reader import CheckpointReader
 
 EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
+OF_A_RUN = ("run_id", "goodput")
+"""Numbers of a checkpoint that no two runs share."""
 
 
 def listing(args: argparse.Namespace) -> int:
@@ -115,7 +117,7 @@ def show_values(manifest: Manifest, pattern: str) -> int:
 def diff(args: argparse.Namespace) -> int:
     """Print in what two checkpoints differ: options, state, tensors.
 
-    Options of one start of a run, such as where it saves, are told and not counted.
+    Options of one start of a run, such as where it saves, are told and not counted; nor is what no two runs share.
     """
     from megatron.checkpoint.reader import CheckpointReader
     from megatron.config.compare import ROLES, Role
@@ -127,8 +129,9 @@ def diff(args: argparse.Namespace) -> int:
         print(f"option {key}: {text}" + (" (of one start; not counted)" if of_a_start else ""))
         differ |= not of_a_start
     for key, text in differing(a.state, b.state):
-        print(f"state {key}: {text}")
-        differ = True
+        of_a_run = key.partition(".")[0] in OF_A_RUN
+        print(f"state {key}: {text}" + (" (of one run; not counted)" if of_a_run else ""))
+        differ |= not of_a_run
     identical, readers = 0, (CheckpointReader(a), CheckpointReader(b))
     for name in sorted(a.tensors.keys() | b.tensors.keys()):
         line = differing_tensor(*readers, name)

@@ -18,7 +18,7 @@ from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.sources import to_dict, to_yaml
 from megatron.training import incidents, run_folder
-from megatron.training.console import evaluation_line, progress_line
+from megatron.training.console import evaluation_line, progress_line, timing_line
 from megatron.training.history import read_history
 from megatron.training.metrics import device_name
 from megatron.training.plot import draw_history
@@ -132,6 +132,8 @@ class RunLog:
         if not self.enabled:
             return
         _say(progress_line(record, self.yardstick, _width()))
+        if (times := timing_line(record)) is not None:
+            _say(times)
         self._record({**record.values(), **self.yardstick.values(record)})
 
     def evaluation(self, record: EvaluationRecord) -> None:

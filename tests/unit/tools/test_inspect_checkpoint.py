@@ -156,11 +156,14 @@ def test_diff(runs: Checkpoints, tmp_path: Path, capsys: pytest.CaptureFixture[s
 def test_what_belongs_to_one_start_makes_no_difference(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name, lr in {"a": 0.1, "b": 0.1, "c": 0.2}.items():
         config = {"checkpoint": {"save": name}, "logging": {"run_dir": name}, "optimizer": {"lr": lr}}
-        write(tmp_path / name, all_of(small()), {"iteration": 1}, config, ALONE)
+        state = {"iteration": 1, "run_id": name, "goodput": {"starts": 1 if name == "a" else 2}}
+        write(tmp_path / name, all_of(small()), state, config, ALONE)
     assert main(["diff", str(tmp_path / "a"), str(tmp_path / "b")]) == 0
     assert capsys.readouterr().out.splitlines() == [
         'option checkpoint.save: "a" | "b" (of one start; not counted)',
         'option logging.run_dir: "a" | "b" (of one start; not counted)',
+        "state goodput.starts: 1 | 2 (of one run; not counted)",
+        'state run_id: "a" | "b" (of one run; not counted)',
         "2 of 2 tensors identical to the bit",
     ]
     assert main(["diff", str(tmp_path / "b"), str(tmp_path / "c")]) == 1
