@@ -22,7 +22,8 @@ from megatron.training.setup import Trainer
 EMBEDDING, HEAD = "embedding", "head"
 GRADIENT, ZEROS, ELEMENTS, WEIGHT, BEFORE, CHANGE, OUTPUT, OUTPUTS = range(8)
 """Columns of what is summed for each layer: squares of the gradient, of the weight (after the step and before) and of
-its change; zeros and elements of the gradient; squares and elements of the layer's output."""
+its change; zeros and elements of the gradient; squares and elements of the layer's output. Outputs that all
+tensor-parallel ranks have count on each, which their mean does not show; parameters count once."""
 
 
 @dataclass(frozen=True)
@@ -91,12 +92,10 @@ class Vitals:
 
     def begin(self) -> None:
         """Put hooks on the embedding, the blocks and the cores of attention."""
-        t = self.trainer
-        answers = t.config.parallel.sequence_parallel or t.mesh.tp.rank == 0  # else all TP ranks have the same rows
-        for name, module in t.chunk.named_modules():
+        for name, module in self.trainer.chunk.named_modules():
             if isinstance(module, CoreAttention):
                 self._handles.append(module.register_forward_hook(self._attended(layer_of(name))))
-            elif answers and name in self.rows:
+            elif name in self.rows:
                 self._handles.append(module.register_forward_hook(self._put_out(name)))
 
     def _attended(self, layer: str) -> Any:

@@ -59,7 +59,7 @@ def check_replicas(trainer: Trainer) -> None:
 
 
 def unequal(trainer: Trainer) -> list[Copy]:
-    """This rank's pieces that are not, to the bit, those of a peer that holds them too; collective over all ranks."""
+    """This rank's pieces of which a peer holds another copy; collective over all ranks."""
     held = list(_held(trainer))
     digests = torch.stack([digest(x) for _, _, x, _ in held])
     shared: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
@@ -69,8 +69,9 @@ def unequal(trainer: Trainer) -> list[Copy]:
     found: set[int] = set()
     for _, (group, indices) in sorted(shared.items(), key=lambda item: (-len(item[0]), item[0])):
         places = torch.tensor(indices, device=digests.device)
-        copies = comm.all_gather(digests[places], group).view(group.size, -1)
-        found.update(places[(copies != copies[:1]).any(0)].tolist())
+        mine = digests[places]
+        copies = comm.all_gather(mine, group).view(group.size, -1)
+        found.update(places[(copies != mine).any(0)].tolist())
     return [Copy(what, piece.place, int(digests[i])) for i, (what, piece, *_) in enumerate(held) if i in found]
 
 
@@ -96,8 +97,9 @@ def differing(what: str, everywhere: Sequence[Sequence[Copy]]) -> str:
                 ranks_by_place[copy.place][copy.digest].append(rank)
     odd: list[int] = []
     for ranks_by_digest in ranks_by_place.values():
-        first, second, *_ = sorted(map(len, ranks_by_digest.values()), reverse=True)
-        odd += [r for ranks in ranks_by_digest.values() if len(ranks) < first or first == second for r in ranks]
+        sizes = [len(ranks) for ranks in ranks_by_digest.values()]
+        tied = sizes.count(max(sizes)) > 1
+        odd += [rank for ranks in ranks_by_digest.values() if tied or len(ranks) < max(sizes) for rank in ranks]
     everyone = sorted(rank for rank, copies in enumerate(everywhere) if any(copy.what == what for copy in copies))
     others = [rank for rank in everyone if rank not in odd]
     here = enumerate_ranks(sorted(set(odd)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 
+from megatron.config.problems import UserError
 from megatron.config.run import CheckpointConfig, DataConfig, ParallelConfig, TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.loader import build_data
@@ -20,8 +21,10 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
 from megatron.training.agreement import check_same_data
 from megatron.training.checkpointing import consumed_digest
+from megatron.training.health import HealthRecord
 from megatron.training.nonfinite import explain_nonfinite
 from megatron.training.ranks import RankTimes, gather
+from megatron.training.replicas_check import check_replicas
 from megatron.training.resume import choose
 from megatron.training.setup import build
 from megatron.training.step import train_step
@@ -29,6 +32,7 @@ from megatron.training.stop import StopRequest
 from megatron.training.verify import RankTrace, join
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case
 from tests.distributed.faults import infinite_gradient
+from tests.distributed.vitals import difference, report
 
 TOLERANCE = 1e-8
 
@@ -153,6 +157,29 @@ def _is_plain_cross_entropy(ranks: Sequence[tuple[float, torch.Tensor]]) -> bool
     return same and x.grad is not None and torch.allclose(dx, x.grad, rtol=TOLERANCE, atol=TOLERANCE)
 
 
+def reports_like_one_process(case: Case, ranks: Sequence[list[HealthRecord]]) -> bool:
+    pairs = [pair for got in ranks for pair in zip(got, healthy(case.twin()), strict=True)]
+    return all(difference(*pair, zeros=False) <= TOLERANCE for pair in pairs)
+
+
+@cache
+def healthy(twin: Case) -> list[HealthRecord]:
+    """What one process, this one, reports of every layer."""
+    return report(0, 1, twin)
+
+
+def flipped_bit(rank: int, world_size: int, case: Case) -> str:
+    """A bit of the last rank's weight flips; what every rank says."""
+    trainer = build(case.config(), rank, world_size)
+    if rank == world_size - 1:
+        trainer.chunk.get_parameter(FLIPPED).detach().view(torch.int64)[0] ^= 1
+    try:
+        check_replicas(trainer)
+    except UserError as error:
+        return error.problems[0].sentence
+    return ""
+
+
 _SHARED_KV = replace(MODEL, num_query_groups=1, qk_layernorm=True, hidden_dropout=0.1, attention_dropout=0.1)
 TP2 = Case(
     replace(_SHARED_KV, z_loss_coeff=1e-3),
@@ -167,6 +194,9 @@ TP4_GQA = Case(replace(MODEL, num_query_groups=2), ParallelConfig(tensor_model_p
 
 NONFINITE = "the loss or gradient of step 1 is not finite; first on rank 1: output of layers.1.mlp.linear_fc1"
 
+FLIPPED = "layers.1.mlp.linear_fc2.bias"
+DRIFTED = f"copies of the weights differ after step 0: {FLIPPED} is not the same on ranks 0, 1"
+
 DETECTORS: dict[str, Detector] = {
     "tp2": training(TP2),
     "tp2-sp": training(TP2_SP),
@@ -180,5 +210,7 @@ DETECTORS: dict[str, Detector] = {
     "data": Detector(2, compare_data, (), lambda ranks: list(ranks) == [True, True]),
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
+    "health": Detector(2, report, (TP2_SP,), partial(reports_like_one_process, TP2_SP)),
+    "drift": Detector(2, flipped_bit, (DP2,), lambda ranks: list(ranks) == [DRIFTED, DRIFTED]),
     "overflow": Detector(2, skip_together, (TP2,), lambda ranks: list(ranks) == [True, True]),
 }

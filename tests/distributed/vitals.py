@@ -1,0 +1,40 @@
+"""Watching the steps of a case, and how far two reports are apart."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from megatron.training.health import HealthRecord, watch
+from megatron.training.setup import build
+from megatron.training.step import train_step
+from tests.distributed.drive import RATES, Case, batches_of
+
+
+def report(
+    rank: int, world_size: int, case: Case, fault: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> list[HealthRecord]:
+    """The records of all steps of a case."""
+    trainer, records = build(case.config(), rank, world_size), []
+    for step in range(case.steps):
+        vitals = watch(trainer)
+        metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
+        trainer.iteration, trainer.consumed_samples = step + 1, (step + 1) * 4
+        with fault():
+            records.append(vitals.report(metrics))
+    return records
+
+
+def difference(got: HealthRecord, expected: HealthRecord, zeros: bool = True) -> float:
+    """The largest relative difference of any number.
+
+    Leave ``zeros`` out where keys have biases: in exact arithmetic their gradients are zero, and in ours now and then.
+    """
+    ours, theirs = got.values(), expected.values()
+    if list(ours) != list(theirs):
+        return math.inf
+    names = [name for name in ours if zeros or "zeros" not in name]
+    pairs = [(float(str(ours[name])), float(str(theirs[name]))) for name in names]
+    return max(0.0 if a == b else abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
