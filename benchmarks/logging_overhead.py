@@ -1,0 +1,311 @@
+"""What logging adds to a step: steps with all of it beside steps with none, and the price of every part.
+
+    python -m benchmarks.logging_overhead            # prints; --write keeps the result
+
+Side by side, one trainer takes turns: some steps bare, as many as the training loop logs them, with every timer, an
+idle profiler, and at the last of them a log line that goes to the console, metrics.jsonl, TensorBoard and Weights &
+Biases (offline). A ratio is the median over rounds, by the wall clock and by the processor time of the thread that
+trains; what sinks do in threads of their own is in the first only. Parts are timed alone, in processor time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import itertools
+import json
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.hardware import processor
+from megatron.config.arguments import parse
+from megatron.config.run import RunConfig
+from megatron.optim.optimizer import unmeasured
+from megatron.optim.schedule import Rates
+from megatron.parallel.comm import Group
+from megatron.training.logging import RunLog
+from megatron.training.metrics import StepMetrics, StepWindow
+from megatron.training.profiling import Profiler
+from megatron.training.setup import Trainer, build
+from megatron.training.step import train_step
+from megatron.training.timers import PHASES, Timers
+
+RESULTS = Path(__file__).parent / "results"
+TITLE = "# What logging adds to a step, CPU, one thread"
+CLOCKS = {"wall time": time.perf_counter, "processor time": time.thread_time}
+COLLECTIVES = 10
+RATES = Rates(1e-4, 0.1)
+CPU = torch.device("cpu")
+
+SINKS = {
+    "console": (),
+    "console and metrics.jsonl": ("--run-dir", "{}/run"),
+    "console and TensorBoard": ("--tensorboard-dir", "{}/tensorboard"),
+    "console and Weights & Biases, offline": ("--wandb-project", "overhead", "--wandb-save-dir", "{}/wandb"),
+}
+"""What a log line goes to, and the flags of it; ``{}`` is a folder."""
+
+
+def configuration(args: argparse.Namespace, folder: str, *flags: str) -> RunConfig:
+    """A run of the shape that was asked for."""
+    shape = {name: getattr(args, name) for name in ("num_layers", "hidden_size", "seq_length")}
+    argv = [word for name, value in shape.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    argv += ["--mock-data", "--vocab-size", "8192", "--num-attention-heads", "4", "--train-iters", "1000000"]
+    argv += ["--device", "cpu", *(flag.format(folder) for flag in flags)]
+    return parse(argv, {}).config
+
+
+@contextmanager
+def quiet_log(config: RunConfig) -> Iterator[RunLog]:
+    """A log whose console nobody sees; what it warns of is still told."""
+    console = contextlib.redirect_stdout(io.StringIO())
+    with console, RunLog(config, world_size=1, device=CPU, run_id="overhead") as log:
+        yield log
+
+
+class SideBySide:
+    """Blocks of steps of one trainer, bare or logged."""
+
+    def __init__(self, trainer: Trainer, log: RunLog, steps: int) -> None:
+        """Prepare blocks of ``steps``."""
+        self.trainer, self.log, self.steps = trainer, log, steps
+        self.timers = Timers(2, CPU)
+        self.profiler = Profiler(trainer.config.profiling, trainer.config.logging.run_dir, 0, CPU, trainer.chunk)
+
+    def bare(self) -> None:
+        """Steps that nobody hears of."""
+        t = self.trainer
+        t.timers = unmeasured  # type: ignore[assignment]
+        for _ in range(self.steps):
+            train_step(t, t.next_batches(), t.schedule.rates(t.consumed_samples))
+            self._count(t)
+
+    def logged(self) -> None:
+        """Steps with every timer, and a line in every sink at the end."""
+        t = self.trainer
+        t.timers = self.timers
+        window = StepWindow(CPU, t.config.training.seq_length, world=t.mesh.world, timers=t.timers)
+        for _ in range(self.steps):
+            rates = t.schedule.rates(t.consumed_samples)
+            with self.profiler.step(t.iteration + 1):
+                with t.timers("batch-generator"):
+                    batches = t.next_batches()
+                metrics = train_step(t, batches, rates)
+            self._count(t)
+            window.add(metrics, 1)
+        self.log.train(
+            window.read(
+                iteration=t.iteration,
+                consumed_samples=t.consumed_samples,
+                rates=rates,
+                samples_digest=t.samples_digest(),
+            )
+        )
+
+    @staticmethod
+    def _count(trainer: Trainer) -> None:
+        trainer.iteration += 1
+        trainer.consumed_samples += 1
+
+
+def side_by_side(args: argparse.Namespace) -> dict[str, Any]:
+    """Milliseconds of a bare step, and by clock ``[median, lowest, highest]`` of logged over bare."""
+    with tempfile.TemporaryDirectory() as folder:
+        config = configuration(args, folder, *(flag for flags in SINKS.values() for flag in flags))
+        trainer = build(config, 0, 1)
+        trainer.begin_at(0, 0)
+        with quiet_log(config) as log:
+            blocks = SideBySide(trainer, log, args.steps)
+            seconds = take_turns({"bare": blocks.bare, "logged": blocks.logged}, args.repeats)
+    bare = statistics.median(seconds["bare"]["wall time"]) / args.steps
+    ratios = {
+        clock: spread([b / a for a, b in zip(seconds["bare"][clock], seconds["logged"][clock])]) for clock in CLOCKS
+    }
+    return {"bare_step_ms": round(bare * 1e3, 2), "ratios": ratios}
+
+
+def take_turns(blocks: Mapping[str, Callable[[], None]], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Seconds of every block, by name and clock, after a round that warms up."""
+    seconds: dict[str, dict[str, list[float]]] = {name: {clock: [] for clock in CLOCKS} for name in blocks}
+    for number in range(rounds + 1):
+        for name, block in blocks.items():
+            starts = {clock: now() for clock, now in CLOCKS.items()}
+            block()
+            for clock, now in CLOCKS.items():
+                if number:
+                    seconds[name][clock].append(now() - starts[clock])
+    return seconds
+
+
+def spread(values: Sequence[float]) -> list[float]:
+    """Median, lowest and highest, to four digits."""
+    return [float(f"{x:.4g}") for x in (statistics.median(values), min(values), max(values))]
+
+
+def per_step(args: argparse.Namespace, trainer: Trainer) -> dict[str, list[float]]:
+    """Microseconds of what every step does."""
+    window, metrics, group = StepWindow(CPU, 1), made_up(), Group()
+    profiler = Profiler(trainer.config.profiling, None, 0, CPU, trainer.chunk)
+    x = torch.zeros(1)
+
+    def spans(timers: Callable[[str], Any]) -> None:
+        for name in PHASES:
+            with timers(name):
+                pass
+
+    def waits() -> None:
+        for _ in range(COLLECTIVES):
+            with group.waiting(x):
+                pass
+
+    def idle() -> None:
+        with profiler.step(1):
+            pass
+
+    parts: dict[str, Callable[[], None]] = {"noting the step's loss, norm and scale": lambda: window.add(metrics, 1)}
+    for level in (0, 1, 2):
+        parts[f"timers of all {len(PHASES)} phases, level {level}"] = partial(spans, Timers(level, CPU))
+    parts |= {f"counting the wait of {COLLECTIVES} collectives": waits, "the profiler, idle": idle}
+    return {name: price(part, args.calls, args.repeats) for name, part in parts.items()}
+
+
+def per_line(args: argparse.Namespace) -> dict[str, list[float]]:
+    """Microseconds of what every log line does."""
+    found = {"reading the steps since the last line": reading(args)}
+    for name, flags in SINKS.items():
+        with tempfile.TemporaryDirectory() as folder, quiet_log(configuration(args, folder, *flags)) as log:
+            found[f"a line to {name}"] = telling(log, args)
+    return found
+
+
+def made_up() -> StepMetrics:
+    """Metrics of a step that nobody took."""
+    loss, norm, skipped, scale, nonfinite = torch.tensor([2.0, 1.0, 0.0, 1.0, 0.0])
+    return StepMetrics(loss, norm, skipped, scale, nonfinite)
+
+
+def window_of(steps: int) -> StepWindow:
+    """A window with all timers after some steps."""
+    window, metrics = StepWindow(CPU, 1024, timers=Timers(2, CPU)), made_up()
+    for _ in range(steps):
+        window.add(metrics, 1)
+    return window
+
+
+def reading(args: argparse.Namespace) -> list[float]:
+    """Microseconds of reading a window of as many steps as a block has."""
+    costs = []
+    for _ in range(args.repeats * 20):
+        window = window_of(args.steps)
+        start = time.thread_time()
+        window.read(iteration=args.steps, consumed_samples=args.steps, rates=RATES)
+        costs.append((time.thread_time() - start) * 1e6)
+    return spread([statistics.median(costs[at :: args.repeats]) for at in range(args.repeats)])
+
+
+def telling(log: RunLog, args: argparse.Namespace) -> list[float]:
+    """Microseconds of handing a record to the log, each of another step."""
+    steps = itertools.count(1)
+
+    def tell() -> None:
+        log.train(records[next(steps)])
+
+    calls = min(args.calls, 200)
+    records = {
+        step: window_of(1).read(iteration=step, consumed_samples=step, rates=RATES)
+        for step in range(1, calls * (args.repeats + 1) + 1)
+    }
+    return price(tell, calls, args.repeats)
+
+
+def price(part: Callable[[], None], calls: int, rounds: int) -> list[float]:
+    """Microseconds of a call: median, lowest and highest over rounds of many calls, after one that warms up."""
+    costs = []
+    for _ in range(rounds + 1):
+        start = time.thread_time()
+        for _ in range(calls):
+            part()
+        costs.append((time.thread_time() - start) / calls * 1e6)
+    return spread(costs[1:])
+
+
+def measure(args: argparse.Namespace) -> dict[str, Any]:
+    """Everything, and what it was measured on."""
+    load = os.getloadavg()[0]  # of the last minute: what others do on the machine
+    result = side_by_side(args)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(configuration(args, folder), 0, 1)
+    shape = {"layers": args.num_layers, "hidden": args.hidden_size, "sequence": args.seq_length}
+    return result | {
+        "every step": per_step(args, trainer),
+        "every log line": per_line(args),
+        "shape": shape,
+        "steps_per_line": args.steps,
+        "rounds": args.repeats,
+        "load": round(load, 1),
+        "processor": processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+    }
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The result as Markdown."""
+    shape = ", ".join(f"{name} {size}" for name, size in result["shape"].items())
+    text = [
+        TITLE,
+        "",
+        f"A bare step takes {result['bare_step_ms']} ms ({shape}). A line every {result['steps_per_line']} steps",
+        "goes to the console, metrics.jsonl, TensorBoard and Weights & Biases.",
+    ]
+    text += ["", "| step with all of it / bare step | median | lowest | highest |", "|---|---|---|---|"]
+    text += [f"| {name} | {m:.4f} | {a:.4f} | {b:.4f} |" for name, (m, a, b) in result["ratios"].items()]
+    for part in ("every step", "every log line"):
+        text += ["", f"| microseconds of {part} | median | lowest | highest |", "|---|---|---|---|"]
+        text += [f"| {name} | {m:.3g} | {a:.3g} | {b:.3g} |" for name, (m, a, b) in result[part].items()]
+    text += [
+        "",
+        "Microseconds are processor time of the thread that trains.",
+        "",
+        f"{result['rounds']} rounds; {result['processor']}, load {result['load']} before the start; "
+        f"python {result['python']}, torch {result['torch']}.",
+    ]
+    return "\n".join(text) + "\n"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-layers", type=int, default=2)
+    parser.add_argument("--hidden-size", type=int, default=64)
+    parser.add_argument("--seq-length", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=10, help="of a block, and so from line to line")
+    parser.add_argument("--repeats", type=int, default=41, help="rounds")
+    parser.add_argument("--calls", type=int, default=2000, help="of every part in a round")
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    os.environ["WANDB_MODE"] = "offline"
+    result = measure(args)
+    print(page(result), end="")
+    if args.write:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "logging_overhead.json").write_text(json.dumps(result, indent=2) + "\n")
+        (RESULTS / "logging_overhead.md").write_text(page(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,68 @@
+"""What docs/performance.md says of conventions, names and choices is what the code does."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron.config.arguments import parse
+from megatron.config.flops import FlopsPerToken, matmul_parameters
+from megatron.config.kernels import CANDIDATES
+from megatron.training.records import TrainRecord
+from megatron.training.throughput import Yardstick
+
+ROOT = Path(__file__).parents[2]
+TEXT = (ROOT / "docs" / "performance.md").read_text()
+OF_TOOLS = {"--write", "--tp", "--out"}
+
+
+def table(heading: str) -> list[list[str]]:
+    """Cells of the rows of the last table whose first line begins with ``heading``, without backticks."""
+    rows = TEXT[TEXT.rindex(f"\n| {heading} |") :].split("\n\n")[0].strip().splitlines()[2:]
+    return [[cell.strip().replace("`", "") for cell in row[1:-1].split("|")] for row in rows]
+
+
+def test_flops_of_the_presets() -> None:
+    for preset, seq_length, *said in table("model"):
+        argv = ["--preset", preset, "--seq-length", seq_length, "--mock-data", "--train-iters", "1"]
+        config = parse([*argv, "--recompute-granularity", "full"], {}).config
+        flops = FlopsPerToken.from_config(config)
+        counts = (flops.full, flops.causal, flops.hardware, flops.megatron)
+        assert said == [f"{matmul_parameters(config.model) / 1e6:.1f}M", *(f"{count / 1e9:.3f}" for count in counts)]
+
+
+def test_kernels_are_those_there_are() -> None:
+    assert {operation: tuple(names.split(", ")) for operation, names in table("operation")} == CANDIDATES
+
+
+def test_metrics_have_the_names_it_says() -> None:
+    record = TrainRecord(
+        *(10, 40, 4000, 2.0, 1.0, 1e-4, 0.1, 4, 1.0, 0.5, 800.0),
+        memory_rank=1,
+        data_wait=0.1,
+        communication={"tp": 0.1},
+        communication_share=0.1,
+        slowest_rank=0,
+        slowest_excess=0.1,
+        goodput=0.9,
+    )
+    argv = ["--preset", "tiny-gpt2", "--mock-data", "--train-iters", "20", "--vocab-size", "100"]
+    logged = record.values().keys() | Yardstick.from_config(parse(argv, {}).config, 1, "cpu").values(record).keys()
+    for _, metrics, _ in table("column"):
+        assert set(re.findall(r"[a-z][a-z-]+", metrics.replace("...", ""))) <= logged
+    assert {metric for metric, *_ in table("metric")} <= logged
+
+
+def test_every_flag_exists() -> None:
+    known = set(re.findall(r"--[a-z0-9-]+", (ROOT / "docs" / "flags.md").read_text())) | OF_TOOLS
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+(?![a-z0-9-]*\*)", TEXT)) <= known
+
+
+def test_every_figure_has_its_command() -> None:
+    for _, commands, result in table("what"):
+        name = re.findall(r"python -m benchmarks\.(\w+)", commands)[0]
+        assert (ROOT / "benchmarks" / f"{name}.py").exists()
+        assert result == f"[{name}](../benchmarks/results/{name}.md)"
+    assert {path.stem for path in (ROOT / "benchmarks" / "results").glob("*.md")} <= {
+        re.findall(r"benchmarks\.(\w+)", commands)[0] for _, commands, _ in table("what")
+    }

@@ -1,0 +1,42 @@
+"""The benchmark of logging, in small."""
+
+from __future__ import annotations
+
+import re
+import time
+
+import pytest
+
+from benchmarks.logging_overhead import CLOCKS, main, price, spread, take_turns
+
+
+def test_blocks_take_turns_after_a_round_that_warms_up() -> None:
+    done: list[str] = []
+    seconds = take_turns({"bare": lambda: done.append("bare"), "logged": lambda: done.append("logged")}, rounds=3)
+    assert done == ["bare", "logged"] * 4
+    assert {name: {clock: len(times) for clock, times in of.items()} for name, of in seconds.items()} == {
+        "bare": dict.fromkeys(CLOCKS, 3),
+        "logged": dict.fromkeys(CLOCKS, 3),
+    }
+
+
+def test_a_price_is_in_microseconds_of_processor_time() -> None:
+    def busy() -> None:
+        until = time.thread_time() + 1e-3
+        while time.thread_time() < until:
+            pass
+
+    assert 900 < price(busy, calls=5, rounds=3)[0] < 2000
+    assert price(lambda: time.sleep(0.002), calls=3, rounds=3)[0] < 1000  # sleeping is nobody's price
+
+
+def test_a_spread_is_median_lowest_highest() -> None:
+    assert spread([5.0, 1.0, 2.00004, 9.0, 0.5]) == [2.0, 0.5, 9.0]
+
+
+@pytest.mark.slow
+def test_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    shape = ["--num-layers", "1", "--hidden-size", "32", "--seq-length", "16"]
+    assert main([*shape, "--steps", "2", "--repeats", "2", "--calls", "3"]) == 0
+    rows = re.findall(r"^\| (a line to|wall|processor|timers)", capsys.readouterr().out, re.MULTILINE)
+    assert rows == ["wall", "processor", *["timers"] * 3, *["a line to"] * 4]
