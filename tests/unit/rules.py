@@ -28,8 +28,11 @@ the bottom layer, the pure half, is one: its prefixes may import each other."""
 TORCH_FREE = ("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard", "megatron.optim.schedule")
 """The pure half: importing these must not import torch."""
 
-OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton", "wandb")
-"""Packages that only make things faster or prettier, so nothing may need them at import."""
+OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton")
+"""Packages that only make things faster: they are not installed with this one, and nothing may need them at import."""
+
+LAZY = ("wandb", "tensorboard", "torch.utils.tensorboard")
+"""Packages that are installed with this one, but that a run goes without where they are missing."""
 
 COMMUNICATORS = ("megatron.parallel.comm", "megatron.parallel.mesh")
 """The modules that may touch torch.distributed: every communication is found, and mutated, there."""
@@ -142,9 +145,11 @@ def _reachable(graph: Mapping[str, set[str]], start: str) -> set[str]:
 
 
 def eager_optional_imports(modules: Sequence[Module]) -> list[str]:
-    """Optional packages imported when a module is imported."""
+    """Packages that a run goes without, imported when a module is imported."""
     found = [(m.name, name) for m in modules for name in sorted(imports(m, at_import=True))]
-    return [f"{module} imports {name} at its top level" for module, name in found if prefix_of(name, OPTIONAL)]
+    return [
+        f"{module} imports {name} at its top level" for module, name in found if prefix_of(name, (*OPTIONAL, *LAZY))
+    ]
 
 
 def stray_communication(modules: Sequence[Module]) -> list[str]:

@@ -163,7 +163,7 @@ def test_every_dependency_is_pinned() -> None:
 
 def test_imports_and_declarations_are_read() -> None:
     module = Module.parse(
-        "m", "import json, yaml\ndef f() -> None:\n    from numpy.linalg import norm\n    import wandb"
+        "m", "import json, yaml\ndef f() -> None:\n    from numpy.linalg import norm\n    import apex"
     )
     assert rules.third_party([module], ["m"], ["json"]) == {"pyyaml", "numpy"}
     text = (
