@@ -84,7 +84,7 @@ def disproof(operation: Operation, implementation: Any, device: torch.device, dt
         try:
             found = trial.outcome(implementation, device, dtype, dtype)
         except Exception as failure:  # whatever an implementation does, the run can go on without it
-            return f"failed: {type(failure).__name__}: {(str(failure).splitlines() or [''])[0]}"
+            return f"failed ({first_line(failure)})"
         if [t.shape for t in found] != [t.shape for t in usual]:
             return f"gave shapes {[tuple(t.shape) for t in found]}, not {[tuple(t.shape) for t in usual]}"
         for ours, theirs, right in zip(found, usual, exact):
@@ -92,6 +92,11 @@ def disproof(operation: Operation, implementation: Any, device: torch.device, dt
             if not error <= allowed:
                 return f"differs from torch by {error:.1e}, where rounding explains {allowed:.1e}"
     return None
+
+
+def first_line(error: Exception) -> str:
+    """An error in a few words; compilers write pages."""
+    return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _placed(t: Tensor, device: torch.device, dtype: torch.dtype, rounded: torch.dtype) -> Tensor:

@@ -16,7 +16,7 @@ from megatron.kernels.attention import ATTENTION, Attention, sdpa
 from megatron.kernels.cross_entropy import CROSS_ENTROPY, IN_PLACE, CrossEntropy
 from megatron.kernels.dropout import DROPOUT, Dropout, dropout
 from megatron.kernels.norm import ADD_NORM, NORM, AddNorm, Norm, add_norm, norm
-from megatron.kernels.operation import Candidate, Operation, disproof
+from megatron.kernels.operation import Candidate, Operation, disproof, first_line
 from megatron.kernels.rotary import ROTARY, Rotary, rotary
 from megatron.kernels.weight_gradient import WEIGHT_GRADIENT, WeightGradient, add_outer
 
@@ -109,15 +109,15 @@ def _try(
     candidate: Candidate = operation.candidates[name]
     if name == "torch":
         return candidate.make(), None
+    if deterministic and not candidate.deterministic:
+        return None, _Refusal("equal calls of it may differ in their last bits", absent=True, code="E902")
     missing = candidate.missing(device, dtype)
     if missing is not None:
         return None, _Refusal(missing, absent=True)
-    if deterministic and not candidate.deterministic:
-        return None, _Refusal("equal calls of it differ in their last bits", absent=True, code="E902")
     try:
         implementation = candidate.make()
     except Exception as error:  # a package that is there may still fail to load, in any way
-        return None, _Refusal(f"it cannot be loaded ({type(error).__name__}: {error})")
+        return None, _Refusal(f"it cannot be loaded ({first_line(error)})")
     wrong = disproof(operation, implementation, device, dtype)
     return (implementation, None) if wrong is None else (None, _Refusal(f"it {wrong}"))
 

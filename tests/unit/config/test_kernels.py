@@ -1,0 +1,62 @@
+"""The words of ``--kernels``."""
+
+from __future__ import annotations
+
+import pytest
+
+from megatron.config.kernels import CANDIDATES, Wish, wishes, word_problems
+
+
+def names(*words: str) -> dict[str, str]:
+    return {operation: wish.name for operation, wish in wishes(words).items()}
+
+
+def test_a_word_alone_speaks_of_every_operation() -> None:
+    assert set(names("auto").values()) == {"auto"}
+    assert set(names("torch").values()) == {"torch"}
+    found = names("compiled")
+    assert {operation for operation, name in found.items() if name == "compiled"} == {
+        operation for operation, known in CANDIDATES.items() if "compiled" in known
+    }
+    assert found["attention"] == "torch", "what cannot be compiled is torch's own"
+
+
+def test_later_words_win() -> None:
+    assert names("compiled", "norm=apex", "norm=torch")["norm"] == "torch"
+    assert set(names("norm=apex", "torch").values()) == {"torch"}
+    assert names("torch", "norm=apex") == names("torch") | {"norm": "apex"}
+
+
+def test_only_an_operations_own_name_insists() -> None:
+    asked = wishes(("compiled", "norm=compiled", "rotary=auto"))
+    assert asked["norm"] == Wish("compiled", alone=True)
+    assert asked["add_norm"] == Wish("compiled", alone=False)
+    assert asked["rotary"] == Wish("auto", alone=False)
+
+
+@pytest.mark.parametrize(
+    "word", ["auto", "torch", "compiled", *(f"{o}={n}" for o in CANDIDATES for n in CANDIDATES[o])]
+)
+def test_every_word_that_means_something_is_taken(word: str) -> None:
+    assert list(word_problems((word,))) == []
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        ("norm=apexx", "--kernels norm=apex"),
+        ("atention=torch", "--kernels attention=torch"),
+        ("compile", "--kernels compiled"),
+        ("norm", "--kernels norm=torch"),
+        ("=", "--kernels auto"),
+        ("norm=", "--kernels norm=auto"),
+        ("x=y=z", "--kernels auto"),
+    ],
+)
+def test_other_words_are_told_with_a_way_out(word: str, fix: str) -> None:
+    (problem,) = word_problems((word,))
+    assert (problem.code, problem.fixes) == ("E901", (fix,))
+
+
+def test_no_word_at_all_is_a_mistake() -> None:
+    assert [problem.code for problem in word_problems(())] == ["E901"]

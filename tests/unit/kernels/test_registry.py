@@ -1,0 +1,148 @@
+"""Choosing implementations: what is there, what proves right, what was asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.config.kernels import CANDIDATES
+from megatron.config.problems import UserError
+from megatron.kernels import registry
+from megatron.kernels.operation import Candidate, disproof
+from megatron.kernels.registry import OPERATIONS, Kernels, choose
+
+CPU = torch.device("cpu")
+
+
+def test_the_tables_say_the_same() -> None:
+    assert {name: tuple(operation.candidates) for name, operation in OPERATIONS.items()} == CANDIDATES
+    assert [f.name for f in fields(Kernels)] == list(CANDIDATES)
+    assert all(names[-1] == "torch" for names in CANDIDATES.values())
+
+
+def test_auto_on_a_cpu_is_stock_torch_for_everything() -> None:
+    kernels, notes = choose(("auto",), CPU, torch.bfloat16)
+    assert kernels == Kernels()
+    assert notes == ["kernels: torch"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_torch_proves_to_be_torch(operation: str, dtype: torch.dtype) -> None:
+    if operation == "attention" and dtype == torch.float16:
+        pytest.skip("half precision attention takes minutes on CPUs")
+    own = OPERATIONS[operation].candidates["torch"].make()
+    assert disproof(OPERATIONS[operation], own, CPU, dtype) is None
+
+
+def norm_of(change: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    return lambda x, weight, bias, eps: change(Kernels().norm(x, weight, bias, eps))
+
+
+class _WrongGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> Tensor:
+        return dy * 1.05
+
+
+def broken_package() -> None:
+    raise ImportError("libcudart.so.99: no such file\nand more")
+
+
+def no_kernel(*_: object) -> Tensor:
+    raise RuntimeError("no kernel image\nis available")
+
+
+DOUBLES: dict[str, tuple[Callable[[], Any], str]] = {
+    "value": (lambda: norm_of(lambda y: y * 1.05), "differs from torch by"),
+    "one element": (lambda: norm_of(lambda y: y + torch.eye(*y.shape[-2:])), "differs from torch by"),
+    "gradient": (lambda: norm_of(_WrongGradient.apply), "differs from torch by"),
+    "nan": (lambda: norm_of(lambda y: y * float("nan")), "differs from torch by nan"),
+    "eps": (lambda: lambda x, w, b, eps: Kernels().norm(x, w, b, 0.3), "differs from torch by"),
+    "no bias": (lambda: lambda x, w, b, eps: F.layer_norm(x, w.shape, w, None, eps), "differs from torch by"),
+    "shape": (lambda: norm_of(lambda y: y.flatten()), "gave shapes"),
+    "raises": (lambda: no_kernel, "failed (RuntimeError: no kernel image)"),
+    "import": (broken_package, "cannot be loaded (ImportError: libcudart.so.99: no such file)"),
+}
+"""Implementations of norm that must not be used, and what is said of them."""
+
+
+OTHERS = [f"{operation}=torch" for operation in CANDIDATES if operation != "norm"]
+"""Words that leave norm alone free; compiling takes seconds."""
+
+
+def offer(monkeypatch: pytest.MonkeyPatch, candidate: Candidate, name: str = "apex") -> None:
+    """Another implementation of norm."""
+    candidates = OPERATIONS["norm"].candidates | {name: candidate}
+    monkeypatch.setitem(registry.OPERATIONS, "norm", replace(OPERATIONS["norm"], candidates=candidates))
+
+
+@pytest.mark.parametrize("double", DOUBLES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_one_that_computes_wrongly_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, double: str, dtype: torch.dtype
+) -> None:
+    make, said = DOUBLES[double]
+    offer(monkeypatch, Candidate(make))
+    with pytest.raises(UserError) as caught:
+        choose(("norm=apex",), CPU, dtype)
+    (problem,) = caught.value.problems
+    assert problem.code == "E903"
+    assert said in problem.sentence
+    assert "\n" not in problem.sentence
+
+
+def test_one_that_computes_wrongly_is_left_out_where_the_choice_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, Candidate(DOUBLES["value"][0]), "compiled")
+    kernels, notes = choose(("compiled", *OTHERS), CPU, torch.float32)
+    assert kernels == Kernels()
+    assert notes[0] == "kernels: torch"
+    assert notes[1].startswith("kernels: norm=compiled is left out: it differs from torch by")
+
+
+def test_one_that_computes_rightly_in_another_order_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    def other_order(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        wide = x.float()
+        wide = wide if bias is None else wide - wide.mean(-1, keepdim=True)
+        y = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt() * weight.float()
+        return (y if bias is None else y + bias.float()).to(x.dtype)
+
+    offer(monkeypatch, Candidate(lambda: other_order))
+    for dtype in (torch.float32, torch.bfloat16):
+        kernels, notes = choose(("norm=apex",), CPU, dtype)
+        assert kernels == replace(Kernels(), norm=other_order)
+        assert notes == [f"kernels: apex (norm); torch ({', '.join(o for o in CANDIDATES if o != 'norm')})"]
+
+
+def test_what_is_not_there_is_refused_by_name_and_left_out_in_general(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, Candidate(lambda: None, lambda device, dtype: "there is no compiler"), "compiled")
+    kernels, notes = choose(("compiled", *OTHERS), CPU, torch.float32)
+    assert kernels == Kernels()
+    assert notes == ["kernels: torch", "kernels: norm=compiled is left out: there is no compiler"]
+    with pytest.raises(UserError, match="E903 --kernels norm=compiled cannot be used: there is no compiler"):
+        choose(("norm=compiled", "attention=flash_attn"), CPU, torch.float32)
+
+
+def test_all_that_cannot_be_had_is_told_at_once() -> None:
+    with pytest.raises(UserError) as caught:
+        choose(("norm=apex", "attention=flash_attn", "attention=cudnn"), CPU, torch.float32)
+    assert [problem.code for problem in caught.value.problems] == ["E903", "E903"]
+
+
+def test_deterministic_refuses_what_promises_no_equal_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    offer(monkeypatch, Candidate(lambda: Kernels().norm, deterministic=False))
+    assert choose(("norm=apex",), CPU, torch.float32)[0] == Kernels()
+    with pytest.raises(UserError, match="E902 --deterministic does not go with --kernels norm=apex"):
+        choose(("norm=apex",), CPU, torch.float32, deterministic=True)
+    assert choose(("auto",), CPU, torch.float32, deterministic=True)[0] == Kernels()
+    assert not OPERATIONS["attention"].candidates["cudnn"].deterministic
