@@ -1,0 +1,119 @@
+"""Stand-ins for packages that need a GPU: their real signatures, computed with torch, every call kept.
+
+They show that we call what is there as it wants to be called. They do not show that the packages work.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
+    """Make a module importable, with the packages around it."""
+    parts = name.split(".")
+    for depth in range(1, len(parts) + 1):
+        path = ".".join(parts[:depth])
+        if path not in sys.modules:
+            monkeypatch.setitem(sys.modules, path, ModuleType(path))
+    for key, value in members.items():
+        setattr(sys.modules[name], key, value)
+
+
+class ApexNorms:
+    """``apex.normalization.fused_layer_norm``, whose functions take ``normalized_shape`` before ``eps``."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def fused_layer_norm_affine(
+        self,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        normalized_shape: Any,
+        eps: float = 1e-6,
+        memory_efficient: bool = False,
+    ) -> Tensor:
+        self.calls.append("layer")
+        assert not memory_efficient
+        return F.layer_norm(input, list(normalized_shape), weight, bias, eps)
+
+    def fused_rms_norm_affine(
+        self, input: Tensor, weight: Tensor, normalized_shape: Any, eps: float = 1e-6, memory_efficient: bool = False
+    ) -> Tensor:
+        self.calls.append("rms")
+        assert not memory_efficient
+        return F.rms_norm(input, list(normalized_shape), weight, eps)
+
+
+class FlashAttention:
+    """``flash_attn`` 2: ``[batch, sequence, heads, channels]``, windows that do not count the query itself."""
+
+    def __init__(self, too_wide: int = 0) -> None:
+        self.calls: list[tuple[str, bool]] = []
+        self.too_wide = too_wide
+
+    def flash_attn_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+    ) -> Tensor:
+        assert causal
+        assert (dropout_p, softmax_scale, softcap, alibi_slopes, return_attn_probs) == (0.0, None, 0.0, None, False)
+        self.calls.append(("plain", deterministic))
+        return torch.stack([self._attend(*each, window_size) for each in zip(q, k, v)])
+
+    def flash_attn_varlen_func(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens_q: Tensor,
+        cu_seqlens_k: Tensor,
+        max_seqlen_q: int,
+        max_seqlen_k: int,
+        dropout_p: float = 0.0,
+        softmax_scale: float | None = None,
+        causal: bool = False,
+        window_size: tuple[int, int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        deterministic: bool = False,
+        return_attn_probs: bool = False,
+        block_table: Tensor | None = None,
+    ) -> Tensor:
+        assert causal
+        assert (dropout_p, softmax_scale, softcap, return_attn_probs, block_table) == (0.0, None, 0.0, False, None)
+        assert cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32
+        assert torch.equal(cu_seqlens_q, cu_seqlens_k)
+        ends = cu_seqlens_q.tolist()
+        assert (ends[0], ends[-1], q.dim()) == (0, len(q), 3)
+        assert max(b - a for a, b in zip(ends, ends[1:])) <= min(max_seqlen_q, max_seqlen_k)
+        self.calls.append(("documents", deterministic))
+        return torch.cat([self._attend(q[a:b], k[a:b], v[a:b], window_size) for a, b in zip(ends, ends[1:])])
+
+    def _attend(self, q_SND: Tensor, k_SGD: Tensor, v_SGD: Tensor, window: tuple[int, int]) -> Tensor:
+        s, heads, width = q_SND.shape
+        k, v = (t.repeat_interleave(heads // t.shape[1], dim=1) for t in (k_SGD, v_SGD))
+        scores = torch.einsum("snd,tnd->nst", q_SND, k) * width**-0.5
+        query, key = torch.arange(s).view(-1, 1), torch.arange(s)
+        seen = key <= query
+        if window != (-1, -1):
+            seen = seen & (key >= query - window[0] - self.too_wide) & (key <= query + window[1])
+        return torch.einsum("nst,tnd->snd", scores.masked_fill(~seen, float("-inf")).softmax(-1), v)

@@ -1,0 +1,76 @@
+"""flash-attn behind its double, and where documents begin. Not run against flash-attn or cuDNN here."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.kernels.attention import ATTENTION, Sight
+from megatron.kernels.operation import disproof
+from tests.unit.kernels.doubles import FlashAttention, install
+
+CPU = torch.device("cpu")
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, double: FlashAttention) -> FlashAttention:
+    install(
+        monkeypatch,
+        "flash_attn",
+        flash_attn_func=double.flash_attn_func,
+        flash_attn_varlen_func=double.flash_attn_varlen_func,
+    )
+    return double
+
+
+def test_flash_attn_sees_what_masks_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causal, windows, documents and both, with grouped heads: the trials of every attention."""
+    double = installed(monkeypatch, FlashAttention())
+    assert disproof(ATTENTION, ATTENTION.candidates["flash_attn"].make(), CPU, torch.float32) is None
+    assert double.calls == [("plain", False), ("plain", False), ("documents", False), ("documents", False)]
+
+
+def test_a_window_that_is_off_by_one_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, FlashAttention(too_wide=1))
+    wrong = disproof(ATTENTION, ATTENTION.candidates["flash_attn"].make(), CPU, torch.float32)
+    assert str(wrong).startswith("differs from torch by")
+
+
+def test_flash_attn_is_told_to_be_deterministic(monkeypatch: pytest.MonkeyPatch) -> None:
+    double = installed(monkeypatch, FlashAttention())
+    q, k, v = torch.randn(3, 4, 2, 2, 8)
+    torch.use_deterministic_algorithms(True)
+    try:
+        ATTENTION.candidates["flash_attn"].make()(q, k, v, Sight())
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert double.calls == [("plain", True)]
+
+
+def test_a_cache_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More keys than queries: the mask says which belong together."""
+    double = installed(monkeypatch, FlashAttention())
+    q, (k, v) = torch.randn(1, 2, 2, 8), torch.randn(2, 5, 2, 2, 8)
+    mask = torch.ones(1, 1, 1, 5, dtype=torch.bool)
+    out = ATTENTION.candidates["flash_attn"].make()(q, k, v, Sight(mask))
+    assert (out.shape, double.calls) == (q.shape, [])
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=3))
+def test_boundaries_are_where_documents_begin(documents: list[list[int]]) -> None:
+    runs = [len(list(run)) for row in documents for _, run in itertools.groupby(row)]
+    found = Sight(documents=torch.tensor(documents)).boundaries
+    assert found.tolist() == [0, *itertools.accumulate(runs)]
+    assert found.dtype == torch.int32
+
+
+def test_gpu_kernels_are_missing_here() -> None:
+    for name in ("flash_attn", "cudnn"):
+        missing = ATTENTION.candidates[name].missing
+        assert "on GPUs" in str(missing(CPU, torch.bfloat16))
+        assert "on GPUs" in str(missing(torch.device("cuda"), torch.float32))
+    assert "cannot be imported" in str(ATTENTION.candidates["flash_attn"].missing(torch.device("cuda"), torch.bfloat16))
