@@ -110,6 +110,8 @@ class Profiler:
             self._folder.mkdir(parents=True, exist_ok=True)
             written = recording.write(self._folder / stem, last)
         except Exception as error:
+            for path in self._folder.glob(f"{stem}*"):  # half of a profile is none
+                path.unlink(missing_ok=True)
             self._give_up(error)
         else:
             self._say(f"profile of steps {recording.first} to {last}: {', '.join(map(str, written))}")
@@ -151,9 +153,9 @@ class Recording:
             profile_memory=config.profile_memory,
         )
         self._wait()
+        self.trace.start()
         if self.snapshot:
             torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
-        self.trace.start()
         self._hooks = LayerRanges(self.model)
 
     def stop(self) -> None:
@@ -171,8 +173,10 @@ class Recording:
         name, written = str(stem), []
         if self.snapshot:
             written.append(Path(f"{name}_memory.pickle"))
-            torch.cuda.memory._dump_snapshot(str(written[-1]))
-            torch.cuda.memory._record_memory_history(enabled=None)
+            try:
+                torch.cuda.memory._dump_snapshot(str(written[-1]))
+            finally:
+                torch.cuda.memory._record_memory_history(enabled=None)
         trace = self._export(Path(f"{name}.json"))
         peak = add_memory_track(trace["traceEvents"]) if self.config.profile_memory and not self.snapshot else None
         table, packed = Path(f"{name}.txt"), Path(f"{name}.json.gz")

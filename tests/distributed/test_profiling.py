@@ -1,0 +1,68 @@
+"""Profiles asked from a job of two ranks while it runs."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import json
+import os
+import signal
+from contextlib import redirect_stderr
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megatron.config.run import RunConfig
+from megatron.training import main
+from megatron.training.setup import Trainer
+from tests.distributed.pool import Pool
+from tests.runs import before_step, column, tiny_run
+
+WISHES = ("signal", "file", "nothing")
+
+
+def run_rank(rank: int, world_size: int, config: RunConfig, wish: str, wishing: int) -> tuple[int, str]:
+    """A rank's exit status and what it wrote to stderr; rank ``wishing`` wants a profile in step 2."""
+
+    def ask(trainer: Trainer) -> None:
+        if wish == "signal" and rank == wishing:
+            signal.raise_signal(signal.SIGUSR2)
+        if wish == "file" and rank == wishing:
+            (Path(str(config.logging.run_dir)) / "PROFILE").touch()
+
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    looks = patch("megatron.training.profile_request.LOOK_SECONDS", 0.0)
+    with patch.dict(os.environ, place), before_step(2, ask), looks, redirect_stderr(io.StringIO()) as told:
+        return main.run(config), told.getvalue()
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "profiles").glob("*.json.gz"))
+
+
+def ranges(path: Path) -> set[str]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return {e["name"] for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"}
+
+
+@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2 --sequence-parallel", ""], ids=["tp2-sp", "dp2"])
+def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: Path, layout: str) -> None:
+    for wish in WISHES:
+        flags = f"--profile-ranks {'0 1' if wish == 'signal' else '1'} {layout}"
+        config = tiny_run(tmp_path / wish, flags, world_size=2)
+        wishing = 1 if wish == "signal" else 0  # only rank 0 looks for the file
+        assert pool.run(2, run_rank, config, wish, wishing) == [(0, ""), (0, "")]
+    assert kept(tmp_path / "signal") == [f"step_000003-000004_rank_{rank}.json.gz" for rank in (0, 1)]
+    assert kept(tmp_path / "file") == ["step_000003-000004_rank_1.json.gz"]
+    assert kept(tmp_path / "nothing") == []
+    for name in ("lm loss", "grad-norm", "samples-digest"):
+        with_signal, with_file, alone = (column(tmp_path / wish, name) for wish in WISHES)
+        assert with_signal == with_file == alone
+
+    axes = "tp" if layout else "dp"
+    found = ranges(tmp_path / "signal" / "profiles" / kept(tmp_path / "signal")[1])
+    assert {"step 3", "step 4", "forward-compute", "optimizer", "layers.1", f"communication {axes}"} <= found
+    table = (tmp_path / "signal" / "profiles" / "step_000003-000004_rank_1.txt").read_text()
+    (row,) = [line.split() for line in table.splitlines() if line.startswith(f"  communication {axes} ")]
+    assert 0.0 < float(row[2].rstrip("%")) < 100.0

@@ -1,0 +1,121 @@
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.parallel.comm import Group
+from megatron.training import profile_request
+from megatron.training.profile_request import MOST_STEPS, STEPS, ProfileRequests
+from megatron.training.stop import StopRequest
+
+
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(profile_request, "time", SimpleNamespace(monotonic=clock.monotonic))
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def _signals_as_they_were() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGUSR2)
+    yield
+    signal.signal(signal.SIGUSR2, before)
+
+
+def requests(run_dir: Path | None, rank: int = 0) -> tuple[ProfileRequests, list[str]]:
+    told: list[str] = []
+    return ProfileRequests(None if run_dir is None else str(run_dir), rank, told.append), told
+
+
+def test_a_signal_is_a_wish_once(tmp_path: Path) -> None:
+    asked, told = requests(tmp_path, rank=3)
+    assert asked.take() == 0
+    signal.raise_signal(signal.SIGUSR2)
+    signal.raise_signal(signal.SIGUSR2)
+    assert [asked.take(), asked.take(), told] == [STEPS, 0, []]
+
+
+def test_without_a_run_folder_a_signal_is_told_and_ends_nothing() -> None:
+    asked, told = requests(None)
+    signal.raise_signal(signal.SIGUSR2)
+    assert asked.take() == 0
+    assert told == ["SIGUSR2 asks for a profile, which is kept in --run-dir; this run has none"]
+
+
+@pytest.mark.parametrize(
+    ("text", "steps"), [("", STEPS), ("\n", STEPS), ("5", 5), (" 12 \n", 12), (str(MOST_STEPS), MOST_STEPS)]
+)
+def test_a_file_says_how_many_steps_and_goes(tmp_path: Path, clock: Clock, text: str, steps: int) -> None:
+    asked, told = requests(tmp_path)
+    (tmp_path / "PROFILE").write_text(text)
+    assert asked.take() == steps
+    assert (list(tmp_path.iterdir()), told) == ([], [])
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "two", "2.5", "1e3", str(MOST_STEPS + 1), "9" * 5000, "\0\xff"])
+def test_a_file_that_says_something_else_is_told(tmp_path: Path, clock: Clock, text: str) -> None:
+    asked, told = requests(tmp_path)
+    (tmp_path / "PROFILE").write_text(text)
+    assert asked.take() == 0
+    assert list(tmp_path.iterdir()) == []
+    (sentence,) = told
+    assert sentence.startswith("no profile: PROFILE may be empty, for 2 steps, or hold a number of steps up to 1000")
+    assert len(sentence) < 250
+
+
+def test_the_file_is_looked_for_once_a_second_and_by_rank_0(tmp_path: Path, clock: Clock) -> None:
+    (asked, _), (other, _) = requests(tmp_path), requests(tmp_path, rank=1)
+    assert asked.take() == 0
+    (tmp_path / "PROFILE").touch()
+    clock.now += 0.9
+    assert [asked.take(), other.take()] == [0, 0]
+    clock.now += 0.2
+    assert [other.take(), asked.take(), asked.take()] == [0, STEPS, 0]
+
+
+def test_a_file_that_cannot_be_removed_is_told_once(tmp_path: Path, clock: Clock) -> None:
+    asked, told = requests(tmp_path)
+    (tmp_path / "PROFILE").mkdir()
+    for _ in range(3):
+        assert asked.take() == 0
+        clock.now += 2.0
+    (sentence,) = told
+    assert "is not looked at any more, because it cannot be removed" in sentence
+
+
+def test_a_stop_and_a_wish_are_agreed_on_together(tmp_path: Path) -> None:
+    asked, _ = requests(tmp_path)
+    stop = StopRequest(Group(), torch.device("cpu"), profiles=asked)
+    try:
+        assert (stop.agreed(), stop.profile_steps) == (0, 0)
+        signal.raise_signal(signal.SIGUSR2)
+        assert (stop.agreed(), stop.profile_steps) == (0, STEPS)
+        signal.raise_signal(signal.SIGUSR1)
+        assert (stop.agreed(), stop.profile_steps) == (128 + signal.SIGUSR1, 0)
+    finally:
+        stop.restore()
+
+
+def test_the_signal_is_given_back(tmp_path: Path) -> None:
+    heard: list[int] = []
+    signal.signal(signal.SIGUSR2, lambda number, frame: heard.append(number))
+    asked, _ = requests(tmp_path)
+    asked.restore()
+    signal.raise_signal(signal.SIGUSR2)
+    assert (asked.take(), heard) == (0, [signal.SIGUSR2])
