@@ -92,11 +92,12 @@ def trainer_of(folder: Path, flags: str = "") -> Trainer:
 def state_of(trainer: Trainer) -> list[Tensor]:
     """All that a step changes."""
     o, s = trainer.optimizer, trainer.scaler
-    moments = [t for of_kind in o.moments().values() for t in of_kind.values()]
+    kept = [t for of_kind in o.extra_state().values() for t in of_kind.values()]
+    kept += [o.spikes._values, o.spikes._count] if o.spikes is not None else []
     weights = [p.data for p in o.params.values()]
     counts = [count for _, rule in o.groups for count in rule.step_counts]
     grads = [bucket.buffer for bucket in trainer.buckets.buckets]
-    return [*weights, *o.masters.values(), *moments, *counts, *grads, s.scale, s._good_steps, s._lives]
+    return [*weights, *o.masters.values(), *kept, *counts, *grads, s.scale, s._good_steps, s._lives]
 
 
 def recorded(trainer: Trainer, mode: str) -> tuple[StepRunner, Tape]:

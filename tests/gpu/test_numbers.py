@@ -1,0 +1,77 @@
+"""Losses and gradients on the GPU against fp64 on the CPU: every format, every mask, every kernel."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from megatron.config.kernels import CANDIDATES
+from megatron.kernels.operation import disproof
+from megatron.kernels.registry import OPERATIONS
+from megatron.parallel.build import DTYPES
+from tests.gpu.models import batches_of, distance, gradients, trainer_of, twin_of
+
+pytestmark = pytest.mark.gpu
+
+LIMITS = {"fp32": (1e-6, 1e-5), "bf16": (5e-3, 3e-2), "fp16": (1e-3, 5e-3)}
+"""Relative errors of the loss and of all gradients together: some units of rounding of each format."""
+
+
+def compare(device: torch.device, dtype: str, flags: str = "", shape: str = "llama", documents: bool = False) -> None:
+    trainer = trainer_of(device, f"{'' if dtype == 'fp32' else f'--{dtype} '}{flags}", shape)
+    batches = batches_of(trainer, documents=documents)
+    loss, found = gradients(trainer, batches)
+    right_loss, right = gradients(twin_of(trainer), batches)
+    far = distance(found, right)
+    assert loss == pytest.approx(right_loss, rel=LIMITS[dtype][0])
+    assert far["all"] < LIMITS[dtype][1]
+    assert max(far.values()) < 10 * LIMITS[dtype][1], far
+
+
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+@pytest.mark.parametrize("dtype", LIMITS)
+def test_every_format(device: torch.device, dtype: str, shape: str) -> None:
+    compare(device, dtype, shape=shape)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("flags", ["", "--window-size 7", "--num-query-groups 4", "--num-query-groups 1"])
+@pytest.mark.parametrize("documents", [False, True])
+def test_whatever_attention_may_see(device: torch.device, dtype: str, flags: str, documents: bool) -> None:
+    compare(device, dtype, flags, documents=documents)
+
+
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+@pytest.mark.parametrize("words", ["torch", "compiled", "auto"])
+def test_every_choice_of_kernels(device: torch.device, words: str, shape: str) -> None:
+    if words == "compiled" and device.type == "cpu":
+        pytest.skip("compiles for a minute on a CPU")
+    compare(device, "bf16", f"--kernels {words} --z-loss-coeff 1e-3", shape)
+
+
+def test_dropout_is_the_same_in_every_place(device: torch.device) -> None:
+    """Its masks are integers, so the same elements are dropped on every device."""
+    compare(device, "fp32", "--hidden-dropout 0.2 --attention-dropout 0.1")
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize(("operation", "name"), [(o, n) for o, names in CANDIDATES.items() for n in names[:-1]])
+def test_every_kernel_that_is_here(device: torch.device, operation: str, name: str, dtype: str) -> None:
+    candidate = OPERATIONS[operation].candidates[name]
+    if reason := candidate.missing(device, DTYPES[dtype]):
+        pytest.skip(reason)
+    if device.type == "cpu":
+        pytest.skip("compiles for long on a CPU; tests/unit/kernels does it there")
+    assert disproof(OPERATIONS[operation], candidate.make(), device, DTYPES[dtype]) is None
+
+
+def test_products_of_narrow_formats_are_collected_in_fp32(device: torch.device) -> None:
+    """512 micro-batches of the same product: a sum in bf16 would stop growing after 256 of them."""
+    x, dy = (torch.randn(2, 8, n, dtype=torch.bfloat16, device=device) for n in (64, 96))
+    right = 512 * torch.einsum("sbi,sbo->oi", x.double(), dy.double())
+    for name, candidate in OPERATIONS["weight_gradient"].candidates.items():
+        if candidate.missing(device, torch.bfloat16) is None:
+            target, multiply = torch.zeros(96, 64, device=device), candidate.make()
+            for _ in range(512):
+                multiply(target, x, dy)
+            assert ((target - right).norm() / right.norm()).item() < 1e-5, name

@@ -1,0 +1,191 @@
+"""Whole steps: equal runs, recomputation, recorded steps, checkpoints, memory, and no wait for the GPU in between."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config.arguments import parse
+from megatron.config.memory import state_bytes
+from megatron.training.graphs import StepRunner
+from megatron.training.setup import Trainer, build
+from megatron.training.step import train_step
+from tests.gpu.models import COMMON, RATES, SHAPES, SIZES, batches_of, distance, gradients, train, trainer_of, weights
+from tests.runs import differences, start
+from tests.unit.training.test_graphs import Tape, state_of
+
+pytestmark = pytest.mark.gpu
+
+
+def runner_of(trainer: Trainer, recorded: str) -> StepRunner:
+    """What takes steps with a recording; on a CPU, with one that only looks like it."""
+    trainer.config = replace(trainer.config, compute=replace(trainer.config.compute, cuda_graph=recorded))
+    return StepRunner(trainer, None if trainer.device.type == "cuda" else Tape(lambda: state_of(trainer)))
+
+
+@contextmanager
+def no_waiting(device: torch.device) -> Iterator[None]:
+    """Whatever waits for the GPU raises."""
+    if device.type == "cpu":
+        yield
+        return
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--bf16",
+        "--fp16",
+        "--bf16 --kernels compiled",
+        "--bf16 --hidden-dropout 0.1 --attention-dropout 0.1",
+        "--bf16 --recompute-granularity full",
+        "--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16",
+        "--bf16 --optimizer lion",
+        "--bf16 --optimizer sgd",
+        "--bf16 --skip-spikes 6 --ema-decay 0.99 --decoupled-lr 1e-4 --lr-factors *norm*=0.5",
+    ],
+)
+@pytest.mark.parametrize("recorded", ["none", "optimizer", "step"])
+def test_nothing_waits_for_the_gpu_inside_a_step(device: torch.device, flags: str, recorded: str) -> None:
+    if device.type == "cpu" and "compiled" in flags:
+        pytest.skip("compiles for a minute on a CPU")
+    if recorded == "step" and "dropout" in flags:
+        pytest.skip("is refused")
+    trainer = trainer_of(device, flags)
+    step = runner_of(trainer, recorded)
+    rates = replace(RATES, decoupled_lr=2.0**-11 if "decoupled" in flags else None)
+    for _ in range(5):  # compiles, and records where something is recorded
+        step(trainer.next_batches(), rates)
+    with no_waiting(device):
+        for _ in range(3):
+            metrics = step(trainer.next_batches(), rates)
+    assert torch.isfinite(metrics.loss)
+
+
+@pytest.mark.parametrize("dtype", ["--bf16", ""])
+@pytest.mark.parametrize("shape", ["gpt", "llama"])
+def test_equal_runs_are_equal_to_the_bit(device: torch.device, deterministic: None, dtype: str, shape: str) -> None:
+    steps = 100 if device.type == "cuda" else 5
+    runs = []
+    for _ in range(2):
+        trainer = trainer_of(device, f"{dtype} --deterministic", shape)
+        runs.append((train(trainer, steps, partial(train_step, trainer)), weights(trainer)))
+    (told, after), (told_again, after_again) = runs
+    assert told == told_again
+    assert all(torch.equal(after[name], after_again[name]) for name in after)
+    assert told[-1][0] < told[0][0] + 1.0  # and it did not run away
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--recompute-granularity full",
+        "--recompute-granularity selective",
+        "--recompute-granularity selective --recompute-modules layernorm activation core_attn",
+        "--recompute-granularity selective --recompute-modules mlp",
+    ],
+)
+@pytest.mark.parametrize("dtype", ["--bf16", ""])
+def test_recomputation_changes_no_bit(device: torch.device, deterministic: None, flags: str, dtype: str) -> None:
+    plain, frugal = trainer_of(device, dtype), trainer_of(device, f"{dtype} {flags}")
+    batches = batches_of(plain)
+    loss, right = gradients(plain, batches)
+    loss_again, found = gradients(frugal, batches)
+    assert loss_again == loss
+    assert distance(found, right)["all"] == 0.0
+
+
+def test_recomputation_saves_memory(gpu: torch.device) -> None:
+    peaks = []
+    for flags in ("", "--recompute-granularity selective", "--recompute-granularity full"):
+        trainer = trainer_of(gpu, f"--bf16 --micro-batch-size 8 --global-batch-size 8 {flags}")
+        batches = batches_of(trainer, count=1)
+        train_step(trainer, batches, RATES)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        train_step(trainer, batches, RATES)
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        del trainer
+    assert peaks[0] > peaks[1] > peaks[2], peaks
+
+
+@pytest.mark.parametrize("recorded", ["optimizer", "step"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--bf16",
+        "--fp16 --initial-loss-scale 16384 --loss-scale-window 4",
+        "",
+        "--bf16 --kernels auto",
+        "--bf16 --recompute-granularity full",
+        "--bf16 --exp-avg-dtype bf16 --skip-spikes 6 --ema-decay 0.99",
+    ],
+)
+def test_recorded_steps_equal_eager_ones(device: torch.device, deterministic: None, recorded: str, flags: str) -> None:
+    def run(graph: str) -> tuple[list[tuple[float, float]], Trainer]:
+        trainer = trainer_of(device, flags)
+        step = runner_of(trainer, graph)
+        told = [step(batches_of(trainer, count, seed), RATES) for seed, count in enumerate([2] * 8 + [1] * 6)]
+        assert step.recording is None or step.recording.recorded
+        return [(m.loss.item(), m.grad_norm.item()) for m in told], trainer
+
+    eager, first = run("none")
+    graphed, second = run(recorded)
+    assert graphed == eager
+    assert all(torch.equal(a, weights(second)[name]) for name, a in weights(first).items())
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "--fp16", ""])
+def test_a_resumed_run_equals_one_that_was_never_stopped(
+    device: torch.device, deterministic: None, flags: str, tmp_path: Path
+) -> None:
+    def run(name: str, more: str) -> None:
+        words = f"{COMMON} {SIZES[device.type]} {SHAPES['llama']} --device {device.type} {flags} --train-iters 6 {more}"
+        argv = [*words.split(), "--save", str(tmp_path / name), "--run-dir", str(tmp_path / f"{name}-run")]
+        told = start(parse(argv, {}).config)
+        assert told.status == 0, told.err
+
+    run("whole", "")
+    run("parts", "--exit-interval 3")
+    run("parts", "")
+    whole, parts = (max((tmp_path / name).glob("iter_*")) for name in ("whole", "parts"))
+    assert [d for d in differences(whole, parts) if d not in ("goodput", "run_id")] == []
+
+
+@pytest.mark.parametrize("flags", ["--bf16", "", "--bf16 --exp-avg-dtype bf16 --ema-decay 0.9", "--optimizer lion"])
+def test_memory_is_what_the_formula_says(device: torch.device, flags: str) -> None:
+    config = trainer_of(device, flags).config
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    trainer = build(config, 0, 1)
+    o = trainer.optimizer
+    if device.type == "cuda":
+        held = torch.cuda.memory_allocated() - before
+    else:
+        moments = [t for kind in o.extra_state().values() for t in kind.values()]
+        parts = [*o.params.values(), *(b.buffer for b in trainer.buckets.buckets), *moments]
+        held = sum(t.numel() * t.element_size() for t in parts)
+        held += sum(m.numel() * 4 for n, m in o.masters.items() if m.dtype != o.params[n].dtype)
+    expected = sum(state_bytes(config).values())
+    assert expected <= held < 1.05 * expected + 512 * 8 * len(o.params)  # CUDA allocates in steps of 512 bytes
+
+
+def test_a_rate_in_gpu_memory_is_the_same_rate(device: torch.device) -> None:
+    plain, placed = trainer_of(device), trainer_of(device)
+    rates = replace(RATES, lr=torch.full((), float(RATES.lr), device=device))
+    for seed in range(3):
+        train_step(plain, batches_of(plain, seed=seed), RATES)
+        train_step(placed, batches_of(placed, seed=seed), rates)
+    assert distance(*({n: w.cpu().double() for n, w in weights(t).items()} for t in (plain, placed)))["all"] < 1e-6
