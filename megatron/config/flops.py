@@ -34,11 +34,6 @@ class Work:
     backward: float
     recomputed: float = 0.0
 
-    @property
-    def total(self) -> float:
-        """All of it."""
-        return self.forward + self.backward + self.recomputed
-
 
 @dataclass(frozen=True)
 class FlopTable:

@@ -39,4 +39,4 @@ def test_it_runs(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--num-layers", "1", "--hidden-size", "32", "--seq-length", "16"]
     assert main([*shape, "--steps", "2", "--repeats", "2", "--calls", "3"]) == 0
     rows = re.findall(r"^\| (a line to|wall|processor|timers)", capsys.readouterr().out, re.MULTILINE)
-    assert rows == ["wall", "processor", *["timers"] * 3, *["a line to"] * 4]
+    assert rows == ["wall", "processor", "processor", *["timers"] * 3, *["a line to"] * 4]
