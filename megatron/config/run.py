@@ -357,10 +357,10 @@ class LoggingConfig:
 
 @dataclass(frozen=True)
 class ProfilingConfig:
-    """Profiles of chosen steps, kept in the run's folder; also from a running job, see docs/performance.md."""
+    """Profiles of chosen steps, kept in the run's folder; also from a running job, see docs/operations.md."""
 
     profile: bool = option(False, "Record a profile (PyTorch's, as a Chrome trace) of chosen steps.")
-    profile_memory: bool = option(False, "Record every allocation of GPU memory in those steps.")
+    profile_memory: bool = option(False, "Record every allocation in those steps: a snapshot of a GPU, else a curve.")
     profile_step_start: int = option(10, "First step recorded.", at_least=1)
     profile_step_end: int = option(12, "The first step after it that is not.", at_least=2)
     profile_ranks: tuple[int, ...] = option((0,), "Ranks that record.", at_least=0)
