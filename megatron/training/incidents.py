@@ -30,19 +30,19 @@ class Incidents:
         self._place = int(str(values["iteration"]))
         skipped = values.get("skipped-iterations")
         if isinstance(skipped, list) and skipped:
-            numbers = ", ".join(map(str, skipped))
-            self._write(values, f"skipped the update of step{'s' if len(skipped) > 1 else ''} {numbers}")
+            which = "update of step" if len(skipped) == 1 else "updates of steps"
+            self._write(values, f"skipped the {which} {', '.join(map(str, skipped))}")
 
     def event(self, values: Values) -> None:
         """Tell of a start, a warning, an error, a stop."""
         kind = str(values["event"])
         self._place = int(str(values.get("iteration", self._place)))
         if kind == "start":
-            self._write(
-                values, f"{self._start} on {values['world-size']} ranks, run {values['run-id'] or 'without name'}"
-            )
+            ranks = "1 rank" if values["world-size"] == 1 else f"{values['world-size']} ranks"
+            run = f", run {values['run-id']}" if values["run-id"] else ""
+            self._write(values, f"{self._start} on {ranks}{run}")
         elif kind in KINDS:
-            self._write(values, f"{kind}: {values['text']}")
+            self._write(values, str(values["text"]) if kind == "stop" else f"{kind}: {values['text']}")
 
     def flush(self) -> None:
         """Nothing waits to be written."""

@@ -73,7 +73,7 @@ class RunLog:
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
         self._sinks = Sinks(self.warning)
         self._pending: Callable[[], TrainRecord] | None = None
-        self._seq_length = config.training.seq_length
+        self._seq_length, self._world_size = config.training.seq_length, world_size
         self._place = self._place_of(iteration, consumed_samples)
         self._closed = False
         if not enabled:
@@ -134,7 +134,7 @@ class RunLog:
         _say(progress_line(record, self.yardstick, _width()))
         if (times := timing_line(record)) is not None:
             _say(times)
-        self._record({**record.values(), **self.yardstick.values(record)})
+        self._record({**record.values(), **self.yardstick.values(record), "world-size": self._world_size})
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Report an evaluation."""

@@ -75,7 +75,16 @@ def test_metric_names_are_those_of_megatron_lm(tmp_path: Path) -> None:
         log.train(RECORD)
         log.evaluation(EvaluationRecord(10, 40, 4000, 2.75))
     _, train, validation = lines(tmp_path)
-    megatron = {"learning-rate", "batch-size", "lm loss", "loss-scale", "grad-norm", "iteration-time", "throughput"}
+    megatron = {
+        "world-size",
+        "learning-rate",
+        "batch-size",
+        "lm loss",
+        "loss-scale",
+        "grad-norm",
+        "iteration-time",
+        "throughput",
+    }
     speed = {"tokens-per-second", "tokens-per-second-per-gpu"}
     ours = {"iteration", "consumed-samples", "consumed-tokens", "weight-decay", "spikes-skipped", *speed}
     assert set(train) == megatron | ours | {

@@ -1,0 +1,186 @@
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config.run import LoggingConfig
+from megatron.training import wandb_sink
+from megatron.training.wandb_sink import Wandb, read_journal
+
+
+class Client:
+    """A wandb with one run. What is logged is lost in a crash unless it is kept before, as in the real one."""
+
+    def __init__(self, offline: bool) -> None:
+        self.offline = offline
+        self.kept: list[tuple[int, dict[str, Any]]] = []
+        self.waiting: list[tuple[int, dict[str, Any]]] = []
+        self.asked: dict[str, Any] = {}
+        self.summary: dict[str, Any] = {}
+        self.url, self.dir, self.disabled, self.exit_code = "URL", "DIR", False, None
+
+    @property
+    def starting_step(self) -> int:
+        return 0 if self.offline else self.last_step() + 1
+
+    def last_step(self, *arguments: object) -> int:
+        return max((step for step, _ in self.kept), default=-1)
+
+    def init(self, **asked: Any) -> Client:
+        self.asked = asked
+        return self
+
+    def log(self, row: dict[str, Any], step: int, commit: bool) -> None:
+        assert commit
+        self.waiting.append((step, row))
+
+    def crash(self, kept: int) -> None:
+        """Only the first ``kept`` of the rows that wait have arrived."""
+        self.kept += self.waiting[:kept]
+        self.waiting = []
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+        self.crash(len(self.waiting))
+
+
+def sink(client: Client, folder: Path, iteration: int = 0, **options: Any) -> Wandb:
+    options = {"wandb_project": "p", "wandb_save_dir": str(folder), **options}
+    module = SimpleNamespace(init=client.init, Settings=lambda **settings: settings)
+    on_disk = patch.object(wandb_sink, "last_step_on_disk", client.last_step)
+    with patch.dict(sys.modules, wandb=module), on_disk:
+        return Wandb(LoggingConfig(**options), {"a": 1}, "run12345", iteration, lambda text: None)
+
+
+def step(number: int) -> dict[str, object]:
+    return {
+        "iteration": number,
+        "consumed-samples": 4 * number,
+        "lm loss": number / 2,
+        "skipped-iterations": [],
+        "time": 1,
+    }
+
+
+def evaluation(number: int) -> dict[str, object]:
+    return {"iteration": number, "consumed-samples": 4 * number, "lm loss validation": float(number)}
+
+
+def test_a_step_and_its_evaluation_are_one_row(tmp_path: Path) -> None:
+    client = Client(offline=True)
+    run = sink(client, tmp_path)
+    for values in (step(1), step(2), evaluation(2), step(3)):
+        run.record(values)
+    run.close(False)
+    assert [number for number, _ in client.kept] == [1, 2, 3]
+    assert client.kept[1][1] == {
+        "consumed-samples": 8,
+        "samples vs steps": 8,
+        "lm loss": 1.0,
+        "lm loss validation": 2.0,
+        "skipped-iterations": 0,
+        "restarts": 0,
+    }
+    assert client.exit_code == 0
+
+
+def test_the_run_is_asked_for_by_its_name(tmp_path: Path) -> None:
+    client = Client(offline=True)
+    sink(client, tmp_path, run_dir="runs/mine", wandb_entity="us").close(True)
+    asked = {key: client.asked[key] for key in ("project", "entity", "name", "id", "resume", "config")}
+    assert asked == {
+        "project": "p",
+        "entity": "us",
+        "name": "mine",
+        "id": "run12345",
+        "resume": "allow",
+        "config": {"a": 1},
+    }
+    assert client.exit_code == 1
+
+
+KILLS = st.lists(st.tuples(st.integers(1, 24), st.integers(0, 30)), max_size=5)
+
+
+@settings(max_examples=50, derandomize=True, deadline=None)
+@given(kills=KILLS, offline=st.booleans(), log_every=st.integers(1, 3), save_every=st.integers(1, 7))
+def test_a_run_that_is_killed_again_and_again_leaves_every_step_once(
+    kills: list[tuple[int, int]], offline: bool, log_every: int, save_every: int
+) -> None:
+    """Whenever it is killed, whatever has arrived by then, and whichever step it goes on after."""
+    client, saved, total = Client(offline), 0, 24
+    with TemporaryDirectory() as folder:
+        for steps, arrived in [*kills, (total, total)]:
+            run, begin = sink(client, Path(folder), saved), saved
+            for number in range(begin + 1, min(begin + steps, total) + 1):
+                if number % log_every == 0 or number == total:
+                    run.record(step(number))
+                    run.record(evaluation(number))
+                saved = number if number % save_every == 0 else saved
+            if (steps, arrived) != (total, total):
+                client.crash(arrived)
+        run.close(False)
+    expected = sorted({*range(log_every, total + 1, log_every), total})
+    assert [number for number, _ in client.kept] == expected
+    assert all(row["lm loss"] == number / 2 and row["lm loss validation"] == number for number, row in client.kept)
+
+
+def test_an_evaluation_put_off_by_a_signal_goes_into_the_next_row(tmp_path: Path) -> None:
+    client = Client(offline=True)
+    first = sink(client, tmp_path)
+    first.record(step(1))
+    first.close(False)
+    second = sink(client, tmp_path, 1)
+    for values in (evaluation(1), step(2)):
+        second.record(values)
+    second.close(False)
+    assert [(number, row.get("lm loss validation")) for number, row in client.kept] == [(1, None), (2, 1.0)]
+    assert client.kept[1][1]["restarts"] == 1
+
+
+def test_a_run_taken_back_says_from_where_on_it_reports(tmp_path: Path) -> None:
+    client, said = Client(offline=False), list[str]()
+    first = sink(client, tmp_path)
+    for number in (1, 2, 3):
+        first.record(step(number))
+    first.close(False)
+    with patch.object(Wandb, "_say_where", lambda run, say: said.append((run._reported, run._begin))):
+        sink(client, tmp_path, 1)
+    assert said == [(3, 1)]
+
+
+def test_files_that_cannot_be_read_count_as_whole(tmp_path: Path) -> None:
+    client = Client(offline=True)
+    first = sink(client, tmp_path)
+    first.record(step(1))
+    first.record(step(2))
+    client.crash(0)
+    with patch.object(client, "last_step", side_effect=ValueError):
+        second = sink(client, tmp_path, 1)
+    second.record(step(2))
+    second.record(step(3))
+    second.close(False)
+    assert [number for number, _ in client.kept] == [3]
+
+
+def test_a_journal_that_a_crash_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    path = tmp_path / "journal.jsonl"
+    path.write_text(
+        '{"start": 0}\n{"iteration": 1, "a": 1}\n{"iteration": 2, "a": 2, "b": 2}\n{"start": 1}\n'
+        '{"iteration": 2, "a": 3}\n{"iteration": 2, "c": null, "time": 5}\n{"iterat'
+    )
+    assert read_journal(path) == (2, {1: {"a": 1}, 2: {"a": 3}})
+
+
+def test_a_missing_package_is_named_with_the_way_to_get_it(tmp_path: Path) -> None:
+    options = LoggingConfig(wandb_project="p", wandb_save_dir=str(tmp_path))
+    with patch.dict(sys.modules, wandb=None), pytest.raises(ModuleNotFoundError, match="pip install wandb"):
+        Wandb(options, {}, "run12345", 0, lambda text: None)
