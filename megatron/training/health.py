@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -58,19 +58,21 @@ class HealthRecord:
 
     def line(self) -> str:
         """The layers that stand out, for the console."""
-        norms, at = self.layers["grad-norm"], self._largest
+        norms = self.layers["grad-norm"]
         low = min(norms, key=lambda layer: norms[layer])
+        update = exponent(self.totals["health/update-ratio/total"])
         return (
-            f"health at {self.iteration}: gradient {plain(norms[low])} {low} to {at('grad-norm')}"
-            f" | update/weight {exponent(self.totals['health/update-ratio/total'])}, most {at('update-ratio')}"
-            f" | activations {at('activation-rms')} | attention logit {at('attention-logit')}"
+            f"health at {self.iteration}: gradient {plain(norms[low])} {low} to {self._most('grad-norm', plain)}"
+            f" | update {update}, most {self._most('update-ratio', exponent)}"
+            f" | activations {self._most('activation-rms', plain)}"
+            f" | attention logit {self._most('attention-logit', plain)}"
         )
 
-    def _largest(self, quantity: str) -> str:
-        """``4.1e-3 layers.7``; a NaN counts as larger than any number."""
+    def _most(self, quantity: str, written: Callable[[float], str]) -> str:
+        """``4.1e-3 layers.7``: the largest number and its layer; a NaN counts as larger than any."""
         values = self.layers[quantity]
         layer = max(values, key=lambda name: (math.isnan(values[name]), values[name]))
-        return f"{plain(values[layer])} {layer}"
+        return f"{written(values[layer])} {layer}"
 
 
 @dataclass

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megatron.training.plot import MUTED, STYLE, save_figure
+from megatron.training.console import plain
+from megatron.training.plot import SKIPPED, STYLE, save_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -103,18 +104,30 @@ def _lines(metrics: Path) -> Iterator[dict[str, Any]]:
 
 def _draw(figure: Figure, axes: Axes, drawn: HealthMap) -> None:
     """A map with the first layer below; colours are logarithmic where all numbers are positive and far apart."""
-    from matplotlib.colors import LogNorm
+    from matplotlib.colors import LogNorm, Normalize
 
     values = np.ma.masked_invalid(drawn.values)
-    known = values.compressed()
-    wide = known.size > 0 and known.min() > 0 and known.max() > 3 * known.min()
-    norm = LogNorm(known.min(), known.max()) if wide else None
-    axes.set_facecolor(MUTED)  # shows through where a number is missing or not finite
-    edges = np.arange(len(drawn.steps) + 1)
-    mesh = axes.pcolormesh(edges, np.arange(len(drawn.layers) + 1), values, norm=norm, cmap="viridis")
-    figure.colorbar(mesh, ax=axes, pad=0.02)
-    shown = range(0, len(drawn.layers), -(-len(drawn.layers) // 12))
-    axes.set_yticks([at + 0.5 for at in shown], [drawn.layers[at] for at in shown], fontsize=8)
+    known = values.compressed() if values.count() else np.zeros(1)
+    wide = known.min() > 0 and known.max() > 3 * known.min()
+    norm = (LogNorm if wide else Normalize)(known.min(), known.max())
+    axes.set_facecolor(SKIPPED)  # shows through where a number is missing or not finite
+    columns, rows = np.arange(len(drawn.steps) + 1), np.arange(len(drawn.layers) + 1)
+    bar = figure.colorbar(axes.pcolormesh(columns, rows, values, norm=norm, cmap="viridis"), ax=axes, pad=0.02)
+    ticks = [float(tick) for tick in norm.inverse(np.linspace(0, 1, 4))]
+    bar.set_ticks(ticks, labels=[plain(tick) for tick in ticks])
+    bar.ax.minorticks_off()
+    bar.ax.tick_params(labelsize=8)
+    named = _named(drawn.layers)
+    axes.set_yticks([at + 0.5 for at in named], [drawn.layers[at] for at in named], fontsize=8)
     marked = range(0, len(drawn.steps), -(-len(drawn.steps) // 6))
     axes.set_xticks([at + 0.5 for at in marked], [f"{drawn.steps[at]:,}" for at in marked], fontsize=8)
     axes.set_xlabel("step", fontsize=9)
+
+
+def _named(layers: list[str]) -> list[int]:
+    """The rows whose names are written: all, or every fifth block, tenth..., where there are many."""
+    if len(layers) <= 14:
+        return list(range(len(layers)))
+    stride = next(n for n in (5, 10, 20, 50, 100, len(layers)) if len(layers) // n <= 12)
+    numbers = [name.removeprefix("layers.") for name in layers]
+    return [at for at, number in enumerate(numbers) if number.isdigit() and int(number) % stride == 0]

@@ -1,0 +1,81 @@
+"""The words and numbers of a health report; what it measures is tested in tests/distributed/test_health.py."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from megatron.training.health import HealthRecord, layer_of, square_sum, summarize
+from megatron.training.metrics import StepMetrics
+
+NAN = math.nan
+LAYERS = {
+    "grad-norm": {"embedding": 0.41, "layers.0": 0.03, "head": 1.5},
+    "update-ratio": {"embedding": 1e-3, "layers.0": 2.5e-2, "head": 1e-4},
+    "activation-rms": {"embedding": 0.5, "layers.0": 12.0},
+    "attention-logit": {"layers.0": 31.5},
+}
+TOTALS = {"health/update-ratio/total": 1.2e-3, "params-norm": 20.0}
+
+
+def test_a_line_names_the_layers_that_stand_out() -> None:
+    line = HealthRecord(1240, 10, 100, LAYERS, TOTALS).line()
+    assert line == (
+        "health at 1240: gradient .03 layers.0 to 1.50 head | update 1.2e-3, most 2.5e-2 layers.0"
+        " | activations 12.0 layers.0 | attention logit 31.5 layers.0"
+    )
+
+
+def test_nan_stands_out() -> None:
+    layers = {**LAYERS, "activation-rms": {"embedding": 0.5, "layers.0": NAN, "layers.1": 7.0}}
+    assert "activations nan layers.0 |" in HealthRecord(1, 1, 1, layers, TOTALS).line()
+
+
+def test_values_have_stable_names() -> None:
+    values = HealthRecord(1240, 10, 100, LAYERS, TOTALS).values()
+    assert list(values)[:3] == ["iteration", "consumed-samples", "consumed-tokens"]
+    assert values["health/update-ratio/layers.0"] == 2.5e-2
+    assert values["params-norm"] == 20.0
+    assert len(values) == 3 + 2 + 9
+
+
+def test_layers_by_name() -> None:
+    names = [
+        "embedding.word_embeddings.weight",
+        "layers.12.mlp.linear_fc1.weight",
+        "final_layernorm.bias",
+        "output_layer.weight",
+    ]
+    assert [layer_of(name) for name in names] == ["embedding", "layers.12", "head", "head"]
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (0, 3), (7,), (3, 4, 5)])
+def test_squares(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert square_sum(x).item() == pytest.approx(x.square().sum().item(), rel=1e-12)
+
+
+def test_many_small_squares_in_fp32_keep_their_digits() -> None:
+    assert square_sum(torch.full((4096, 1024), 0.1)).item() == pytest.approx(4096 * 1024 * 0.01, rel=1e-6)
+
+
+def metrics(grad_norm: float, loss_scale: float) -> StepMetrics:
+    one, norm, scale = (torch.tensor(x, dtype=torch.float64) for x in (1.0, grad_norm, loss_scale))
+    return StepMetrics(one, norm, one, scale, one)
+
+
+def test_a_gradient_that_is_not_finite_is_that_of_its_layer_alone() -> None:
+    sums = torch.ones(3, 8, dtype=torch.float64)
+    sums[0, 0], sums[1, 0] = 64.0, math.inf
+    layers, totals = summarize(["embedding", "layers.0", "head"], sums, torch.zeros(3), metrics(math.inf, 4.0))
+    assert layers["grad-norm"] == {"embedding": 2.0, "layers.0": math.inf, "head": 0.25}
+    assert totals["health/grad-norm/total"] == math.inf
+
+
+def test_no_gradient_at_all_is_zero() -> None:
+    sums = torch.ones(3, 8, dtype=torch.float64)
+    sums[:, 0] = 0.0
+    layers, totals = summarize(["embedding", "layers.0", "head"], sums, torch.zeros(3), metrics(0.0, 1.0))
+    assert set(layers["grad-norm"].values()) == {0.0} == {totals["health/grad-norm/total"]}
