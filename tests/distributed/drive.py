@@ -23,7 +23,7 @@ from tests.distributed.pool import Pool
 SEQ_LENGTH = 12
 GLOBAL_BATCH = 4
 LR = 1e-2
-RATES = Rates(LR, 0.1)
+RATES = Rates(LR, 0.1, decoupled_lr=LR / 4)
 
 MODEL = ModelConfig(
     num_layers=2,

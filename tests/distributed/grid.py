@@ -8,7 +8,7 @@ from typing import Any
 from megatron.config.run import OptimizerConfig, ParallelConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.masks import Masks
-from tests.distributed.drive import GLOBAL_BATCH, MODEL, Case
+from tests.distributed.drive import GLOBAL_BATCH, LR, MODEL, Case
 from tests.distributed.pairwise import Choice
 
 
@@ -64,6 +64,20 @@ DOCUMENTS: dict[str, Masks] = {
     "all": Masks(EOD, reset_positions=True, reset_attention=True, drop_eod=True),
 }
 
+MOMENTS: dict[str, dict[str, Any]] = {
+    "fp32": {},
+    "bf16": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
+}
+
+GROUPS: dict[str, dict[str, Any]] = {
+    "two": {},
+    "many": {
+        "decoupled_lr": LR,
+        "lr_factors": ("layers.1.*=0.5", "*.mlp.*=2"),
+        "weight_decay_factors": ("*norm*=0.5", "embedding.*=0"),
+    },
+}
+
 FACTORS: dict[str, tuple[Any, ...]] = {
     "tp": ("1", "2", "2sp", "4", "4sp"),
     "dp": (1, 2),
@@ -89,6 +103,8 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "overlap": (True, False),
     "bucket": (4000, 40_000_000),
     "optimizer": choices("optimizer"),
+    "moments": tuple(MOMENTS),
+    "groups": tuple(GROUPS),
     "clip": (1.0, 0.0),
 }
 
@@ -97,7 +113,15 @@ def valid(choice: Choice) -> bool:
     """Whether a choice, complete or not, breaks no rule."""
     if choice.get("micro_batch", 1) * choice.get("dp", 1) > GLOBAL_BATCH:
         return False
+    if choice.get("optimizer") == "lion" and _has_key_bias(choice):
+        return False
     return choice.get("positions", "rope") in ROTATING or choice.get("rotary", "plain") == "plain"
+
+
+def _has_key_bias(choice: Choice) -> bool:
+    """Whether keys have one: its gradient may be rounding alone, of which Lion would take the sign for a direction."""
+    normed = choice.get("qk_norm", False) and choice.get("norm", "RMSNorm") == "LayerNorm"
+    return normed or choice.get("biases", "no") != "no"
 
 
 def case_of(choice: Choice) -> Case:
@@ -131,7 +155,13 @@ def case_of(choice: Choice) -> Case:
         cross_entropy_chunk_size=c["loss_chunk"],
         **RECOMPUTE[c["recompute"]],
     )
-    optimizer = OptimizerConfig(optimizer=c["optimizer"], clip_grad=c["clip"], adam_eps=1e-5)
+    optimizer = OptimizerConfig(
+        optimizer=c["optimizer"],
+        clip_grad=c["clip"],
+        adam_eps=1e-5,
+        **MOMENTS[c["moments"]],
+        **GROUPS[c["groups"]],
+    )
     documents = DOCUMENTS[c["documents"]]
     return Case(
         model, parallel, training=training, optimizer=optimizer, dp=c["dp"], masked=c["masked"], documents=documents

@@ -128,7 +128,7 @@ RULED = [
     dict(zip(("dp", "micro_batch", "positions", "rotary"), values))
     for values in itertools.product(*(FACTORS[n] for n in ("dp", "micro_batch", "positions", "rotary")))
 ]
-"""Every combination of the factors that some rule speaks of."""
+"""Every combination of factors that some rule speaks of; what Lion cannot have is optional, and off by default."""
 
 
 def all_pairs() -> list[frozenset[tuple[str, object]]]:
