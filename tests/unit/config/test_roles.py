@@ -78,6 +78,9 @@ CONTEXT = {
     "start_weight": "--weight-decay-incr-style linear --start-weight-decay 0.5 --end-weight-decay 1",
     "end_weight": "--weight-decay-incr-style linear --start-weight-decay 0.5 --end-weight-decay 1",
     "sgd": "--optimizer sgd",
+    "lion": "--optimizer lion",
+    "decoupled_min": "--decoupled-lr 1e-3",
+    "spike_window": "--skip-spikes 0.01 --spike-window 4",
     "recompute_method": "--recompute-granularity full",
     "recompute_num": "--recompute-granularity full",
     "recompute_modules": "--recompute-granularity selective",
@@ -127,6 +130,15 @@ CHANGED = {
     "adam_beta2": "0.5",
     "adam_eps": "0.1",
     "sgd_momentum": "0.5",
+    "lion_beta1": "0.1",
+    "lion_beta2": "0.1",
+    "decoupled_lr": "1e-3",
+    "decoupled_min_lr": "1e-4",
+    "lr_factors": "layers.0.*=0.5",
+    "weight_decay_factors": "*norm*=1",
+    "ema_decay": "0.9",
+    "skip_spikes": "0.01 --spike-window 2",
+    "spike_window": "8",
     "hidden_dropout": "0.5",
     "attention_dropout": "0.5",
     "z_loss_coeff": "0.5",
@@ -148,7 +160,10 @@ LEFT_OUT = {
         tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
         expert_model_parallel_size expert_tensor_parallel_size
         distributed_backend distributed_timeout_minutes device""",
-    "rounding may change": "params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis",
+    "rounding may change": """
+        params_dtype exp_avg_dtype exp_avg_sq_dtype kernels
+        loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
+    "it needs a GPU": "cuda_graph",
     "they need files": """
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path split mock_data
         multiple_validation_sets validation_set_names
@@ -162,7 +177,7 @@ TRIED = sorted(name for name, role in ROLES.items() if role not in (Role.SHAPE, 
 
 @cache
 def losses(flags: str) -> tuple[float, ...]:
-    """Of the first four steps, and the sum of all weights after them."""
+    """Of the first four steps, and the sum of all weights after them, of their average where there is one."""
     trainer = build(tiny_run(Path("unused"), f"--fp64 {flags}"), 0, 1)
     found = []
     for _ in range(4):
@@ -170,7 +185,8 @@ def losses(flags: str) -> tuple[float, ...]:
         size, batches = trainer.next_batch_size, trainer.next_batches()
         found.append(train_step(trainer, batches, schedule.rates(consumed)).loss.item())
         trainer.iteration, trainer.consumed_samples = trainer.iteration + 1, consumed + size
-    return (*found, sum(p.abs().sum().item() for p in trainer.optimizer.params.values()))
+    held = [*trainer.optimizer.params.values(), *trainer.optimizer.average.values()]
+    return (*found, sum(p.abs().sum().item() for p in held))
 
 
 @pytest.mark.parametrize("name", TRIED)
