@@ -221,7 +221,7 @@ def telling(log: RunLog, args: argparse.Namespace) -> list[float]:
     def tell() -> None:
         log.train(records[next(steps)])
 
-    calls = min(args.calls, 200)
+    calls = min(args.calls, 20)  # more than sinks can write until they are closed would be another measurement
     records = {
         step: window_of(1).read(iteration=step, consumed_samples=step, rates=RATES)
         for step in range(1, calls * (args.repeats + 1) + 1)
@@ -260,6 +260,16 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def together(result: Mapping[str, Any]) -> float:
+    """Microseconds that all parts add to a step, their medians summed: the timers of level 2, and a share of a line."""
+    step = {name: median for name, (median, *_) in result["every step"].items()}
+    line = {name: median for name, (median, *_) in result["every log line"].items()}
+    console, *others = [line.pop(f"a line to {name}") for name in SINKS]
+    shared = sum(line.values()) + console + sum(other - console for other in others)
+    timers = [median for name, median in step.items() if name.startswith("timers")]
+    return sum(step.values()) - sum(timers) + max(timers) + shared / result["steps_per_line"]
+
+
 def page(result: Mapping[str, Any]) -> str:
     """The result as Markdown."""
     shape = ", ".join(f"{name} {size}" for name, size in result["shape"].items())
@@ -276,7 +286,7 @@ def page(result: Mapping[str, Any]) -> str:
         text += [f"| {name} | {m:.3g} | {a:.3g} | {b:.3g} |" for name, (m, a, b) in result[part].items()]
     text += [
         "",
-        "Microseconds are processor time of the thread that trains.",
+        f"Microseconds are processor time of the thread that trains. All parts together: {together(result):.0f} a step.",
         "",
         f"{result['rounds']} rounds; {result['processor']}, load {result['load']} before the start; "
         f"python {result['python']}, torch {result['torch']}.",

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from benchmarks.logging_overhead import CLOCKS, main, price, spread, take_turns
+from benchmarks.logging_overhead import CLOCKS, SINKS, main, price, spread, take_turns, together
 
 
 def test_blocks_take_turns_after_a_round_that_warms_up() -> None:
@@ -32,6 +32,13 @@ def test_a_price_is_in_microseconds_of_processor_time() -> None:
 
 def test_a_spread_is_median_lowest_highest() -> None:
     assert spread([5.0, 1.0, 2.00004, 9.0, 0.5]) == [2.0, 0.5, 9.0]
+
+
+def test_all_parts_together() -> None:
+    step = {"timers of level 0": [3.0], "timers of level 2": [8.0], "the profiler, idle": [2.0]}
+    lines = {f"a line to {name}": [20.0 + number] for number, name in enumerate(SINKS)}
+    result = {"every step": step, "every log line": {"reading": [50.0], **lines}, "steps_per_line": 10}
+    assert together(result) == 8 + 2 + (50 + 20 + 1 + 2 + 3) / 10
 
 
 @pytest.mark.slow
