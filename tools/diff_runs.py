@@ -28,7 +28,10 @@ EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
 
 def main(argv: Sequence[str]) -> int:
     """Compare and report; returns the exit status."""
-    arguments = parser().parse_args(argv)
+    made = parser()
+    arguments = made.parse_args(argv)
+    if not arguments.tolerance >= 0.0:
+        made.error(f"--tolerance {arguments.tolerance}: must be at least 0")
     try:
         a, b = read_run(arguments.a), read_run(arguments.b)
     except ValueError as error:
@@ -41,9 +44,9 @@ def main(argv: Sequence[str]) -> int:
     print("\n".join(told_steps(a, b, steps, arguments.tolerance)))
     print("\n".join(told_samples(a, b, steps, arguments.data)))
     print("\n".join(told_facts(changed_facts(a, b))))
-    if steps.differs_at is not None or any(change.counts for change in options):
+    if steps.differs_at or steps.digest_differs_at or any(change.counts for change in options):
         return DIFFERENT
-    return EQUAL if steps.compared else UNREADABLE
+    return EQUAL if steps.steps else UNREADABLE
 
 
 def parser() -> argparse.ArgumentParser:
@@ -78,47 +81,49 @@ def told_steps(a: RunFolder, b: RunFolder, steps: StepComparison, tolerance: flo
     """Lines on the log lines."""
     lengths = [max(run.lines, default=0) for run in (a, b)]
     equal = "to the bit" if tolerance == 0.0 else f"to {tolerance:g}"
-    if not steps.compared:
+    last = steps.before(steps.differs_at)
+    if not steps.steps:
         yield f"steps: not compared, no log line is of the same step; the last are of {lengths[0]:,} | {lengths[1]:,}"
     elif steps.differs_at is None:
-        yield f"steps: equal {equal} up to step {steps.last_equal:,}, in {steps.compared:,} log lines"
+        yield f"steps: equal {equal} up to step {last:,}, in {len(steps.steps):,} log lines"
         if lengths[0] != lengths[1]:
             yield f"  the runs have {lengths[0]:,} | {lengths[1]:,} steps so far"
     else:
-        before = f"equal {equal} up to step {steps.last_equal:,}; " if steps.last_equal else ""
+        before = f"equal {equal} up to step {last:,}; " if last else ""
         yield f"steps: {before}the log line of step {steps.differs_at:,} is the first that differs"
         yield from (f"  {change}" for change in steps.changes)
 
 
 def told_samples(a: RunFolder, b: RunFolder, steps: StepComparison, may_open: bool) -> Iterator[str]:
     """Lines on the samples: by the digests in the log lines, and where these differ, or are missing, by the data."""
-    in_digest = any(change.name == "samples-digest" for change in steps.changes)
-    upto = steps.differs_at or steps.last_equal
-    if steps.digests and not in_digest:
-        yield f"samples: the same up to step {upto:,}"
+    other, equal = steps.digest_differs_at, steps.before(steps.digest_differs_at)
+    if not steps.steps:
         return
-    first, stop = _samples(a, b, steps.last_equal if in_digest else 0), _samples(a, b, upto)
-    if in_digest:
-        yield f"samples: the same up to step {steps.last_equal:,}; they differ by step {upto:,}"
+    if steps.digests and other is None:
+        yield f"samples: the same up to step {equal:,}"
+        return
+    if other is not None:
+        yield f"samples: their digests differ from the log line of step {other:,} on"
     if not may_open:
         yield "samples: the data were not opened"
         return
     from megatron.training.sample_streams import first_different_sample
 
+    first = _samples(a, b, equal) if other is not None else 0
     try:
-        yield f"samples: {first_different_sample(a, b, first, stop)}"
+        yield f"samples: {first_different_sample(a, b, first, _samples(a, b, steps.before(None)))}"
     except (DataError, UserError, OSError) as error:
         yield f"samples: not compared one by one: {error}"
 
 
 def _samples(a: RunFolder, b: RunFolder, step: int) -> int:
-    """The samples that one of the runs had consumed after a step."""
-    return max((int(run.lines[step]["consumed-samples"]) for run in (a, b) if step in run.lines), default=0)
+    """The samples that both runs had consumed after a step; none after step 0."""
+    return min(int(run.lines[step]["consumed-samples"]) for run in (a, b)) if step else 0
 
 
 def told_facts(changes: Sequence[Change]) -> Iterator[str]:
     """Lines on where the runs were made."""
-    yield "environment, source and data: " + ("as follows" if changes else "equal")
+    yield "environment, source and data: " + ("they differ" if changes else "equal")
     yield from (f"  {change}" for change in changes)
 
 

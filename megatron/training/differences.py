@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +17,8 @@ from megatron.training.run_folder import CONFIG, DIFF, ENVIRONMENT, METRICS
 FACTS = (ENVIRONMENT, "data.json")
 """Files of plain facts; they explain a difference and are none themselves."""
 
-EXACT = ("consumed-samples", "batch-size", "samples-digest")
+DIGEST = "samples-digest"
+EXACT = ("consumed-samples", "batch-size")
 CLOSE = ("learning-rate", "weight-decay", "loss-scale", "grad-norm")
 OF_ALL_STEPS = ("skipped-iterations", "lm loss")
 """Values of a log line: of its last step, equal or equal up to a tolerance; and of all steps since the line before."""
@@ -156,22 +157,27 @@ class StepComparison:
     """The log lines that both runs have.
 
     Attributes:
-        compared: how many of them were compared, the first one that differs included.
-        last_equal: step of the last line before one that differs; 0 where there is none.
-        differs_at: step of the first that differs; None where all are equal.
+        steps: of these lines.
+        differs_at: step of the first that differs in anything but the digest of its samples; None where all are equal.
         changes: in what it differs.
-        digests: whether ``samples-digest`` was in all lines that were compared.
+        digests: whether all lines have such a digest.
+        digest_differs_at: step of the first whose digests differ. Runs on data of other content differ from the first
+            line on, wherever the first other sample is.
     """
 
-    compared: int
-    last_equal: int
+    steps: tuple[int, ...]
     differs_at: int | None
     changes: tuple[Change, ...]
     digests: bool
+    digest_differs_at: int | None
+
+    def before(self, step: int | None) -> int:
+        """The last of the steps before this one, or the last of all for None; 0 where there is none."""
+        return max((s for s in self.steps if step is None or s < step), default=0)
 
 
 def compare_steps(a: RunFolder, b: RunFolder, tolerance: float = 0.0) -> StepComparison:
-    """Compare log lines of the same steps, first to last.
+    """Compare log lines of the same steps.
 
     Values of all steps since the line before are left out where that is not the same line in both.
 
@@ -183,22 +189,24 @@ def compare_steps(a: RunFolder, b: RunFolder, tolerance: float = 0.0) -> StepCom
     """
     common = sorted(a.lines.keys() & b.lines.keys())
     before = [{step: last for last, step in pairwise([0, *sorted(run.lines)])} for run in (a, b)]
-    last_equal, digests = 0, True
-    for number, step in enumerate(common, start=1):
+    differs_at: int | None = None
+    changes: tuple[Change, ...] = ()
+    for step in common:
         names = (*EXACT, *CLOSE, *(OF_ALL_STEPS if before[0][step] == before[1][step] else ()))
-        left, right = a.lines[step], b.lines[step]
-        digests = digests and left.get("samples-digest") is not None and right.get("samples-digest") is not None
-        found = tuple(_differing(left, right, [n for n in names if n in left and n in right], tolerance))
-        if found:
-            return StepComparison(number, last_equal, step, found, digests)
-        last_equal = step
-    return StepComparison(len(common), last_equal, None, (), digests and bool(common))
+        if found := tuple(_differing(a.lines[step], b.lines[step], names, tolerance)):
+            differs_at, changes = step, found
+            break
+    pairs = {step: (a.lines[step].get(DIGEST), b.lines[step].get(DIGEST)) for step in common}
+    known = bool(common) and all(None not in pair for pair in pairs.values())
+    other = next((step for step, (x, y) in pairs.items() if x != y and None not in (x, y)), None)
+    return StepComparison(tuple(common), differs_at, changes, known, other)
 
 
 def _differing(
-    left: Mapping[str, Any], right: Mapping[str, Any], names: list[str], tolerance: float
+    left: Mapping[str, Any], right: Mapping[str, Any], names: Sequence[str], tolerance: float
 ) -> Iterator[Change]:
-    for name in names:
+    """The values that both lines have and that are not the same."""
+    for name in [name for name in names if name in left and name in right]:
         x, y = left[name], right[name]
         numbers = name not in EXACT and isinstance(x, int | float) and isinstance(y, int | float)
         if x != y and not (numbers and _apart(x, y) <= tolerance):

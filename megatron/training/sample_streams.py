@@ -26,11 +26,12 @@ def first_different_sample(a: RunFolder, b: RunFolder, first: int, stop: int) ->
         OSError: when files cannot be read.
     """
     streams = [open_stream(run) for run in (a, b)]
-    found = _first_difference(streams[0], streams[1], first, stop)
+    found = first_difference(streams[0], streams[1], first, stop)
     if found is None:
-        return f"samples {first:,} to {stop - 1:,} are the same"
+        compared = min(stop, first + BY_CONTENT) if len({s.fingerprints["train"] for s in streams}) > 1 else stop
+        return f"samples {first:,} to {compared - 1:,} are the same"
     sources = [source_of(stream.datasets["train"], found) or "generated" for stream in streams]
-    return f"sample {found:,} is the first that differs; it is from {sources[0]} | {sources[1]}"
+    return f"sample {found:,} (from 0) is the first that differs; it is from {sources[0]} | {sources[1]}"
 
 
 def open_stream(run: RunFolder) -> DataSource:
@@ -45,18 +46,21 @@ def open_stream(run: RunFolder) -> DataSource:
     known: dict[str, Any] = {name: value for name, value in run.options.items() if name in SETTINGS}
     config = from_dict(known)
     replicas = config.parallel.data_parallel_size(int(run.facts.get("world_size", 1)))
-    data = build_data(config.data, config.training, config.model.vocab, replicas, splits=("train",))
+    laid_out = run.facts.get("train.laid_out_for_samples")  # in whatever lengths the run was continued
+    stretches = {"train": laid_out} if laid_out else None
+    data = build_data(config.data, config.training, config.model.vocab, replicas, ("train",), stretches)
     last = run.lines[max(run.lines)] if run.lines else {}
     digest, samples = last.get("samples-digest"), int(last.get("consumed-samples", 0))
     if digest is not None and f"{data.digest('train', 0, samples):016x}" != digest:
         raise DataError(
-            f"the training data that {run.folder} names are not, or not in the order, that it has read: "
-            "files have changed, or it went on from a checkpoint of a run of another length"
+            f"the training data that {run.folder} names are not those that it has read, or come in another order; "
+            "have files changed since?"
         )
     return data
 
 
-def _first_difference(a: DataSource, b: DataSource, first: int, stop: int) -> int | None:
+def first_difference(a: DataSource, b: DataSource, first: int, stop: int) -> int | None:
+    """The first of the training samples ``first .. stop - 1`` that differs, of the first ``BY_CONTENT`` where needed."""
     left, right = a.datasets["train"], b.datasets["train"]
     stop = min(stop, len(left), len(right))
     if left.fingerprint != right.fingerprint:
