@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.kernels.registry import Kernels
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.optim.buckets import GradBuckets
 from megatron.optim.optimizer import Optimizer, Outcome
@@ -73,10 +74,13 @@ class Solo:
         training: TrainingConfig | None = None,
         optimizer: OptimizerConfig | None = None,
         bucket_size: int = 20_000,
+        kernels: Kernels | None = None,
     ) -> Solo:
         """A freshly initialised model in training mode; small buckets, so that there are several."""
         mesh, sink = one_rank_mesh(), GradSink()
-        chunk = build_gpt(config, training or TrainingConfig(), BuildContext(mesh, sink, dtype))
+        chunk = build_gpt(
+            config, training or TrainingConfig(), BuildContext(mesh, sink, dtype, kernels=kernels or Kernels())
+        )
         params = chunk.params
         dtypes = {name: p.dtype for name, p in params.items()}
         buckets = GradBuckets(chunk.specs, dtypes, mesh, sink, torch.device("cpu"), bucket_size, overlap=True)
