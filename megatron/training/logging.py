@@ -19,6 +19,7 @@ from megatron.config.run import RunConfig
 from megatron.config.sources import to_dict, to_yaml
 from megatron.training import incidents, run_folder
 from megatron.training.console import evaluation_line, progress_line, timing_line
+from megatron.training.health_plot import draw_health
 from megatron.training.history import read_history
 from megatron.training.metrics import device_name
 from megatron.training.plot import draw_history
@@ -96,7 +97,7 @@ class RunLog:
         used_before = metrics.exists()
         try:
             kept = run_folder.prepare(folder, resolved_config, device, world_size, data)
-            file = run_folder.JsonLines(metrics, warn=_warn)
+            file = run_folder.JsonLines(metrics, warn=warn)
         except OSError as error:
             sentence = f"the run folder {folder} cannot be written: {error.strerror}"
             raise UserError([Problem("E701", sentence, ("--run-dir ANOTHER_FOLDER",))]) from error
@@ -157,7 +158,7 @@ class RunLog:
     def warning(self, text: str) -> None:
         """Say what went wrong although the run goes on."""
         if self.enabled:
-            _warn(text)
+            warn(text)
             self._event({"event": "warning", **self._place, "text": text})
 
     def stopped(self, why: str) -> None:
@@ -182,15 +183,19 @@ class RunLog:
             return
         self._closed = True
         self._sinks.close(failed)
-        if self.folder is None:
-            return
+        if self.folder is not None:
+            self._draw(self.folder)
+
+    def _draw(self, folder: Path) -> None:
+        """Draw what the run's metrics tell."""
+        metrics, title = folder / run_folder.METRICS, folder.resolve().name
         try:
-            picture = self.folder / run_folder.LOSS_CURVE
-            draw_history(read_history(self.folder / run_folder.METRICS), self.folder.resolve().name, picture)
+            draw_history(read_history(metrics), title, folder / run_folder.LOSS_CURVE)
+            _say(f"loss curve: {folder / run_folder.LOSS_CURVE}")
+            if draw_health(metrics, title, folder / run_folder.HEALTH):
+                _say(f"health of every layer: {folder / run_folder.HEALTH}")
         except Exception as error:  # a picture is not worth the run's exit status
-            _warn(f"no loss curve was drawn: {error}")
-        else:
-            _say(f"loss curve: {picture}")
+            warn(f"no picture was drawn: {error}")
 
     def __enter__(self) -> RunLog:
         return self
@@ -208,7 +213,7 @@ class RunLog:
             try:
                 self.train(self._pending())
             except Exception as lost:  # a device that failed may not give its numbers away any more
-                _warn(f"the steps since the last line are lost: {lost}")
+                warn(f"the steps since the last line are lost: {lost}")
         self._event({"event": "error", **self._place, "text": f"{type(error).__name__}: {error}"})
 
     def _record(self, values: Mapping[str, object]) -> None:
@@ -222,7 +227,8 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def _warn(text: str) -> None:
+def warn(text: str) -> None:
+    """Say, on whatever rank, what went wrong although the run goes on."""
     print(f"warning: {text}", file=sys.stderr, flush=True)
 
 

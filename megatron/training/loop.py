@@ -20,7 +20,7 @@ from megatron.training.step import evaluate
 from megatron.training.stop import StopRequest, reason
 
 
-def train(trainer: Trainer, log: RunLog, stop: StopRequest, profiler: Profiler) -> int:
+def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopRequest, profiler: Profiler) -> int:
     """Train to the end, or until told to stop.
 
     Returns:
@@ -31,7 +31,6 @@ def train(trainer: Trainer, log: RunLog, stop: StopRequest, profiler: Profiler) 
         StorageError: when the last checkpoint cannot be written.
 
     """
-    take_step = StepRunner(trainer)
     t, config, options, logging = trainer, trainer.config.training, trainer.config.checkpoint, trainer.config.logging
     for split in evaluations_due(t):  # the step was stopped by a signal
         evaluate_on(t, split, log)

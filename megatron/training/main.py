@@ -13,9 +13,11 @@ from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.config.summary import summary
 from megatron.data.errors import DataError
+from megatron.kernels.determinism import make_deterministic
 from megatron.parallel.mesh import everyone, first_to_fail, is_lost_contact, leave_distributed
 from megatron.training.goodput import Goodput
-from megatron.training.logging import RunLog
+from megatron.training.graphs import StepRunner
+from megatron.training.logging import RunLog, warn
 from megatron.training.loop import train
 from megatron.training.nonfinite import NonFiniteError
 from megatron.training.profile_request import ProfileRequests
@@ -61,9 +63,13 @@ def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = No
 
 def join_and_train(config: RunConfig, notes: Sequence[str], started: float | None) -> int:
     """The run itself; returns its exit status."""
+    device, minutes = choose_device(config.training.device), config.training.exit_duration_in_mins
+    try:
+        notes = [*notes, *make_deterministic(config.compute.deterministic, device)]
+    except UserError as error:
+        raise RefusedError(str(error)) from error
     rank, world_size = join(config)
     world = everyone(rank, world_size)
-    device, minutes = choose_device(config.training.device), config.training.exit_duration_in_mins
     stop = StopRequest(world, device, minutes, started, ProfileRequests(config.logging.run_dir, rank, warn))
     try:
         with claimed(config.checkpoint.save, world):
@@ -79,6 +85,7 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
         origin = choose(config.checkpoint, world)
         trainer = build(config, world.rank, world.size, fresh=origin.fresh)
         trainer.goodput, stop.world = Goodput(started), trainer.mesh.world
+        take_step = StepRunner(trainer)
         notes = [*notes, *trainer.notes, *begin(trainer, origin)]
     except (UserError, DataError) as error:
         raise RefusedError(str(error)) from error
@@ -99,14 +106,9 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
             config.profiling, config.logging.run_dir, world.rank, trainer.device, trainer.chunk, log.note, warn
         )
         try:
-            return train(trainer, log, stop, profiler)
+            return train(trainer, take_step, log, stop, profiler)
         finally:
             profiler.close(trainer.iteration)
-
-
-def warn(text: str) -> None:
-    """Say what went wrong although the run goes on."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def report(error: Exception) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from megatron.data.loader import DataSource
 
 CONFIG, COMMAND, ENVIRONMENT, DIFF = "config.yaml", "command.sh", "environment.json", "uncommitted.diff"
-METRICS, LOSS_CURVE, DATA = "metrics.jsonl", "loss.png", "data.json"
+METRICS, LOSS_CURVE, HEALTH, DATA = "metrics.jsonl", "loss.png", "health.png", "data.json"
 PACKAGES = (
     *(
         "torch",

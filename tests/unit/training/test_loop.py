@@ -14,6 +14,7 @@ import pytest
 from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.data.masks import Columns, Masks
 from megatron.training.checkpointing import state
+from megatron.training.graphs import StepRunner
 from megatron.training.history import read_history
 from megatron.training.logging import RunLog
 from megatron.training.loop import train
@@ -33,7 +34,7 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     try:
         with RunLog(config, world_size=1, device=trainer.device) as log:
             profiler = Profiler(config.profiling, config.logging.run_dir, 0, trainer.device, trainer.chunk)
-            return train(trainer, log, stop, profiler), trainer
+            return train(trainer, StepRunner(trainer), log, stop, profiler), trainer
     finally:
         stop.restore()
 
