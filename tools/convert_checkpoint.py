@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from megatron.convert.conversions import Converted
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-ONLY_OUT = ("ckpt_step", "dtype", "max_shard_size", "tokenizer")
+ONLY_OUT = ("ckpt_step", "dtype", "max_shard_size", "tokenizer", "ema")
 """What makes sense only on the way to Hugging Face."""
 
 
@@ -51,6 +51,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (what the run computed in)")
     parser.add_argument("--max-shard-size", type=size, metavar="SIZE", help="of a weights file (5GB)")
     parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="its files, instead of those in the checkpoint")
+    parser.add_argument("--ema", action="store_true", default=None, help="write the average that --ema-decay kept")
     parser.add_argument("--no-check", action="store_true", help="do not compare with transformers")
     return parser
 
@@ -114,6 +115,7 @@ def convert(args: argparse.Namespace) -> Converted:
         dtype=args.dtype,
         shard_bytes=args.max_shard_size or size("5GB"),
         tokenizer=args.tokenizer,
+        average=bool(args.ema),
         checked=checked,
     )
 

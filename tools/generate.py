@@ -40,6 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--load", required=True, metavar="PATH", help="a folder of checkpoints, one of them, or hf:DIR of Hugging Face"
     )
     model.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint (the newest valid one)")
+    model.add_argument("--ema", action="store_true", help="the average of the weights that --ema-decay kept")
     dtypes, devices = (SETTINGS[name].option.choices or () for name in ("params_dtype", "device"))
     model.add_argument(
         "--params-dtype", choices=dtypes, help="format of weights and activations (as trained or stored)"
@@ -131,7 +132,7 @@ def write(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> Non
     from megatron.parallel.mesh import leave_distributed
 
     sampling = make_sampling(args)
-    model = open_pretrained(args.load, args.ckpt_step)
+    model = open_pretrained(args.load, args.ckpt_step, args.ema)
     for note in model.notes if launch.rank == 0 else ():
         print(f"generate: {note}", file=sys.stderr)
     prompts = [model.encode(text) for text in texts]

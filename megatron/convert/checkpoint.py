@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import cut
+from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor, Part
@@ -47,6 +48,9 @@ TOKENIZER_FILES = (
 
 GENERATION = "generation_config.json"
 
+AVERAGE = "optim.ema."
+"""What the name of a weight's moving average begins with in a checkpoint."""
+
 
 def open_checkpoint(path: Path, step: int | None = None) -> tuple[Manifest, list[str]]:
     """A checkpoint by its own folder, or the newest valid one (or that of ``step``) of a ``--save`` folder.
@@ -77,11 +81,15 @@ class SavedModel:
         precision: the name of the type that the run computed in.
     """
 
-    def __init__(self, manifest: Manifest) -> None:
+    def __init__(self, manifest: Manifest, average: bool = False) -> None:
         """Check that the checkpoint holds the weights of the model it describes, and no others.
 
+        Args:
+            manifest: of the checkpoint.
+            average: read the moving average of the weights in their place.
+
         Raises:
-            CheckpointError: when its configuration has no model, or one with options that this version does not know,
+            CheckpointError: when an average is wanted and it has none; when its configuration has no model, or one with options that this version does not know,
                 which could change what it computes; or naming tensors that are missing, unknown or of another shape.
             UserError: when its configuration has values that are none, or that do not fit together.
         """
@@ -93,7 +101,7 @@ class SavedModel:
         self.model = replace(config.model, vocab_size=size)
         refuse_impossible(manifest.path, self.model)
         self.specs = shapes_only(self.model).specs
-        self._reader = CheckpointReader(manifest)
+        self._reader, self._prefix = CheckpointReader(manifest), AVERAGE if average else ""
         self._check()
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
@@ -108,12 +116,20 @@ class SavedModel:
             ValueError: when ``view`` is not the tensor's.
             DamagedError: when what is read is not what was written.
         """
-        if view != self._reader.view(name):
-            raise ValueError(f"{name} is viewed {list(self._reader.view(name))}, not {list(view)}")
-        return self._reader.read(name, box)
+        stored = self._prefix + name
+        if view != self._reader.view(stored):
+            raise ValueError(f"{stored} is viewed {list(self._reader.view(stored))}, not {list(view)}")
+        return self._reader.read(stored, box)
 
     def _check(self) -> None:
-        stored = {name: record for name, record in self.manifest.tensors.items() if not name.startswith("optim.")}
+        tensors = self.manifest.tensors
+        if self._prefix and not any(name.startswith(self._prefix) for name in tensors):
+            seen = f"{self.manifest.path} has no average of the weights: its run did not keep one, with --ema-decay"
+            raise CheckpointError(seen, "drop --ema")
+        if self._prefix:
+            stored = {n.removeprefix(AVERAGE): record for n, record in tensors.items() if n.startswith(AVERAGE)}
+        else:
+            stored = {name: record for name, record in tensors.items() if not name.startswith("optim.")}
         shapes = {name: (spec.shape, spec.view) for name, spec in self.specs.items()}
         common = shapes.keys() & stored.keys()
         complaints = {

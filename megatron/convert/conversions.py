@@ -69,6 +69,7 @@ def to_hf(
     dtype: str | None = None,
     shard_bytes: int,
     tokenizer: Path | None = None,
+    average: bool = False,
     checked: bool = True,
 ) -> Converted:
     """A Hugging Face folder from a checkpoint.
@@ -80,12 +81,13 @@ def to_hf(
         dtype: ``fp32``, ``bf16`` or ``fp16``; None for what the run computed in.
         shard_bytes: size of a weights file.
         tokenizer: folder of the tokenizer's files; None for those the checkpoint carries.
+        average: write the moving average of the weights.
         checked: compare with `transformers` before the folder gets its name.
 
     Raises:
         UserError, CheckpointError: when the model is not one that can be converted, or the comparison fails.
     """
-    saved = SavedModel(manifest)
+    saved = SavedModel(manifest, average)
     if dtype is None and saved.precision == "fp64":
         fixes = ("--dtype fp32", "--dtype bf16")
         raise CheckpointError("the run computed in fp64, which Hugging Face models are not stored in", *fixes)

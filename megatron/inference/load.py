@@ -69,15 +69,16 @@ class Pretrained:
         return ids if ids or self.codec.end is None else [self.codec.end]
 
 
-def open_pretrained(load: str, step: int | None = None) -> Pretrained:
+def open_pretrained(load: str, step: int | None = None, average: bool = False) -> Pretrained:
     """The model that ``--load`` names: a folder of checkpoints, one of them, or ``hf:DIR``.
 
     Args:
         load: as on the command line.
         step: of the checkpoint; None takes the newest valid one.
+        average: take the moving average of its weights.
 
     Raises:
-        InferenceError: when ``step`` does not fit ``load``, ``load`` names no folder or a Hugging Face folder
+        InferenceError: when ``step`` or ``average`` does not fit ``load``, ``load`` names no folder or a Hugging Face folder
             without ``hf:``, or a tokenizer cannot be read.
         CheckpointError: when there is nothing to load, or not the weights of the model described.
         UserError: when the configuration asks for what is not here.
@@ -85,18 +86,20 @@ def open_pretrained(load: str, step: int | None = None) -> Pretrained:
     if load in ("", HUGGING_FACE):
         raise InferenceError(f"--load '{load}' names no folder", "--load CHECKPOINTS", f"--load {HUGGING_FACE}DIR")
     if not load.startswith(HUGGING_FACE):
-        return _from_checkpoint(Path(load), step)
+        return _from_checkpoint(Path(load), step, average)
     if step is not None:
         raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
+    if average:
+        raise InferenceError("--ema: a Hugging Face folder holds one set of weights", "drop --ema")
     return _from_hugging_face(Path(load.removeprefix(HUGGING_FACE)))
 
 
-def _from_checkpoint(path: Path, step: int | None) -> Pretrained:
+def _from_checkpoint(path: Path, step: int | None, average: bool) -> Pretrained:
     if (path / CONFIG).is_file() and not Checkpoints(path).named():
         seen = f"--load {path} is a Hugging Face model, no folder of checkpoints"
         raise InferenceError(seen, f"--load {HUGGING_FACE}{path}")
     manifest, notes = open_checkpoint(path, step)
-    saved, files = SavedModel(manifest), by_their_names(carried_by(manifest))
+    saved, files = SavedModel(manifest, average), by_their_names(carried_by(manifest))
     codec = open_codec(files)
     return Pretrained(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
 

@@ -59,8 +59,9 @@ def random_pair(seed: int, on_four: bool = False) -> Pair:
     chance = random.Random(seed)
     (tp, dp), (other_tp, other_dp) = chance.sample(LAYOUTS + ON_FOUR if on_four else LAYOUTS, 2)
     model = {name: chance.choice(values) for name, values in FACTORS.items()} | {"documents": "one", "masked": False}
-    if not valid(model | {"micro_batch": 1, "dp": 1}):
-        model["rotary"] = "plain"
+    for name, value in (("rotary", "plain"), ("optimizer", "adam")):
+        if not valid(model | {"micro_batch": 1, "dp": 1}):
+            model[name] = value
     otherwise = {name: chance.choice(FACTORS[name]) for name in OTHERWISE}
     sizes = {"tp": tp, "dp": dp, "micro_batch": chance.choice(MICRO_BATCHES[dp])}
     other = {"tp": other_tp, "dp": other_dp, "micro_batch": chance.choice(MICRO_BATCHES[other_dp])}

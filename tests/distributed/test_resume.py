@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
@@ -94,10 +95,20 @@ def check_same(run: Path, other: Path) -> None:
     assert differences(run / "saved/iter_0000006", other / "saved/iter_0000006") == []
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("dtype", ["--bf16", "--params-dtype fp32"])
-def test_a_killed_run_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path, layout: str, dtype: str) -> None:
-    flags = f"{LAYOUTS[layout]} {DROPOUT} {dtype} --eval-interval 3 --eval-iters 1"
+SPIKES = "--skip-spikes 0.3 --spike-window 4 --lr 5e-2"
+WAYS = {
+    "bf16": "--bf16",
+    "fp32": "--params-dtype fp32",
+    "adam": f"--bf16 --exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --ema-decay 0.9 --decoupled-lr 1e-2 {SPIKES}",
+    "lion": f"--params-dtype fp32 --optimizer lion --exp-avg-dtype bf16 --lr-factors layers.0.*=0.5 {SPIKES}",
+}
+
+
+@pytest.mark.parametrize(
+    ("way", "layout"), [*itertools.product(("bf16", "fp32"), LAYOUTS), ("adam", "tp2-sp"), ("lion", "dp2")]
+)
+def test_a_killed_run_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path, way: str, layout: str) -> None:
+    flags = f"{LAYOUTS[layout]} {DROPOUT} {WAYS[way]} --eval-interval 3 --eval-iters 1"
     whole = go_on(pool, run_of(tmp_path / "whole", flags))
     killed = go_on(pool, run_of(tmp_path / "parts", flags), "kill", 4)
     again = go_on(pool, run_of(tmp_path / "parts", flags))
