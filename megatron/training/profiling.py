@@ -64,8 +64,12 @@ class Profiler:
         self._recording: Recording | None = None
 
     def ask(self, after: int, steps: int) -> None:
-        """Record ``steps`` more steps than ``after`` have been taken; 0 changes nothing."""
-        if steps and self._folder is not None:
+        """Record the ``steps`` steps that follow step ``after``, as a running job was asked to; 0 changes nothing."""
+        if not steps:
+            return
+        ranks = " ".join(map(str, self.config.profile_ranks))
+        self._say(f"asked for a profile of steps {after + 1} to {after + steps}, recorded on --profile-ranks {ranks}")
+        if self._folder is not None:
             self._windows.append(range(after + 1, after + 1 + steps))
 
     @contextmanager

@@ -60,7 +60,7 @@ def open_stream(run: RunFolder) -> DataSource:
 
 
 def first_difference(a: DataSource, b: DataSource, first: int, stop: int) -> int | None:
-    """The first of the training samples ``first .. stop - 1`` that differs, of the first ``BY_CONTENT`` where needed."""
+    """The first of the training samples ``first .. stop - 1`` that differs (see ``BY_CONTENT``); None for none."""
     left, right = a.datasets["train"], b.datasets["train"]
     stop = min(stop, len(left), len(right))
     if left.fingerprint != right.fingerprint:

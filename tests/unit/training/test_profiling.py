@@ -122,6 +122,8 @@ def test_a_file_asks_a_running_job_for_profiles(tmp_path: Path, undisturbed: lis
     assert told.status == 0
     assert kept(tmp_path) == of_steps(3, 5)
     assert not (tmp_path / "PROFILE").exists()
+    asked = "asked for a profile of steps 3 to 5, recorded on --profile-ranks 0"
+    assert asked in [record["text"] for record in records(tmp_path, "text")]
     assert losses(tmp_path) == undisturbed
 
 
