@@ -6,7 +6,19 @@ from collections.abc import Iterator, Set
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
-from megatron.config.checks import batch, checkpoint, compute, data, graphs, idle, layout, model, optimizer, profiling
+from megatron.config.checks import (
+    batch,
+    checkpoint,
+    compute,
+    data,
+    graphs,
+    idle,
+    layout,
+    logging,
+    model,
+    optimizer,
+    profiling,
+)
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 from megatron.config.settings import SETTINGS, Setting
@@ -21,6 +33,7 @@ CHECKS = (
     *checkpoint.CHECKS,
     *compute.CHECKS,
     *graphs.CHECKS,
+    *logging.CHECKS,
     *profiling.CHECKS,
     *idle.CHECKS,
 )

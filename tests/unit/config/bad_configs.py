@@ -233,6 +233,8 @@ CASES = (
     Case("--load hf:tests/golden/hf_llama --override-opt-param-scheduler --ckpt-step 100"),
     Case("--load hf:tests/golden/hf_llama --preset tiny-llama --seq-length 32 --norm-epsilon 1e-5"),
     Case("--load hf:tests/golden/hf_llama --vocab-size 500 --tensor-model-parallel-size 8 --lr fast", ranks=8),
+    # where a run reports to
+    Case("--run-dir= --wandb-project= --tensorboard-dir="),
     # profiles
     Case("--profile --run-dir runs/a --profile-step-start 20"),
     Case("--profile-memory --run-dir runs/a --profile-ranks 1 --profile-step-start 5 --profile-step-end 4"),
