@@ -286,7 +286,8 @@ def page(result: Mapping[str, Any]) -> str:
         text += [f"| {name} | {m:.3g} | {a:.3g} | {b:.3g} |" for name, (m, a, b) in result[part].items()]
     text += [
         "",
-        f"Microseconds are processor time of the thread that trains; {together(result):.0f} a step for all parts together.",
+        "Microseconds are processor time of the thread that trains.",
+        f"All parts together: {together(result):.0f} a step.",
         "",
         f"{result['rounds']} rounds; {result['processor']}, load {result['load']} before the start; "
         f"python {result['python']}, torch {result['torch']}.",
