@@ -73,14 +73,14 @@ class Pending:
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     """:func:`all_reduce`, not waited for."""
     if group.size == 1:
-        return Pending(x)
+        return Pending(x, None, group)
     return Pending(x, dist.all_reduce(x, _OPS[op], group.handle, async_op=True), group)
 
 
 def start_all_gather(x: Tensor, group: Group) -> Pending:
     """:func:`all_gather`, not waited for."""
     if group.size == 1:
-        return Pending(x)
+        return Pending(x, None, group)
     out = _rows_like(x, x.shape[0] * group.size)
     return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True), group)
 
@@ -88,7 +88,7 @@ def start_all_gather(x: Tensor, group: Group) -> Pending:
 def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     """:func:`reduce_scatter`, not waited for."""
     if group.size == 1:
-        return Pending(x)
+        return Pending(x, None, group)
     out = _rows_like(x, x.shape[0] // group.size)
     return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True), group)
 

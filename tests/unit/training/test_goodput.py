@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import json
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.training.goodput import Goodput
+from tests.runs import before_step, kill, records, start, tiny_run
 
 
 class Clock:
@@ -82,3 +84,17 @@ def test_it_is_the_share_of_the_history(spans: list[tuple[str, int]]) -> None:
                 history = history[:kept]
         clock.now += 1
         assert run.value() == pytest.approx(sum(history) / (clock.now - first))
+
+
+def test_a_run_that_was_killed_and_continued(tmp_path: Path) -> None:
+    """Its goodput is that of the steps it has: 1 and 2 from the first start, whose step 3 was taken back, and on."""
+    flags = f"--train-iters 5 --save {tmp_path}/saved --save-interval 2 --eval-interval 2 --eval-iters 1"
+    for number in (4, 0):
+        start(tiny_run(tmp_path, flags), before_step(number, kill))
+    history = {record["iteration"]: record for record in records(tmp_path)}  # the later one of a step taken twice
+    assert [record["starts"] for record in history.values()] == [1, 1, 2, 2, 2]
+    productive = 0.0
+    for record in history.values():
+        productive += record["iteration-time"]
+        assert record["goodput"] * record["run-seconds"] == pytest.approx(productive, rel=0.01)
+        assert record["run-seconds"] > productive
