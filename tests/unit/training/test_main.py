@@ -46,7 +46,8 @@ def test_the_status_is_that_of_the_loop(
     monkeypatch.setattr(main, "train", lambda *arguments: status)
     assert main.run(tiny_run(tmp_path), ["a note"]) == status
     assert left == ["left"]
-    note, summary = column(tmp_path, "text", "text")
+    note, kernels, summary = column(tmp_path, "text", "text")
+    assert kernels == "kernels: torch"
     assert note == "a note"
     assert summary.startswith("ranks      1 = ")
     assert summary.endswith("\ntrain      24 samples, 192 generated tokens over 31 ids")
