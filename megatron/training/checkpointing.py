@@ -24,6 +24,7 @@ from megatron.config.compare import Role, ways_out
 from megatron.config.data_paths import flag_of_files
 from megatron.config.problems import Problem, UserError
 from megatron.config.sources import to_dict
+from megatron.convert.checkpoint import AVERAGE
 from megatron.data.splits import spoken
 from megatron.model.fill import Source, fill
 from megatron.parallel import comm
@@ -31,9 +32,6 @@ from megatron.parallel.shard import Piece, ShardSpec
 from megatron.training.origin import Place, is_own, place_of
 from megatron.training.run_identity import kept_run_id
 from megatron.training.setup import DIGESTS, Trainer
-
-AVERAGE = "optim.ema."
-"""Names of averaged weights begin so."""
 
 
 @dataclass(frozen=True)

@@ -96,6 +96,7 @@ def test_errors_are_sentences(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         (["--load", "a", "--save", "b"], "--load with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--dtype", "bf16"], "--dtype: only with --save-hf"),
         (["--load-hf", "a", "--save", "b", "--ckpt-step", "3"], "--ckpt-step: only with --save-hf"),
+        (["--load-hf", "a", "--save", "b", "--ema"], "--ema: only with --save-hf"),
         (["--load", "a", "--save-hf", "b", "--max-shard-size", "5XB"], "'5XB' is no size such as 5GB"),
     ],
 )

@@ -129,6 +129,7 @@ def test_weights_are_rounded_into_the_format_of_the_run(tmp_path: Path, capsys: 
         (["--prompt", "x", "--greedy", "--top-k", "5"], 2, "change nothing"),
         (["--prompt", "x", "--batch-size", "0"], 2, "--batch-size 0"),
         (["--prompt", "x", "--ckpt-step", "15"], 1, "a checkpoint of step 15"),
+        (["--prompt", "x", "--ema"], 1, "has no average of the weights"),
         (["--prompt", "x", "--tensor-model-parallel-size", "2"], 2, "torchrun --nproc-per-node 2 tools/generate.py"),
         (["--prompt", "\udcff"], 2, "not text in UTF-8"),
         (["--prompts", "/none"], 2, "--prompts /none cannot be read: No such file or directory"),

@@ -1,0 +1,81 @@
+"""The moving average of the weights: from step to step, through checkpoints, out to those who use the model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.errors import CheckpointError
+from megatron.convert.checkpoint import AVERAGE, SavedModel, open_checkpoint
+from megatron.inference.errors import InferenceError
+from megatron.inference.load import open_pretrained
+from tests.runs import checkpoint, start, tiny_run
+from tools.convert_checkpoint import main
+
+DECAY = 0.75
+
+
+def run(folder: Path, flags: str) -> str:
+    """What a run of 6 steps that saves each of them says."""
+    told = start(tiny_run(folder, f"--save {folder}/saved --save-interval 1 {flags}"))
+    assert (told.status, told.err) == (0, "")
+    return told.out
+
+
+def weights_and_average(folder: Path, step: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    tensors, _ = checkpoint(folder / f"saved/iter_{step:07d}")
+    weights = {name: value.double() for name, value in tensors.items() if not name.startswith("optim.")}
+    average = {n.removeprefix(AVERAGE): value.double() for n, value in tensors.items() if n.startswith(AVERAGE)}
+    return weights, average
+
+
+def check(folder: Path, average: dict[str, Tensor], first: int) -> None:
+    """From the one before step ``first`` on, the average of each step follows from the weights that were saved."""
+    for step in range(first, 7):
+        weights, saved = weights_and_average(folder, step)
+        assert saved.keys() == weights.keys()
+        average = {name: DECAY * average[name] + (1 - DECAY) * weights[name] for name in weights}
+        for name, expected in average.items():
+            torch.testing.assert_close(saved[name], expected, rtol=1e-6, atol=1e-7, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize("dtype", ["--bf16", "--params-dtype fp32"])
+def test_the_average_of_every_step_follows_from_the_masters(tmp_path: Path, dtype: str) -> None:
+    run(tmp_path, f"{dtype} --ema-decay {DECAY}")
+    check(tmp_path, weights_and_average(tmp_path, 1)[1], 2)
+
+
+def test_where_a_checkpoint_has_none_it_starts_from_the_weights(tmp_path: Path) -> None:
+    run(tmp_path, "--exit-interval 3")
+    out = run(tmp_path, f"--ema-decay {DECAY} --load {tmp_path}/saved --resume-mode new-schedule")
+    assert "the checkpoint has no average of the weights: it starts from the weights" in out
+    check(tmp_path, weights_and_average(tmp_path, 3)[0], 4)
+
+
+def test_those_who_use_the_model_may_take_it(tmp_path: Path) -> None:
+    run(tmp_path, f"--ema-decay {DECAY}")
+    manifest, _ = open_checkpoint(tmp_path / "saved")
+    weights, average = weights_and_average(tmp_path, 6)
+    for wanted, found in ((weights, SavedModel(manifest)), (average, SavedModel(manifest, average=True))):
+        for name, spec in found.specs.items():
+            values = found.read(name, spec.view, whole(spec.view))
+            assert torch.equal(values.double().view(spec.shape), wanted[name]), name
+    name = "final_layernorm.weight"
+    source = open_pretrained(f"{tmp_path}/saved", average=True).source
+    assert torch.equal(source.read(name, (16,), whole((16,))).double(), average[name])
+    assert main(["--load", f"{tmp_path}/saved", "--save-hf", f"{tmp_path}/hf", "--ema", "--no-check"]) == 0
+    written = load_file(tmp_path / "hf/model.safetensors")["transformer.ln_f.weight"]
+    assert torch.equal(written, average[name].to(written.dtype))
+
+
+def test_who_asks_for_what_is_not_there_is_told(tmp_path: Path) -> None:
+    run(tmp_path, "")
+    with pytest.raises(CheckpointError, match="iter_0000006 has no average of the weights"):
+        open_pretrained(f"{tmp_path}/saved", average=True)
+    with pytest.raises(InferenceError, match="one set of weights"):
+        open_pretrained("hf:anywhere", average=True)
