@@ -1,0 +1,192 @@
+"""Everything to be known about this code on one GPU, in one command of nine minutes.
+
+    python -m benchmarks.gpu                        # on a machine with a GPU
+    python -m benchmarks.gpu --cases 1B-s2048 --skip-tests --minutes 4
+    python -m benchmarks.gpu --rehearse             # in miniature, on a CPU
+
+First the tests of `tests/gpu`; then, case by case, the speed of a training step, eager and at its best, beside that of
+`transformers` at its best. What is found goes to `gpu.json`, `gpu.md` and `gpu_profiles.txt` under `--output`, after
+every case, so that a run that is ended keeps what it has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+CASES = ("124M-s1024", "1B-s2048", "1B-s4096", "8B-shape-s8192")
+SPEEDUP = 1.2
+"""Times as fast as `transformers` at its best: what is aimed at."""
+
+TESTS_SHARE = 0.3
+"""Of the time, at most."""
+
+GRACE = 20.0
+"""Seconds that a case may take beyond its share before it is ended."""
+
+Values = dict[str, Any]
+
+
+def test(seconds: float, rehearse: bool, log: Path) -> str:
+    """Run the tests for one GPU; returns their summary, and leaves all of their output in ``log``."""
+    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "--tb=short", "--show-capture=no"]
+    environment = os.environ | ({"REHEARSE": "1"} if rehearse else {})
+    with log.open("w") as out:
+        try:
+            subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out, timeout=seconds, check=False)
+        except subprocess.TimeoutExpired:
+            return f"ended after {seconds:.0f} s, before they were through: see {log.name}"
+    told = log.read_text().strip().splitlines()
+    return told[-1].strip("= ") if told else "no output"
+
+
+def measure(case: str, seconds: float, rehearse: bool) -> Values:
+    """Measure a case in a process of its own; returns what it has told by its end."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder, "case.json")
+        command = [sys.executable, "-m", "benchmarks.gpu_case", case, "--seconds", f"{seconds:.0f}", "--out", str(out)]
+        try:
+            status = subprocess.run(
+                [*command, *["--rehearse"] * rehearse], cwd=ROOT, timeout=seconds + GRACE, check=False
+            ).returncode
+        except subprocess.TimeoutExpired:
+            status = "ended: out of time"
+        found: Values = json.loads(out.read_text()) if out.exists() else {"case": case}
+    return found if status == 0 else found | {"failure": str(status)}
+
+
+def machine() -> dict[str, str]:
+    """What the figures are measured with."""
+    import torch
+
+    found = {"python": platform.python_version(), "torch": torch.__version__, "device": "cpu"}
+    if torch.cuda.is_available():
+        found |= {"device": torch.cuda.get_device_name(), "cuda": str(torch.version.cuda)}
+    return found
+
+
+def speed(case: Mapping[str, Any], seconds: Sequence[float], peak_bytes: int) -> Values:
+    """Of a contestant: tokens per second, MFU by 6N + 12Lhs, seconds of a step and GiB."""
+    step = statistics.median(seconds)
+    rate = case["tokens"] / step
+    mfu = rate * case["flops_per_token"] / case["peak_flops"] if case["peak_flops"] else None
+    return {"tokens/s": rate, "MFU": mfu, "seconds": step, "GiB": peak_bytes / 2**30}
+
+
+def standings(case: Mapping[str, Any]) -> dict[str, Values]:
+    """The contestants of a case: from their turns, or where they took no part in them, from their trials."""
+    trials = {trial["name"]: trial for trial in case.get("trials", ()) if trial["seconds"]}
+    found = {}
+    for name, setting in case.get("winners", {}).items():
+        if name in case.get("final", {}):
+            measured, how = case["final"][name], "in turns"
+        elif setting in trials:
+            measured, how = trials[setting], "alone"
+        else:
+            continue
+        found[name] = speed(case, measured["seconds"], measured["peak_bytes"]) | {"setting": setting, "how": how}
+    return found
+
+
+def verdict(case: Mapping[str, Any], found: Mapping[str, Values]) -> list[str]:
+    """Goals beside what was reached."""
+    lines = []
+    best, theirs = found.get("best"), found.get("transformers")
+    if best and best["MFU"] is not None:
+        lines.append(f"MFU {best['MFU']:.1%}, goal {case['goal']:.0%}: {_met(best['MFU'] >= case['goal'])}")
+    if best and theirs:
+        ratio = best["tokens/s"] / theirs["tokens/s"]
+        lines.append(f"{ratio:.2f} times as fast as transformers, goal {SPEEDUP}: {_met(ratio >= SPEEDUP)}")
+    return lines
+
+
+def _met(yes: bool) -> str:
+    return "met" if yes else "not met"
+
+
+def table(case: Mapping[str, Any]) -> list[str]:
+    """A case in Markdown."""
+    lines = ["", f"## {case['case']}", ""]
+    if "failure" in case:
+        lines += [f"The process ended with {case['failure']}; what it had told by then follows.", ""]
+    found = standings(case)
+    lines += ["| | tokens/s | MFU | ms a step | GiB | measured | setting |", "|---|---|---|---|---|---|---|"]
+    for name, v in found.items():
+        mfu = f"{v['MFU']:.1%}" if v["MFU"] is not None else "-"
+        figures = f"{v['tokens/s']:,.0f} | {mfu} | {1e3 * v['seconds']:.1f} | {v['GiB']:.1f}"
+        lines.append(f"| {name} | {figures} | {v['how']} | `{v['setting']}` |")
+    lines += ["", *(f"* {line}" for line in verdict(case, found)), *(f"* {note}" for note in case.get("notes", ()))]
+    lines += ["", "All settings that were tried:", "", "| whose | setting | ms a step | GiB |", "|---|---|---|---|"]
+    for trial in case.get("trials", ()):
+        time_of = f"{1e3 * statistics.median(trial['seconds']):.1f}" if trial["seconds"] else trial["error"]
+        lines.append(f"| {trial['whose']} | `{trial['name']}` | {time_of} | {trial['peak_bytes'] / 2**30:.1f} |")
+    return lines
+
+
+def write(folder: Path, told: Mapping[str, Any]) -> None:
+    """The files of results."""
+    folder.mkdir(parents=True, exist_ok=True)
+    profiles = [(c["case"], name, text) for c in told["cases"] for name, text in c.get("profiles", {}).items()]
+    shown = "\n\n".join(f"==== {case}, {name}: one step\n\n{text}" for case, name, text in profiles)
+    (folder / "gpu_profiles.txt").write_text(shown + "\n")
+    kept = [{key: value for key, value in case.items() if key != "profiles"} for case in told["cases"]]
+    (folder / "gpu.json").write_text(json.dumps(dict(told) | {"cases": kept}, indent=1) + "\n")
+    rehearsed = " (a rehearsal in miniature: the figures mean nothing)" if told["rehearsed"] else ""
+    lines = [
+        f"# One GPU{rehearsed}",
+        "",
+        ", ".join(f"{key} {value}" for key, value in told["machine"].items()) + ".",
+        "bf16, fused AdamW; a step is all its micro-batches and the update. Medians. MFU is 6N + 12Lhs over the dense",
+        "peak of the data sheet. Ours keeps fp32 masters and gradients; transformers with bf16 weights keeps neither.",
+        "",
+        f"Tests (`tests/gpu`): {told['tests']}",
+    ]
+    lines += [line for case in told["cases"] for line in table(case)]
+    (folder / "gpu.md").write_text("\n".join(lines) + "\n")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Test, measure, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--minutes", type=float, default=9.0, help="for everything")
+    parser.add_argument("--cases", nargs="*", choices=CASES, default=CASES)
+    parser.add_argument("--skip-tests", action="store_true")
+    parser.add_argument("--output", type=Path, default=Path(__file__).parent / "results", help="folder")
+    parser.add_argument("--rehearse", action="store_true", help="in miniature, on a CPU; says nothing about speed")
+    args = parser.parse_args(argv)
+    end = time.monotonic() + 60 * args.minutes - GRACE
+    where = machine()
+    if where["device"] == "cpu" and not args.rehearse:
+        print("there is no GPU here; --rehearse runs everything in miniature on a CPU", file=sys.stderr)
+        return 2
+    args.output.mkdir(parents=True, exist_ok=True)
+    told: Values = {"machine": where, "rehearsed": args.rehearse, "tests": "left out", "cases": []}
+    if not args.skip_tests:
+        share = 1.0 if not args.cases else TESTS_SHARE
+        told["tests"] = test(share * (end - time.monotonic()), args.rehearse, args.output / "gpu_tests.txt")
+        print(f"tests: {told['tests']}", flush=True)
+    for number, case in enumerate(args.cases):
+        seconds = (end - time.monotonic()) / (len(args.cases) - number) - 5
+        print(f"{case}: {seconds:.0f} s", flush=True)
+        told["cases"].append(measure(case, max(seconds, 10.0), args.rehearse))
+        write(args.output, told)
+        for line in verdict(told["cases"][-1], standings(told["cases"][-1])):
+            print(f"  {line}", flush=True)
+    write(args.output, told)
+    print((args.output / "gpu.md").read_text())
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
