@@ -29,7 +29,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     for table in (ACTIVATIONS, RULES):
-        for name in ("silu", "lion"):
+        for name in ("silu", "signum"):
             monkeypatch.setitem(table, name, None)  # so that what the page registers is undone
     names: dict[str, Any] = {"__name__": "page"}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M):
@@ -69,14 +69,14 @@ def test_activation(page: dict[str, Any]) -> None:
 
 
 def test_optimizer_keeps_as_many_moments_as_is_said(page: dict[str, Any]) -> None:
-    for name, count in {**MOMENTS, "lion": 1}.items():
+    for name, count in {**MOMENTS, "signum": 1}.items():
         state = RULES[name]([torch.zeros(3)], OptimizerConfig()).state
         assert sum(t.numel() == 3 for tensors in state.values() for t in tensors) == count
 
 
 def test_optimizer_moves_by_the_sign_and_obeys_skips(page: dict[str, Any]) -> None:
     p, g = torch.zeros(3), torch.tensor([1.0, -2.0, 0.0])
-    rule = page["Lion"]([p], OptimizerConfig())
+    rule = page["Signum"]([p], OptimizerConfig())
     rule.update([torch.full((3,), float("nan"))], 0.1, 0.0, torch.ones(()))
     assert torch.equal(p, torch.zeros(3))
     rule.update([g], 0.1, 0.0, torch.zeros(()))

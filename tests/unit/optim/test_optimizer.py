@@ -10,11 +10,13 @@ from torch import Tensor, nn
 
 from megatron.config.run import OptimizerConfig
 from megatron.optim.clip import GradNorm
+from megatron.optim.rules import RULES
 from megatron.optim.schedule import Rates
 from megatron.parallel.shard import Init, Shard
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
+RATES = Rates(1e-3, 0.1)
 BATCHES = [random_batch(CONFIG, seed=seed) for seed in (1, 2)]
 
 
@@ -24,6 +26,7 @@ def state(solo: Solo) -> dict[str, Tensor]:
     out |= {f"master {n}": m for n, m in solo.optimizer.masters.items()}
     for group, rule in solo.optimizer.groups:
         out |= {f"{kind} {group.names[i]}": t for kind, ts in rule.state.items() for i, t in enumerate(ts)}
+    out |= {f"average {n}": a for n, a in solo.optimizer.average.items()}
     return {name: t.detach().clone() for name, t in out.items()}
 
 
@@ -121,7 +124,7 @@ def test_the_loss_scale_is_taken_out(scale: float) -> None:
         torch.testing.assert_close(state(scaled)[name], value, rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", ["adam", "sgd"])
+@pytest.mark.parametrize("name", RULES)
 def test_decay_shrinks_matrices_only(name: str) -> None:
     """With zero gradients nothing else moves a weight."""
     solo = Solo.build(CONFIG, optimizer=OptimizerConfig(optimizer=name))
@@ -132,6 +135,76 @@ def test_decay_shrinks_matrices_only(name: str) -> None:
     for n, param in solo.params.items():
         expected = before[n] * (1 - 0.5 * 0.1) if param.dim() == 2 else before[n]
         torch.testing.assert_close(param.detach(), expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.01, 1e9])
+@pytest.mark.parametrize("scale", [1.0, 2.0**14])
+def test_clip_is_what_gradients_were_multiplied_by(clip: float, scale: float) -> None:
+    solo = Solo.build(CONFIG, optimizer=OptimizerConfig(clip_grad=clip))
+    solo.backward(BATCHES)
+    before = solo.snapshot()
+    for bucket in solo.buckets.buckets:
+        bucket.buffer.mul_(scale)
+    outcome = solo.optimizer.update(RATES, torch.tensor(scale))
+    assert (outcome.clip < 1) == (clip == 0.01)
+    for name, grad in solo.snapshot().items():
+        torch.testing.assert_close(grad, before[name] * outcome.clip, rtol=1e-12, atol=0)
+
+
+def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
+    """Weights, moments, counts and average stay; gradients are scaled as ever; the next step goes on."""
+    config = OptimizerConfig(skip_spikes=6.0, spike_window=8, ema_decay=0.5)
+    solo, loss = Solo.build(CONFIG, optimizer=config), torch.tensor(1.0)
+    for i in range(6):
+        solo.backward(BATCHES)
+        outcome = solo.optimizer.update(RATES, torch.ones(()), loss + 0.01 * (i % 2))
+        assert (outcome.skipped.item(), outcome.nonfinite.item()) == (0, 0)
+    before, steps = state(solo), solo.optimizer.steps_applied()
+    for value, nonfinite in ((loss * 9, 0.0), (loss * torch.nan, 1.0)):
+        solo.backward(BATCHES)
+        if nonfinite:
+            solo.buckets.buckets[0].buffer[0] = torch.nan
+        outcome = solo.optimizer.update(RATES, torch.ones(()), value)
+        assert (outcome.skipped.item(), outcome.nonfinite.item()) == (1, nonfinite)
+        after = state(solo)
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert solo.optimizer.steps_applied() == steps == 6
+    solo.backward(BATCHES)
+    assert solo.optimizer.update(RATES, torch.ones(()), loss).skipped.item() == 0
+    assert not torch.equal(state(solo)["master final_layernorm.weight"], before["master final_layernorm.weight"])
+
+
+def test_whoever_skips_spikes_needs_a_loss() -> None:
+    solo = Solo.build(CONFIG, optimizer=OptimizerConfig(skip_spikes=6.0))
+    with pytest.raises(ValueError, match="pass it to update"):
+        solo.optimizer.update(RATES, torch.ones(()))
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_groups_move_like_parameters_of_torch_with_rates_of_their_own(rule: str) -> None:
+    """Each group against an optimizer that has its parameters, its rate and its decay only."""
+    factors = {"lr_factors": ("layers.0.*=0.5",), "weight_decay_factors": ("layers.*.bias=2", "*norm*=0.25")}
+    config = OptimizerConfig(optimizer=rule, clip_grad=0.0, decoupled_lr=1.0, **factors)
+    solo = Solo.build(CONFIG, optimizer=config)
+    twins = {name: p.detach().clone() for name, p in solo.params.items()}
+    rules = {name: RULES[rule]([twin], config) for name, twin in twins.items()}
+    assert len(solo.optimizer.groups) > 4
+    for _ in range(2):
+        solo.backward(BATCHES)
+        for name, grad in solo.snapshot().items():
+            rate = 3e-3 if name == "embedding.word_embeddings.weight" else 1e-3
+            rate *= 0.5 if name.startswith("layers.0.") else 1.0
+            decay = 0.025 if "norm" in name else 0.2 if name.endswith("bias") else 0.1
+            rules[name].update([grad], rate, decay, torch.zeros(()))
+        solo.optimizer.update(Rates(1e-3, 0.1, decoupled_lr=3e-3), torch.ones(()))
+    for name, param in solo.params.items():
+        torch.testing.assert_close(param.detach(), twins[name], rtol=1e-13, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_a_decoupled_rate_that_is_missing_is_a_mistake() -> None:
+    solo = Solo.build(CONFIG, optimizer=OptimizerConfig(decoupled_lr=1e-3))
+    with pytest.raises(ValueError, match="decoupled_lr is configured"):
+        solo.step(BATCHES)
 
 
 def test_masters_collect_what_bf16_would_lose() -> None:
