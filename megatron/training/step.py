@@ -45,8 +45,8 @@ def train_step(
     with t.timers("forward-backward"):
         for batch in batches:
             forward_backward(t.chunk, batch, scale / tokens.clamp(min=1.0), t.timers)
-    loss = mean_loss(t.chunk, tokens, t.mesh.replicas)
     t.optimizer.finish(t.timers)
+    loss = mean_loss(t.chunk, tokens, t.mesh.replicas)
     with t.timers("optimizer"):
         outcome = update(rates, scale, loss) if update else t.optimizer.update(rates, scale, loss, t.timers)
     t.scaler.update(outcome.nonfinite)  # a spike is no overflow
