@@ -243,6 +243,10 @@ CASES = (
     # kernels
     Case("--kernels compiled norm=triton attenton=cudnn fast"),
     Case("--kernels norm"),
+    # recorded steps
+    Case("--cuda-graph step --device cpu --hidden-dropout 0.1"),
+    Case("--cuda-graph optimizer --start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear"),
+    Case("--cuda-graph step --distributed-backend gloo", ranks=2),
     # everything at once
     Case(
         "--preset tiny-llama --lr abc --hiden-size 100 --num-query-groups 3 --save x --global-batch-size 7"
