@@ -44,6 +44,10 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     resumed = f"{data}/x --save {root}/saved --save-interval 2"
     start(tiny_run(root / "resumed", resumed), before_step(4, kill))
     start(tiny_run(root / "resumed", resumed))
+    for length in (4, 30):
+        longer = f"{data}/x --lr-decay-style constant --save {root}/longer --train-iters {length}"
+        start(tiny_run(root / "extended", longer))
+    start(tiny_run(root / "planned", f"{data}/x --lr-decay-style constant --train-iters 30"))
     return root
 
 
@@ -109,6 +113,17 @@ def test_other_samples(runs: Path, capsys: pytest.CaptureFixture[str], other: st
     assert "samples: their digests differ from the log line of step 1 on" in lines
     if other == "other":  # trained on the same until then
         assert any(f"the log line of step {by_hand // 4 + 1} is the first that differs" in line for line in lines)
+
+
+def test_a_run_that_was_made_longer_has_its_own_order(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The order of samples is frozen in stretches; those of a run that went on are not those of one planned as long."""
+    config = from_dict(yaml.safe_load((runs / "extended" / "config.yaml").read_text()))
+    laid_out = json.loads((runs / "extended" / "data.json").read_text())["train"]["laid_out_for_samples"]
+    assert len(laid_out) > 1
+    extended = build_data(config.data, config.training, 31, 1, stretches={"train": laid_out}).datasets["train"]
+    by_hand = by_tokens(train_data(runs / "planned"), extended)
+    _, lines = told(runs, "planned", "extended", capsys)
+    assert any(line.startswith(f"samples: sample {by_hand} (from 0) is the first that differs") for line in lines)
 
 
 def test_without_digests_and_without_the_data(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
