@@ -62,6 +62,21 @@ def test_worked_values(style: str, wsd_style: str, samples: int, expected: float
     assert found.learning_rate(samples) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("floor", [None, 0.05])
+def test_the_decoupled_rate_is_that_of_a_run_with_its_peak_and_floor(style: str, floor: float | None) -> None:
+    """As in Megatron-LM, whose groups have a largest and a smallest rate of their own in one schedule."""
+    options = {"lr_decay_style": style, "lr_wsd_decay_samples": 400, "lr_warmup_init": 0.02, "lr_warmup_samples": 100}
+    both = schedule(lr=1.0, min_lr=0.1, decoupled_lr=0.5, decoupled_min_lr=floor, **options)
+    alone = schedule(lr=0.5, min_lr=0.1 if floor is None else floor, **options)
+    plain = schedule(lr=1.0, min_lr=0.1, **options)
+    for samples in (0, 60, 100, 300, 777, 1000):
+        rates = both.rates(samples)
+        assert rates.decoupled_lr == alone.learning_rate(samples)
+        assert rates.lr == plain.learning_rate(samples)
+        assert plain.rates(samples).decoupled_lr is None
+
+
 def hf_rates(make: Callable[..., Any], steps: int, **options: Any) -> list[float]:
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=3e-4)
     scheduler = make(optimizer, **options)
