@@ -24,10 +24,11 @@ from megatron.training.history import read_history
 from megatron.training.metrics import device_name
 from megatron.training.plot import draw_history
 from megatron.training.records import EvaluationRecord, TrainRecord
-from megatron.training.sinks import Background, Sinks
+from megatron.training.sinks import Background, Sink, Sinks
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.throughput import Yardstick
-from megatron.training.wandb_sink import Wandb
+from megatron.training.wandb_journal import Journal
+from megatron.training.wandb_sink import Wandb, folder_of
 
 
 class LayerReport(Protocol):
@@ -116,8 +117,15 @@ class RunLog:
             make = partial(TensorBoard, Path(options.tensorboard_dir), to_yaml(config), *begin)
             self._sinks.add("TensorBoard", partial(Background, make))
         if options.wandb_project is not None:
-            report = partial(Wandb, options, to_dict(config), run_id, begin[0], _say)
-            self._sinks.add("Weights & Biases", partial(Background, report))
+            self._sinks.add("the journal for Weights & Biases", partial(self._open_wandb, config, run_id, begin[0]))
+
+    def _open_wandb(self, config: RunConfig, run_id: str, iteration: int) -> Sink:
+        """Open the client, and the journal, which goes on where that fails."""
+        options = config.logging
+        journal = Journal(folder_of(options) / f"journal-{run_id}.jsonl", iteration, warn)
+        client = partial(Wandb, options, to_dict(config), run_id, iteration, journal.past, _say)
+        self._sinks.add("Weights & Biases", partial(Background, client, flushes=False))
+        return journal
 
     def _place_of(self, iteration: int, consumed_samples: int) -> dict[str, int]:
         tokens = consumed_samples * self._seq_length

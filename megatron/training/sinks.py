@@ -91,15 +91,22 @@ def said(error: Exception) -> str:
 class Background:
     """A sink that works in a thread of its own, so that a network or a disk that hangs does not hold up a step."""
 
-    def __init__(self, make: Callable[[], Sink], patience: float = PATIENCE_SECONDS, capacity: int = CAPACITY) -> None:
+    def __init__(
+        self,
+        make: Callable[[], Sink],
+        flushes: bool = True,
+        patience: float = PATIENCE_SECONDS,
+        capacity: int = CAPACITY,
+    ) -> None:
         """Begin to make the sink.
 
         Args:
             make: called in the thread; may raise.
+            flushes: whether a flush is waited for; not where something else has all that the sink is given.
             patience: seconds that `flush` and `close` wait for the thread.
             capacity: calls that may wait for it.
         """
-        self._patience = patience
+        self._flushes, self._patience = flushes, patience
         self._jobs: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(capacity)
         self._error: Exception | None = None
         self._late = False
@@ -124,7 +131,7 @@ class Background:
             self._late = False
 
         self._hand_on(write_out)
-        if not self._late and self._thread.is_alive():
+        if self._flushes and not self._late and self._thread.is_alive():
             self._late = not self._wait(done)
         self._check()
 

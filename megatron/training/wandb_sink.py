@@ -1,26 +1,27 @@
 """The numbers of a run in Weights & Biases: one curve, however often the run is killed and started again.
 
-Rows are written down in a journal before they are handed over, because what the client was handed is not yet on a disk
-or a server: it writes every few seconds, and a killed node takes the rest along. A start asks how far the curve goes,
-hands over what the journal has beyond it, and leaves out the steps that are there already and are taken again.
+What the client was handed is not yet on a disk or a server: it writes every few seconds, and a killed node takes the
+rest along. So a journal has every record. A start asks how far the curve goes, hands over what the journal has beyond
+it, and leaves out the steps that are there already and are taken again.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from megatron.config.run import LoggingConfig
-from megatron.training.run_folder import JsonLines
 from megatron.training.sinks import Values, scalars
 from megatron.training.wandb_files import last_step_on_disk
+from megatron.training.wandb_journal import Past, Row, row_of
 
 TIMEOUT_SECONDS = 25.0  # for the first and the last answer of the server; less than a sink's patience
-ROW_HAS_ANYWAY = ("iteration", "time")
 
-Row = dict[str, float]
+
+def folder_of(options: LoggingConfig) -> Path:
+    """Where the client's files and the journal lie."""
+    return Path(options.wandb_save_dir or options.run_dir or ".") / "wandb"
 
 
 class Wandb:
@@ -32,6 +33,7 @@ class Wandb:
         config: Mapping[str, Any],
         run_id: str,
         iteration: int,
+        past: Past,
         say: Callable[[str], None],
     ) -> None:
         """Open the run ``run_id``, or go on with it after ``iteration`` steps.
@@ -41,25 +43,20 @@ class Wandb:
             config: shown as the run's configuration.
             run_id: as in the checkpoints.
             iteration: steps taken; what was reported beyond them is of steps that are now taken again.
+            past: what the starts before had to report.
             say: told where the curve is to be found.
 
         Raises:
             ModuleNotFoundError: when the package is missing.
             Exception: what wandb raises where nobody is logged in or its server does not answer.
         """
-        folder = Path(options.wandb_save_dir or options.run_dir or ".")
-        folder.mkdir(parents=True, exist_ok=True)
-        self._run = _open(options, config, run_id, folder)
+        self._run = _open(options, config, run_id)
         self._begin, self._step = iteration, iteration
         self._row: Row = {}
-        path = folder / "wandb" / f"journal-{run_id}.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        self._restarts, rows = read_journal(path)
-        self._reported = self._last_step(folder / "wandb", run_id, max(rows, default=-1))
-        self._journal = JsonLines(path, warn=say)
-        self._journal.write({"start": iteration})
-        for step in sorted(step for step in rows if self._reported < step <= iteration):
-            self._report(rows[step], step)
+        self._restarts = past.starts
+        self._reported = self._last_step(folder_of(options), run_id, max(past.rows, default=-1))
+        for step in sorted(step for step in past.rows if self._reported < step <= iteration):
+            self._report(past.rows[step], step)
         self._say_where(say)
 
     def _last_step(self, files: Path, run_id: str, journaled: int) -> int:
@@ -72,6 +69,9 @@ class Wandb:
             return journaled
 
     def _say_where(self, say: Callable[[str], None]) -> None:
+        if self._run.disabled:
+            say("Weights & Biases is turned off: the journal is kept, and a later start hands all of it over")
+            return
         offline = f"files in {self._run.dir}, which `wandb sync` sends"
         say(f"Weights & Biases: {offline if self._run.offline else self._run.url}")
         if self._reported > self._begin:
@@ -86,9 +86,8 @@ class Wandb:
             return
         if step > self._step:
             self.flush()
-        self._journal.write(numbers)
         self._step = step
-        self._row |= {name: number for name, number in numbers.items() if name not in ROW_HAS_ANYWAY}
+        self._row |= row_of(numbers)
 
     def event(self, values: Values) -> None:
         """Show an error in the run's summary."""
@@ -114,10 +113,9 @@ class Wandb:
         """
         self.flush()
         self._run.finish(exit_code=1 if failed else 0)
-        self._journal.close()
 
 
-def _open(options: LoggingConfig, config: Mapping[str, Any], run_id: str, folder: Path) -> Any:
+def _open(options: LoggingConfig, config: Mapping[str, Any], run_id: str) -> Any:
     try:
         import wandb
     except ModuleNotFoundError as error:
@@ -136,34 +134,9 @@ def _open(options: LoggingConfig, config: Mapping[str, Any], run_id: str, folder
         project=options.wandb_project,
         entity=options.wandb_entity,
         name=name,
-        dir=str(folder),
+        dir=str(folder_of(options).parent),
         id=run_id,
         resume="allow",
         config=dict(config),
         settings=settings,
     )
-
-
-def read_journal(path: Path) -> tuple[int, dict[int, Row]]:
-    """The number of starts before this one, and the rows by step, as the last start that came there wrote them."""
-    starts, rows, written_in = 0, dict[int, Row](), dict[int, int]()
-    for line in _lines(path):
-        if "start" in line:
-            starts += 1
-            continue
-        step = int(line["iteration"])
-        row = {name: number for name, number in line.items() if number is not None and name not in ROW_HAS_ANYWAY}
-        if written_in.get(step) == starts:
-            row = rows[step] | row
-        rows[step], written_in[step] = row, starts
-    return starts, rows
-
-
-def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    if not path.exists():
-        return
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:  # a crash cut it off
-            continue

@@ -30,7 +30,7 @@ WANDB = " --wandb-project tests --wandb-exp-name killed --wandb-save-dir {0}"
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run whose first start is killed before step 8, its second before step 11; saved every 4 steps.
+    """Of a run whose first start is killed after step 7, its second after step 10; saved every 4 steps.
 
     Of the first start W&B has everything on the disk when it is killed, of the second nothing.
     """
@@ -38,8 +38,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     flags, offline = (FLAGS + WANDB).format(folder), {"WANDB_MODE": "offline"}
     at_once = {"WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.1"}
     statuses = [
-        run_in_process(folder / "run", flags, 8, 1.0, **offline, **at_once),
-        run_in_process(folder / "run", flags, 11, **offline),
+        run_in_process(
+            folder / "run", flags, 7, lambda: [step for step, _ in rows(folder)][-1:] == [6], **offline, **at_once
+        ),
+        run_in_process(folder / "run", flags, 10, **offline),
         run_in_process(folder / "run", flags, **offline),
     ]
     assert statuses == [-9, -9, 0]

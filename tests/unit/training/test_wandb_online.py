@@ -22,12 +22,17 @@ def test_the_server_gets_every_step_once(tmp_path: Path, arrives: bool) -> None:
     """Whether the steps before the kill have reached it or not."""
     flags = FLAGS.format(tmp_path)
     with running() as server:
+
+        def reached() -> list[int]:
+            return [row["_step"] for row in server.rows]
+
         variables = server.environment | {"HOME": str(tmp_path)}
-        assert run_in_process(tmp_path / "run", flags, 8, 3.0, **variables, **(AT_ONCE if arrives else {})) == -9
-        reached = [row["_step"] for row in server.rows]
-        assert reached == ([1, 2, 3, 4, 5, 6] if arrives else [])
+        expected = [1, 2, 3, 4, 5, 6] if arrives else []
+        at_once = AT_ONCE if arrives else {}
+        killed = run_in_process(tmp_path / "run", flags, 7, lambda: reached() == expected, **variables, **at_once)
+        assert (killed, reached()) == (-9, expected)
         assert run_in_process(tmp_path / "run", flags, **variables) == 0
-        assert [row["_step"] for row in server.rows] == list(range(1, 13))
+        assert reached() == list(range(1, 13))
         assert server.finished
         losses = dict(zip(column(tmp_path / "run", "iteration"), column(tmp_path / "run", "lm loss")))
         assert {row["_step"]: row["lm loss"] for row in server.rows} == losses
