@@ -80,6 +80,8 @@ class Vitals:
     """Looks on while one step runs; made by :func:`watch`, ended by :meth:`report`.
 
     Attributes:
+        rows: of the layers in what follows.
+        before: the masters before the step, in the memory of the host.
         sums: fp64 ``[layers, 8]``, this rank's share of what is summed.
         logits: fp64 ``[layers]``, the largest attention logit on this rank.
     """

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.run import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.layers.attention_logits import largest_logit
 from megatron.parallel.shard import ShardSpec
 from megatron.training import health
 from megatron.training.health import layer_of, watch
@@ -167,13 +168,26 @@ def test_each_micro_batch_is_looked_at_once(recompute: str) -> None:
     case = Case(training=TrainingConfig(micro_batch_size=2, **RECOMPUTE[recompute]))
     trainer = build(case.config(), 0, 1)
     vitals = watch(trainer)
-    with patch.object(health, "largest_logit", wraps=health.largest_logit) as looked:
+    with patch.object(health, "largest_logit", wraps=largest_logit) as looked:
         metrics = train_step(trainer, batches_of(trainer, case, 0), RATES)
     rows = GLOBAL_BATCH * SEQ_LENGTH * MODEL.hidden_size
     assert vitals.sums[:, health.OUTPUTS].tolist() == [rows, rows, rows, 0]
     assert looked.call_count == 2 * MODEL.num_layers
     vitals.report(metrics)
     assert not any(module._forward_hooks for module in trainer.chunk.modules())
+
+
+def test_logits_are_those_of_the_window_and_the_documents() -> None:
+    case = Case(GQA, documents=DOCUMENTS["attention"])
+    trainer = build(case.config(), 0, 1)
+    batches = batches_of(trainer, case, 0)
+    vitals = watch(trainer)
+    with patch.object(health, "largest_logit", wraps=largest_logit) as looked:
+        vitals.report(train_step(trainer, batches, RATES))
+    for at, ((q_SBND, k_SBGD, window, documents), _) in enumerate(looked.call_args_list):
+        assert documents is not None
+        assert (q_SBND.shape[2], k_SBGD.shape[2], window) == (4, 2, GQA.window_size)
+        assert documents is batches[at // GQA.num_layers].documents
 
 
 def test_bf16_is_near_fp64() -> None:
