@@ -7,6 +7,7 @@ counted as differences.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -40,10 +41,10 @@ def main(argv: Sequence[str]) -> int:
     for sentence in (*a.missing, *b.missing):
         print(f"note: {sentence}", file=sys.stderr)
     options, steps = changed_options(a, b), compare_steps(a, b, arguments.tolerance)
-    print("\n".join(told_options(a, b, options)))
-    print("\n".join(told_steps(a, b, steps, arguments.tolerance)))
-    print("\n".join(told_samples(a, b, steps, arguments.data)))
-    print("\n".join(told_facts(changed_facts(a, b))))
+    for line in (*told_options(a, b, options), *told_steps(a, b, steps, arguments.tolerance)):
+        print(line)
+    for line in (*told_samples(a, b, steps, arguments.data), *told_facts(changed_facts(a, b))):
+        print(line)
     if steps.differs_at or steps.digest_differs_at or any(change.counts for change in options):
         return DIFFERENT
     return EQUAL if steps.steps else UNREADABLE
@@ -128,4 +129,5 @@ def told_facts(changes: Sequence[Change]) -> Iterator[str]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly when nobody reads on
     sys.exit(main(sys.argv[1:]))

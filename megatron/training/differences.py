@@ -94,18 +94,16 @@ def _json(run: RunFolder, name: str) -> Mapping[str, Any]:
 
 
 def _read_lines(run: RunFolder) -> None:
-    path = run.folder / METRICS
+    path, unreadable = run.folder / METRICS, 0
     try:
-        texts = path.read_text(encoding="utf-8", errors="replace").splitlines()
+        with path.open(encoding="utf-8", errors="replace") as file:
+            for text in file:
+                try:
+                    _take(run.lines, json.loads(text))
+                except (ValueError, LookupError, TypeError, AttributeError):
+                    unreadable += 1  # a crash may cut a line off
     except OSError as error:
         run.missing.append(f"{path} cannot be read: {error.strerror}")
-        return
-    unreadable = 0
-    for text in texts:
-        try:
-            _take(run.lines, json.loads(text))
-        except (ValueError, LookupError, TypeError, AttributeError):
-            unreadable += 1  # a crash may cut a line off
     if unreadable:
         run.missing.append(f"{path}: {unreadable} {'line' if unreadable == 1 else 'lines'} cannot be read")
 
@@ -115,7 +113,7 @@ def _take(lines: dict[int, dict[str, Any]], line: dict[str, Any]) -> None:
         for iteration in [i for i in lines if i > int(line["iteration"])]:
             del lines[iteration]
     elif "lm loss" in line:
-        lines[int(line["iteration"])] = line
+        lines[int(line["iteration"])] = line | {"consumed-samples": int(line["consumed-samples"])}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ import gzip
 import json
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,9 @@ from megatron.training.profile_report import STEP, add_memory_track, report
 
 FOLDER = "profiles"
 """In the run's folder."""
+
+SUFFIXES = (".json", ".json.gz", ".txt", "_memory.pickle")
+"""Of the files of a profile; the first is there for a moment only."""
 
 SNAPSHOT_ENTRIES = 1_000_000
 """Allocations that a snapshot of GPU memory can hold."""
@@ -114,11 +117,14 @@ class Profiler:
             self._folder.mkdir(parents=True, exist_ok=True)
             written = recording.write(self._folder / stem, last)
         except Exception as error:
-            for path in self._folder.glob(f"{stem}*"):  # half of a profile is none
-                path.unlink(missing_ok=True)
+            with suppress(OSError):  # half of a profile is none
+                for suffix in SUFFIXES:
+                    (self._folder / f"{stem}{suffix}").unlink(missing_ok=True)
             self._give_up(error)
         else:
             self._say(f"profile of steps {recording.first} to {last}: {', '.join(map(str, written))}")
+        finally:
+            recording.release()
 
     def _give_up(self, error: Exception) -> None:
         self._windows = []
@@ -146,7 +152,7 @@ class Recording:
     model: nn.Module
 
     def start(self) -> None:
-        """Begin to record."""
+        """Begin to record, or leave nothing running that records."""
         config, cuda = self.config, self.device.type == "cuda"
         self.snapshot = config.profile_memory and cuda
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
@@ -157,10 +163,14 @@ class Recording:
             profile_memory=config.profile_memory,
         )
         self._wait()
-        self.trace.start()
-        if self.snapshot:
-            torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
-        self._hooks = LayerRanges(self.model)
+        with ExitStack() as undo:
+            undo.callback(self.release)
+            if self.snapshot:
+                torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
+            self.trace.start()
+            undo.callback(self.trace.stop)
+            self._hooks = LayerRanges(self.model)
+            undo.pop_all()
 
     def stop(self) -> None:
         """Record no more."""
@@ -177,16 +187,18 @@ class Recording:
         name, written = str(stem), []
         if self.snapshot:
             written.append(Path(f"{name}_memory.pickle"))
-            try:
-                torch.cuda.memory._dump_snapshot(str(written[-1]))
-            finally:
-                torch.cuda.memory._record_memory_history(enabled=None)
+            torch.cuda.memory._dump_snapshot(str(written[-1]))
         trace = self._export(Path(f"{name}.json"))
         peak = add_memory_track(trace["traceEvents"]) if self.config.profile_memory and not self.snapshot else None
         table, packed = Path(f"{name}.txt"), Path(f"{name}.json.gz")
         table.write_text(report(trace["traceEvents"], last - self.first + 1, peak))
         packed.write_bytes(gzip.compress(json.dumps(trace).encode(), compresslevel=3))
         return [packed, table, *written]
+
+    def release(self) -> None:
+        """Let a GPU's allocations go unrecorded again."""
+        if self.snapshot:
+            torch.cuda.memory._record_memory_history(enabled=None)
 
     def _export(self, path: Path) -> dict[str, Any]:
         """The trace, by way of a file that is there for a moment."""

@@ -215,6 +215,20 @@ def cuda_memory(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Any]]:
     return calls
 
 
+def test_a_gpu_whose_profile_cannot_begin_records_nothing(
+    tmp_path: Path, cuda_memory: list[tuple[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiling, "profile", Broken("start", FAULTS["start"]))
+    told: list[str] = []
+    config, model = ProfilingConfig(profile_memory=True), torch.nn.Sequential()
+    profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), model, warn=told.append)
+    with profiler.step(10):
+        torch.ones(1)
+    assert [options for _, options in cuda_memory][-1] == {"enabled": None}
+    assert told == ["no profile on rank 0, training goes on: RuntimeError: another profiler is active"]
+
+
+@pytest.mark.filterwarnings("ignore:CUDA is not available")
 def test_on_a_gpu_memory_is_a_snapshot(tmp_path: Path, cuda_memory: list[tuple[str, Any]]) -> None:
     """With a double of torch's calls: a snapshot itself was not taken."""
     config, model = ProfilingConfig(profile_memory=True), torch.nn.Sequential()
