@@ -11,7 +11,15 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import DataConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megatron.config.run import (
+    ComputeConfig,
+    DataConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TrainingConfig,
+)
 from megatron.data.masks import Masks
 from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch
@@ -41,6 +49,7 @@ ONE_RANK = ParallelConfig()
 FP64 = PrecisionConfig(params_dtype="fp64")
 TRAINING = TrainingConfig()
 ONE_DOCUMENT = Masks()
+STOCK = ComputeConfig()
 OPTIMIZER = OptimizerConfig(adam_eps=1e-5)
 
 
@@ -62,6 +71,7 @@ class Case:
     masked: bool = True
     documents: Masks = ONE_DOCUMENT
     steps: int = 3
+    compute: ComputeConfig = STOCK
 
     @property
     def world_size(self) -> int:
@@ -78,12 +88,20 @@ class Case:
             device="cpu",
         )
         data = DataConfig(mock_data=True)
-        return RunConfig(self.model, self.parallel, self.precision, training, optimizer=self.optimizer, data=data)
+        return RunConfig(
+            self.model,
+            self.parallel,
+            self.precision,
+            training,
+            optimizer=self.optimizer,
+            data=data,
+            compute=self.compute,
+        )
 
     def twin(self) -> Case:
-        """The same numbers on one process in one micro-batch, keeping all activations."""
+        """The same numbers on one process in one micro-batch, by stock PyTorch, keeping all activations."""
         training = TrainingConfig(micro_batch_size=GLOBAL_BATCH, seed=self.training.seed)
-        return replace(self, parallel=ONE_RANK, training=training, dp=1)
+        return replace(self, parallel=ONE_RANK, training=training, dp=1, compute=STOCK)
 
 
 def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
@@ -96,9 +114,9 @@ def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     return traces
 
 
-def run_on(pool: Pool, case: Case) -> list[StepTrace]:
-    """The steps of a case, each put together from all its ranks."""
-    ranks = pool.run(case.world_size, run_case, case, check_collectives=False)
+def run_on(pool: Pool, case: Case, timeout: float = 60.0) -> list[StepTrace]:
+    """The steps of a case, each put together from all its ranks, which have ``timeout`` seconds for it."""
+    ranks = pool.run(case.world_size, run_case, case, timeout=timeout, check_collectives=False)
     return [join(step) for step in zip(*ranks)]
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.config.run import ComputeConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
 from megatron.training.setup import build
 from megatron.training.step import evaluate, train_step
 from megatron.training.verify import Difference, StepTrace
@@ -179,6 +179,21 @@ def test_two_equal_runs_are_equal_to_the_bit(pool: Pool, case: Case, dtype: str)
         assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
         for got, again in ((a.grads, b.grads), (a.weights, b.weights)):
             assert all(torch.equal(got[name], again[name]) for name in got)
+
+
+COMPILED = Case(
+    replace(GQA, attention_dropout=0.0, z_loss_coeff=1e-3),
+    TP2_SP,
+    documents=DOCUMENTS["all"],
+    compute=ComputeConfig(kernels=("add_norm=compiled", "cross_entropy=compiled")),
+)
+"""Of the regions those in which ranks differ, or between whose parts they communicate; compiling all takes minutes."""
+
+
+@pytest.mark.slow
+def test_compiled_kernels_on_two_ranks_train_like_torch_on_one(pool: Pool) -> None:
+    steps = run_on(pool, COMPILED, timeout=600)
+    check(steps, compare_with_twin(steps, COMPILED), TOLERANCE_FP64)
 
 
 @pytest.mark.slow
