@@ -242,3 +242,16 @@ def test_on_a_gpu_memory_is_a_snapshot(tmp_path: Path, cuda_memory: list[tuple[s
         ("dump", f"{stem}_memory.pickle"),
         ("record", {"enabled": None}),
     ]
+
+
+def test_layers_that_are_computed_anew_are_seen_again(tmp_path: Path) -> None:
+    """Also where that ends in the middle of a layer, as soon as everything that backward needs is there."""
+    flags = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
+    start(tiny_run(tmp_path, f"--profile --profile-step-start 2 --profile-step-end 3 {flags}"))
+    events = [e for e in trace(tmp_path / "profiles" / of_steps(2, 2)[0]) if e.get("cat") == "user_annotation"]
+    forward, backward = ([e for e in events if e["name"] == f"{way}-compute"] for way in ("forward", "backward"))
+    layers = [e for e in events if e["name"].startswith("layers.")]
+    assert len(forward) == len(backward) == 4  # micro-batches
+    for part in (*forward, *backward):
+        inside = [e["name"] for e in layers if part["ts"] <= e["ts"] and e["ts"] + e["dur"] <= part["ts"] + part["dur"]]
+        assert sorted(inside) == ["layers.0", "layers.1"]
