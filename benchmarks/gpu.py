@@ -12,6 +12,7 @@ every case, so that a run that is ended keeps what it has.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import platform
@@ -32,6 +33,9 @@ SPEEDUP = 1.2
 TESTS_SHARE = 0.3
 """Of the time, at most."""
 
+TEST_PROCESSES = 6
+"""That share the GPU for the tests."""
+
 GRACE = 20.0
 """Seconds that a case may take beyond its share before it is ended."""
 
@@ -41,6 +45,8 @@ Values = dict[str, Any]
 def test(seconds: float, rehearse: bool, log: Path) -> str:
     """Run the tests for one GPU; returns their summary, and leaves all of their output in ``log``."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "--tb=short", "--show-capture=no"]
+    if importlib.util.find_spec("xdist") is not None:
+        command += ["-n", str(TEST_PROCESSES)]  # most of their time goes into compiling, on the host
     environment = os.environ | ({"REHEARSE": "1"} if rehearse else {})
     with log.open("w") as out:
         try:

@@ -281,12 +281,12 @@ class Bench:
     def _measure(self, setting: Setting, result: Result) -> None:
         cuda = self.device.type == "cuda"
         before = torch.cuda.memory_allocated() if cuda else 0
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()  # now: a recorded step's activations show only while it is eager
         step = setting.make(self.case, self.device)
         for _ in range(WARM_UP + 1):  # compiles, and records where something is recorded
             loss = step()
         result.loss = loss.item()
-        if cuda:
-            torch.cuda.reset_peak_memory_stats()
         once = self.timed(step, 1)
         result.seconds = [once, *(self.timed(step, 1) for _ in range(2 if once > 0.5 else 4))]
         result.peak_bytes = torch.cuda.max_memory_allocated() - before if cuda else 0

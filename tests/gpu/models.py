@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -34,7 +33,7 @@ SIZES = {
 
 COMMON = (
     "--mock-data --hidden-dropout 0 --attention-dropout 0 --init-method-std 0.05 --lr 1e-3 --clip-grad 1 "
-    "--micro-batch-size 2 --global-batch-size 4 --train-iters 200 --eval-iters 0"
+    "--micro-batch-size 2 --global-batch-size 4 --train-iters 200 --eval-iters 0 --kernels torch"
 )
 
 RATES = Rates(2.0**-10, 0.1)
@@ -44,7 +43,7 @@ RATES = Rates(2.0**-10, 0.1)
 def config_of(device: torch.device, flags: str = "", shape: str = "llama") -> RunConfig:
     """The configuration of a small model."""
     words = f"{COMMON} {SIZES[device.type]} {SHAPES[shape]} --device {device.type} {flags}"
-    return parse([*words.split(), "--run-dir", tempfile.mkdtemp(prefix="gpu-tests-")], {}).config
+    return parse(words.split(), {}).config
 
 
 def trainer_of(device: torch.device, flags: str = "", shape: str = "llama") -> Trainer:
