@@ -143,7 +143,8 @@ class Vitals:
             if t.mesh.group(*spec.reduce_axes).rank == 0:  # the replicas of the model have the same
                 self.sums[self.rows[layer_of(name)]] += self._of_parameter(name, spec)
         sums = comm.all_reduce(self.sums, t.mesh.world)
-        logits = comm.all_reduce(self.logits, t.mesh.world, op="max")
+        shown = self.logits.where(~self.logits.isnan(), torch.inf)  # a maximum over ranks may pass over a NaN
+        logits = comm.all_reduce(shown, t.mesh.world, op="max")
         place = t.iteration, t.consumed_samples, t.consumed_samples * t.config.training.seq_length
         return HealthRecord(*place, *summarize(list(self.rows), sums, logits, metrics))
 
@@ -199,10 +200,8 @@ def summarize(
     left = whole[GRADIENT].sqrt()
     factor = torch.where(left.isfinite() & (left > 0), metrics.grad_norm / left, 1.0 / metrics.loss_scale)
     table = torch.cat([sums, whole.unsqueeze(0)])
-    norms, changes = (
-        (table[:, GRADIENT].sqrt() * factor).tolist(),
-        (table[:, CHANGE] / table[:, BEFORE]).sqrt().tolist(),
-    )
+    norms = (table[:, GRADIENT].sqrt() * factor).tolist()
+    changes = (table[:, CHANGE] / table[:, BEFORE]).sqrt().tolist()
     layers = {
         "grad-norm": dict(zip(rows, norms)),
         "zeros-share": dict(zip(rows, (sums[:, ZEROS] / sums[:, ELEMENTS]).tolist())),

@@ -17,7 +17,7 @@ from megatron.config.run import OptimizerConfig, ParallelConfig, PrecisionConfig
 from megatron.layers.attention_logits import largest_logit
 from megatron.parallel.shard import ShardSpec
 from megatron.training import health
-from megatron.training.health import layer_of, watch
+from megatron.training.health import HealthRecord, layer_of, watch
 from megatron.training.setup import build
 from megatron.training.step import train_step
 from tests.distributed.drive import GLOBAL_BATCH, LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, global_batch
@@ -209,3 +209,20 @@ def test_a_copy_counted_twice_is_noticed(pool: Pool) -> None:
     case = CASES["tp2"]
     got = pool.run(2, report, case, every_copy)[0][0]
     assert difference(got, report(0, 1, case.twin())[0], zeros=False) > 1e-3
+
+
+def a_bad_query(rank: int, world_size: int, at: int) -> HealthRecord:
+    """What every rank reports when the first layer of one has seen a NaN among its logits."""
+    trainer = build(CASES["tp2"].config(), rank, world_size)
+    vitals = watch(trainer)
+    metrics = train_step(trainer, batches_of(trainer, CASES["tp2"], 0), RATES)
+    if rank == at:
+        vitals.logits[vitals.rows["layers.0"]] = math.nan
+    return vitals.report(metrics)
+
+
+@pytest.mark.parametrize("at", [0, 1])
+def test_a_nan_of_one_rank_is_not_lost(pool: Pool, at: int) -> None:
+    for record in pool.run(2, a_bad_query, at):
+        assert record.layers["attention-logit"]["layers.0"] == math.inf
+        assert math.isfinite(record.layers["attention-logit"]["layers.1"])

@@ -11,6 +11,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
+from megatron.config.problems import Problem, UserError
 from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.data.masks import Columns, Masks
 from megatron.training.checkpointing import state
@@ -84,6 +85,25 @@ def test_evaluation_at_its_interval_and_at_the_end(tmp_path: Path) -> None:
 def test_evaluation_only_at_the_end(tmp_path: Path) -> None:
     trained(tmp_path, "--eval-iters 1")
     assert column(tmp_path, "iteration", "lm loss validation") == [6]
+
+
+def test_layers_are_reported_at_their_interval_and_change_nothing(tmp_path: Path) -> None:
+    trained(tmp_path / "plain")
+    trained(tmp_path / "watched", "--log-health-interval 2")
+    assert column(tmp_path / "watched", "iteration", "params-norm") == [2, 4, 6]
+    norms = column(tmp_path / "watched", "health/grad-norm/total", "params-norm")
+    assert norms == pytest.approx(column(tmp_path / "watched", "grad-norm")[1::2], rel=1e-6)
+    assert column(tmp_path / "watched", "lm loss") == column(tmp_path / "plain", "lm loss")
+    assert (tmp_path / "watched" / "health.png").exists()
+    assert not (tmp_path / "plain" / "health.png").exists()
+
+
+def test_weights_that_differ_are_not_saved(tmp_path: Path) -> None:
+    flags = f"--save {tmp_path}/saved --save-interval 1 --check-weight-hash-across-dp-replicas-interval 3"
+    differ = UserError([Problem("E707", "copies of the weights differ")])
+    with patch("megatron.training.loop.check_replicas", side_effect=differ), pytest.raises(UserError, match="E707"):
+        trained(tmp_path, flags)
+    assert saved_steps(tmp_path / "saved") == [1, 2]
 
 
 def evaluated(folder: Path) -> list[int]:
