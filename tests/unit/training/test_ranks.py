@@ -19,7 +19,8 @@ def test_who_is_fullest_and_who_is_slowest() -> None:
     ranks[2] = replace(RANK, waits={"tp": 0.02, "dp": 0.02}, phases={"batch-generator": 0.03, "optimizer": 0.1})
     seen = compare(ranks)
     assert (seen.fullest_rank, seen.memory_bytes, seen.memory_total_bytes) == (1, 27, 81)
-    assert (seen.slowest_rank, seen.slowest_excess) == (2, pytest.approx(0.96 / 0.8 - 1))
+    assert seen.slowest_rank == 2
+    assert seen.slowest_excess == pytest.approx(0.96 / 0.8 - 1)
     assert seen.communication == pytest.approx({"tp": 0.08, "dp": 0.08})
     assert seen.communication_share == pytest.approx(0.16)
     assert seen.data_wait == 0.03
