@@ -30,9 +30,17 @@ def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
 
     def make() -> Callable[..., Any]:
         import torch._dynamo.config as limits  # takes seconds, and most runs do not need it
+        import torch._inductor.config as inductor
 
-        limits.recompile_limit = max(limits.recompile_limit, MOST_SHAPES)
         made: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
-        return made
+
+        def run(*arguments: Any) -> Any:
+            if limits.recompile_limit < MOST_SHAPES:  # torch keeps settings by thread, and backward has one of its own
+                limits.recompile_limit = MOST_SHAPES
+                if torch.are_deterministic_algorithms_enabled():
+                    inductor.deterministic = True  # or reductions would be cut as timing on the GPU suggests
+            return made(*arguments)
+
+        return run
 
     return make

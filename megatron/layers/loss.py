@@ -158,6 +158,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 d_CV = chunk.gradient(config.z_coeff, x_TH.dtype)
                 torch.mm(d_CV, weight_VH, out=dx_TH[part])
                 sink.multiply(dw_VH, x_TH[part], d_CV, beta=float(at > 0))
+                del d_CV
+            del chunk  # before the next one's logits are made
         ctx.save_for_backward(dx_TH, dw_VH)
         ctx.sink, ctx.name = sink, name
         ctx.mark_non_differentiable(cross_entropy)

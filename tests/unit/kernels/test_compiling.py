@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.profiler import ProfilerActivity, profile
 from megatron.config.kernels import CANDIDATES
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
+from megatron.kernels.activation import ACTIVATIONS
 from megatron.kernels.compiling import compiled, no_compiler
 from megatron.kernels.cross_entropy import IN_PLACE, CrossEntropy
 from megatron.kernels.dropout import dropout
@@ -157,6 +159,32 @@ def test_the_compiled_loss_stores_logits_once_and_in_the_format_of_the_product()
     """Eager holds them in fp32 beside that, and then the gradient."""
     assert peak(IN_PLACE) >= 6.0
     assert peak(compiled_kernels().cross_entropy) <= 0.1
+
+
+def test_no_thread_runs_out_of_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Backward, which may compute a region again, has a thread of its own on GPUs; torch would stop after 8 shapes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    double = compiled(lambda x: 2 * x)()
+
+    def call() -> list[int]:
+        return [len(double(torch.zeros(n))) for n in range(2, 20)]
+
+    before = graphs()
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(call).result() == list(range(2, 20))
+    assert graphs() == before + 18
+    assert call() == list(range(2, 20))
+    assert graphs() == before + 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_activation(name: str) -> None:
+    x = torch.randn(6, 2, 32, requires_grad=True)
+    ours, eager = (f.activation(x, name) for f in (compiled_kernels(), Kernels()))
+    torch.testing.assert_close(ours, eager)
+    seed = torch.randn_like(eager)
+    torch.testing.assert_close(torch.autograd.grad(ours, x, seed), torch.autograd.grad(eager, x, seed))
 
 
 def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
