@@ -26,6 +26,7 @@ from megatron.training.nonfinite import explain_nonfinite
 from megatron.training.ranks import RankTimes, gather
 from megatron.training.replicas_check import check_replicas
 from megatron.training.resume import choose
+from megatron.training.run_identity import new_run_id
 from megatron.training.setup import build
 from megatron.training.step import train_step
 from megatron.training.stop import StopRequest
@@ -64,6 +65,11 @@ def ask_for_a_stop(rank: int, world_size: int) -> int:
     request.restore()
     request._got = 15 if rank == world_size - 1 else 0
     return request.agreed()
+
+
+def name_the_run(rank: int, world_size: int) -> str:
+    """The run's name, which must be one on all ranks."""
+    return new_run_id(Mesh(Layout.from_config(ParallelConfig(), world_size), rank).world)
 
 
 def explain(rank: int, world_size: int, case: Case) -> str:
@@ -205,6 +211,7 @@ DETECTORS: dict[str, Detector] = {
     "tp4-gqa": training(TP4_GQA),
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
     "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [143, 143]),
+    "name": Detector(2, name_the_run, (), lambda ranks: len(set(ranks)) == 1),
     "beginning": Detector(2, find_the_beginning, (), lambda ranks: list(ranks) == [True, True]),
     "ranks": Detector(2, tell_of_ranks, (), lambda ranks: list(ranks) == 2 * [[_times_of(0), _times_of(1)]]),
     "data": Detector(2, compare_data, (), lambda ranks: list(ranks) == [True, True]),
