@@ -176,6 +176,17 @@ def test_seed_name_and_step_draw_anew() -> None:
         assert 0.2 < (first == other).double().mean() < 0.8
 
 
+def test_the_two_moments_of_an_element_are_rounded_independently() -> None:
+    spec = Shard(0, 1).split((100, 100), 0, INIT)
+    rule = make_rule(["w"], {"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
+    rule.update([torch.full((100, 100), 1.01)], 0.0, 0.0, GO)
+    (first,), (second,) = rule.state.values()
+    up, also = first > first.min(), second > second.min()
+    both, chance = (up & also).double().mean(), up.double().mean() * also.double().mean()
+    assert 0.1 < chance < 0.9
+    assert both.item() == pytest.approx(chance.item(), abs=0.02)
+
+
 @pytest.mark.parametrize("optimizer", ["adam", "lion"])
 def test_skips_leave_every_bit_and_no_trace(optimizer: str) -> None:
     specs = specs_of(Shard(0, 1))
@@ -198,7 +209,7 @@ def test_a_slow_moment_grows_where_rounding_to_nearest_would_stand_still() -> No
     for _ in range(500):
         rule.update(grads, 0.0, 0.0, GO)
     exact = 2.0 - 0.999**500
-    assert moment.double().mean().item() == pytest.approx(exact, rel=2e-4)
+    assert moment.double().mean().item() == pytest.approx(exact, rel=1.5e-3)
     assert torch.tensor(1.001).bfloat16() == 1.0, "to the nearest it would still be 1"
 
 
