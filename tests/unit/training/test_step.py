@@ -1,0 +1,72 @@
+"""A step never makes the host look at a number that the device computed: on a GPU it would have to wait for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from megatron.optim.schedule import Rates
+from megatron.training.metrics import StepWindow
+from megatron.training.setup import build
+from megatron.training.step import train_step
+from tests.runs import tiny_run
+from tests.solo import random_batch
+
+LOOKS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal", "unique_consecutive")
+"""Operations whose result, or the shape of it, the host waits for; ``item`` and ``bool`` are the first."""
+
+
+class HostLooks(TorchDispatchMode):
+    """Counts them while it is active."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in LOOKS:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--bf16",
+        "--fp16",
+        "--hidden-dropout 0.1 --attention-dropout 0.1",
+        "--recompute-granularity full",
+        "--recompute-granularity selective --recompute-modules layernorm activation core_attn",
+        "--exp-avg-dtype bf16 --exp-avg-sq-dtype bf16 --bf16",
+        "--optimizer lion",
+        "--optimizer sgd",
+        "--skip-spikes 6 --ema-decay 0.99 --decoupled-lr 1e-4 --lr-factors *norm*=0.5",
+        "--window-size 3 --z-loss-coeff 1e-3 --position-embedding-type rope",
+    ],
+)
+def test_the_host_reads_nothing_inside_a_step(flags: str, tmp_path: Path) -> None:
+    trainer = build(tiny_run(tmp_path, flags), 0, 1)
+    documents = torch.arange(8).expand(2, 8) // 3
+    batches = [random_batch(trainer.config.model, 2, 8, seed=seed, documents=documents) for seed in range(2)]
+    rates = Rates(torch.tensor(1e-3), 0.1, torch.tensor(1e-4) if "decoupled" in flags else None)
+    window = StepWindow(trainer.device, 8)
+    train_step(trainer, batches, rates)
+    with HostLooks() as looks:
+        window.add(train_step(trainer, batches, replace(rates, lr=torch.tensor(2e-3))), 4)
+    assert looks.seen == []
+
+
+def test_a_look_would_be_seen(tmp_path: Path) -> None:
+    trainer = build(tiny_run(tmp_path), 0, 1)
+    with HostLooks() as looks:
+        metrics = train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.1))
+        assert torch.isfinite(metrics.loss)
+        metrics.loss.item()
+    assert looks.seen == ["is_nonzero", "_local_scalar_dense"] or looks.seen == ["_local_scalar_dense"] * 2
