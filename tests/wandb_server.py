@@ -58,6 +58,7 @@ class Server(ThreadingHTTPServer):
             "eventsTail": "[]",
             "summaryMetrics": "{}",
             "config": "{}",
+            "wandbConfig": '{"t": 1}',  # without it the client takes the run for one that has not begun
             "tags": [],
         }
 

@@ -19,18 +19,8 @@ from megatron.data.loader import DataSource
 CONFIG, COMMAND, ENVIRONMENT, DIFF = "config.yaml", "command.sh", "environment.json", "uncommitted.diff"
 METRICS, LOSS_CURVE, HEALTH, DATA = "metrics.jsonl", "loss.png", "health.png", "data.json"
 PACKAGES = (
-    *(
-        "torch",
-        "numpy",
-        "transformers",
-        "tokenizers",
-        "gigatoken",
-        "numba",
-        "wandb",
-        "tensorboard",
-        "megatron-pretrain",
-    ),
-    *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # where they are installed
+    *("megatron-pretrain", "torch", "numpy", "transformers", "tokenizers", "gigatoken", "wandb", "tensorboard"),
+    *("triton", "apex", "flash-attn", "transformer-engine", "liger-kernel"),  # optional
 )
 
 
@@ -103,18 +93,18 @@ def environment(device_name: str, world_size: int) -> dict[str, object]:
 
 def data_facts(data: DataSource) -> dict[str, object]:
     """What the run reads, by split: how much, out of what, and the fingerprint by which it is known again."""
+    return {split: _facts_of(data, split, samples) for split, samples in data.used.items()}
+
+
+def _facts_of(data: DataSource, split: str, samples: int) -> dict[str, object]:
+    dataset, tokens = data.datasets[split], samples * data.seq_length
+    read = [{"source": r.source, "tokens": r.tokens, "epochs": r.epochs} for r in dataset.readings(samples)]
     return {
-        split: {
-            "samples": samples,
-            "tokens": samples * data.seq_length,
-            "laid_out_for_samples": list(data.stretches[split]),
-            "fingerprint": data.fingerprints[split],
-            "sources": [
-                {"source": reading.source, "tokens": reading.tokens, "epochs": reading.epochs}
-                for reading in data.datasets[split].readings(samples)
-            ],
-        }
-        for split, samples in data.used.items()
+        "samples": samples,
+        "tokens": tokens,
+        "laid_out_for_samples": list(data.stretches[split]),
+        "fingerprint": data.fingerprints[split],
+        "sources": read or [{"source": dataset.describe(tokens)}],  # none are read where samples are generated
     }
 
 

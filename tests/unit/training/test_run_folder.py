@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import importlib.metadata
 import json
 import math
 import shlex
@@ -8,10 +9,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.training import run_folder
 from megatron.training.run_folder import JsonLines, command_line, git_state, prepare
+from tests.runs import start, tiny_run
 
 
 def read_lines(path: Path) -> list[dict[str, object]]:
@@ -161,3 +165,31 @@ def test_git_state(tmp_path: Path) -> None:
     commit, diff = git_state(tmp_path)
     assert commit == git("rev-parse", "HEAD").strip()
     assert "+two" in diff
+
+
+def test_the_folder_tells_what_the_run_reads(tmp_path: Path) -> None:
+    prefixes = [tmp_path / "a", tmp_path / "b"]
+    for prefix in prefixes:
+        with IndexedDatasetWriter(prefix, np.uint16) as writer:
+            for _ in range(40):
+                writer.add_document([1] * 9)
+    blend = f"--set data.mock_data=false --data-path 1 {prefixes[0]} 3 {prefixes[1]} --split 1,0,0"
+    assert start(tiny_run(tmp_path / "run", blend)).status == 0
+    assert start(tiny_run(tmp_path / "mock")).status == 0
+    data, mock = (json.loads((tmp_path / name / "data.json").read_text()) for name in ("run", "mock"))
+    train = data["train"]
+    assert (train["samples"], train["tokens"], data.keys()) == (24, 192, {"train"})
+    read = {source["source"]: source["tokens"] for source in train["sources"]}
+    assert read == {str(prefixes[0]): 6 * 8, str(prefixes[1]): 18 * 8}
+    assert [source["epochs"] for source in train["sources"]] == [tokens / (40 * 9) for tokens in read.values()]
+    assert len(train["fingerprint"]) == 16
+    assert mock["train"]["sources"] == [{"source": "192 generated tokens over 31 ids"}]
+    assert mock["train"]["fingerprint"] != train["fingerprint"]
+
+
+def test_the_environment_names_what_is_installed(tmp_path: Path) -> None:
+    prepare(tmp_path, "", "cpu", 1)
+    packages = json.loads((tmp_path / "environment.json").read_text())["packages"]
+    assert packages["torch"] == importlib.metadata.version("torch")
+    assert packages["wandb"] == importlib.metadata.version("wandb")
+    assert "no-such-package" not in packages
