@@ -112,8 +112,23 @@ def test_what_recomputation_drops_is_dropped(drop: bool) -> None:
     torch.testing.assert_close(weight.grad, expected.detach())
 
 
+DTYPES = [torch.float32, torch.bfloat16, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("operation", COMPILED)
+def test_what_is_to_be_compiled_proves_to_be_torch(
+    monkeypatch: pytest.MonkeyPatch, operation: str, dtype: torch.dtype
+) -> None:
+    """As one graph, which is then run eagerly: quick."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    made, before = OPERATIONS[operation].candidates["compiled"].make(), graphs()
+    assert disproof(OPERATIONS[operation], made, CPU, dtype) is None
+    assert graphs() > before
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("operation", COMPILED)
 def test_compiled_proves_to_be_torch(operation: str, dtype: torch.dtype) -> None:
     assert disproof(OPERATIONS[operation], getattr(compiled_kernels(), operation), CPU, dtype) is None
