@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from megatron.config.launch import Launch
 from megatron.config.lengths import lengths
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
+from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data
 from megatron.kernels.registry import choose
 from megatron.model.gpt import GPTChunk, build_gpt
@@ -27,12 +28,27 @@ from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh, start_distributed
 from megatron.parallel.microbatch import MicroBatch
-from megatron.training.agreement import check_same_data
+from megatron.training.agreement import check_same_data, check_same_kernels
 from megatron.training.goodput import Goodput
 from megatron.training.timers import Timers
 
 DIGESTS = 2**64
 """Digests of samples are numbers below this."""
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Micro-batches that are read before their step begins.
+
+    Attributes:
+        place: the first sample of the global batch, and how many it has.
+        batches: this rank's.
+        digest: of their samples.
+    """
+
+    place: tuple[int, int]
+    batches: list[MicroBatch]
+    digest: int
 
 
 @dataclass
@@ -48,6 +64,7 @@ class Trainer:
         evaluated: by split, steps taken before the last evaluation on it.
         digest: digest of the first ``digested_samples`` samples that the run has consumed.
         digest_read: digest of those that this rank has read since.
+        ahead: what :meth:`read_ahead` has read.
         digest_told: samples of which :meth:`samples_digest` told last, and that digest.
         run_id: name of the run through all its starts; empty until one is given.
         notes: what the start of the run is to say of how it computes.
@@ -73,6 +90,7 @@ class Trainer:
     digested_samples: int = 0
     digest_read: int = 0
     digest_told: tuple[int, int] = (0, 0)
+    ahead: Ahead | None = None
     run_id: str = ""
     notes: tuple[str, ...] = ()
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
@@ -99,7 +117,7 @@ class Trainer:
         config, dp, begin = self.config, self.mesh.data_size, (iteration, consumed_samples)
         self.iteration, self.consumed_samples = begin
         self.digest, self.digested_samples, self.digest_read, self.digest_told = 0, consumed_samples, 0, (0, 0)
-        self.batches_since = batches_since
+        self.batches_since, self.ahead = batches_since, None
         self.schedule = Schedule.from_config(config.optimizer, lengths(config, dp, *batches_since))
         self.data = build_data(config.data, config.training, config.model.vocab, dp, stretches=stretches, begin=begin)
         check_same_data(self.data, self.mesh.world)
@@ -123,7 +141,24 @@ class Trainer:
 
     def next_batches(self) -> list[MicroBatch]:
         """This rank's micro-batches of the next step."""
-        return self._read("train", self.consumed_samples, self.next_batch_size)
+        place, (ahead, self.ahead) = (self.consumed_samples, self.next_batch_size), (self.ahead, None)
+        if ahead is None or ahead.place != place:
+            return self._read("train", *place)
+        self.digest_read += ahead.digest
+        return [replace(batch, step=self.iteration) for batch in ahead.batches]
+
+    def read_ahead(self) -> None:
+        """Read for the step after the next one already, while a GPU is at that; to be called before it is counted."""
+        if self.iteration + 1 >= self.total_steps:
+            return
+        first, counted = self.consumed_samples + self.next_batch_size, self.digest_read
+        place = first, batch_at(self.config.training, self.mesh.data_size, first)
+        try:
+            batches = self._read("train", *place)
+            self.ahead = Ahead(place, batches, self.digest_read - counted)
+        except (DataError, OSError):  # told when their turn comes, and the steps before are safe
+            self.ahead = None
+        self.digest_read = counted
 
     def evaluation_batches(self, split: str, index: int) -> list[MicroBatch]:
         """This rank's micro-batches of global batch ``index`` of a validation or test split."""
@@ -185,6 +220,7 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
     mesh = Mesh(Layout.from_config(parallel, world_size), rank, timeout, kv_copies)
     dtype = DTYPES[config.precision.params_dtype]
     kernels, notes = choose(config.compute.kernels, device, dtype, config.compute.deterministic)
+    check_same_kernels(notes[0], mesh.world)
     sink, sequence_parallel = GradSink(kernels.weight_gradient), parallel.sequence_parallel
     context = BuildContext(
         mesh, sink, dtype, device, training.seed, sequence_parallel, initialised=fresh, kernels=kernels

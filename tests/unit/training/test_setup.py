@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from megatron.config.problems import UserError
-from megatron.training.setup import choose_device, join
+from megatron.data.errors import DataError
+from megatron.training.setup import build, choose_device, join
 from tests.runs import tiny_run
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR")
@@ -89,3 +90,36 @@ def test_ranks_that_nobody_told_where_to_meet_are_refused(monkeypatch: pytest.Mo
 def test_a_process_alone_needs_nobody(tmp_path: Path) -> None:
     assert join(tiny_run(tmp_path)) == (0, 1)
     assert not torch.distributed.is_initialized()
+
+
+def taken(folder: Path, ahead: bool, flags: str = "") -> list[object]:
+    """What a run reads, step by step: tokens, samples, the step that keys dropout, the digest."""
+    trainer, told = build(tiny_run(folder, flags), 0, 1), []
+    while trainer.iteration < trainer.total_steps:
+        size, batches = trainer.next_batch_size, trainer.next_batches()
+        if ahead:
+            trainer.read_ahead()
+        told += [(b.tokens.tolist(), b.sample_ids.tolist(), b.step) for b in batches]
+        told.append(trainer.digest_read)
+        trainer.iteration += 1
+        trainer.consumed_samples += size
+    assert trainer.ahead is None
+    return told
+
+
+@pytest.mark.parametrize("flags", ["", "--rampup-batch-size 2 1 6 --train-samples 20 --set training.train_iters=null"])
+def test_reading_ahead_changes_nothing_that_is_read(flags: str, tmp_path: Path) -> None:
+    assert taken(tmp_path, ahead=True, flags=flags) == taken(tmp_path, ahead=False, flags=flags)
+
+
+def test_what_fails_ahead_is_told_when_its_turn_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = build(tiny_run(tmp_path), 0, 1)
+    trainer.next_batches()
+    before = trainer.digest_read
+    refuse = DataError("sample 4 cannot be read")
+    with monkeypatch.context() as patch:
+        patch.setattr(type(trainer.data), "micro_batch", lambda *arguments: (_ for _ in ()).throw(refuse))
+        trainer.read_ahead()
+        assert (trainer.ahead, trainer.digest_read) == (None, before)
+        with pytest.raises(DataError, match="sample 4"):
+            trainer.next_batches()
