@@ -7,7 +7,6 @@ from math import prod
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.activation import ACTIVATIONS as ACTIVATIONS
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.layers.recompute import feed
 from megatron.parallel.build import BuildContext

@@ -2,7 +2,9 @@
 
 import re
 import runpy
+import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +12,23 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config.kernels import CANDIDATES
+from megatron.config.problems import UserError
 from megatron.config.run import MOMENTS, OptimizerConfig, ParallelConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource
 from megatron.data.stretches import lay_out
-from megatron.layers.mlp import ACTIVATIONS
+from megatron.kernels.activation import ACTIVATIONS
+from megatron.kernels.operation import Candidate
+from megatron.kernels.registry import OPERATIONS, choose
 from megatron.optim.rules import RULES
 from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.training.sinks import Background, Sinks
+from megatron.training.timers import PHASES, Timers
 from tests.distributed import grid
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
@@ -28,9 +36,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    for table in (ACTIVATIONS, RULES):
-        for name in ("silu", "signum"):
-            monkeypatch.setitem(table, name, None)  # so that what the page registers is undone
+    tables: tuple[tuple[dict[str, Any], str], ...]
+    tables = (ACTIVATIONS, "silu"), (RULES, "signum"), (PHASES, "optimizer-average")
+    for table, name in tables:
+        monkeypatch.setitem(table, name, None)  # so that what the page registers is undone
     names: dict[str, Any] = {"__name__": "page"}
     for block in re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.S | re.M):
         exec(compile(block, str(PAGE), "exec"), names)
@@ -93,6 +102,48 @@ def test_layer_declares_its_parameter(page: dict[str, Any]) -> None:
     layer(x).sum().backward()
     assert context.specs["layers.0.scale.factor"].numel == 4
     torch.testing.assert_close(grads["layers.0.scale.factor"], x.sum((0, 1)))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_kernel_is_proven_and_chosen(page: dict[str, Any], monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    known = OPERATIONS["norm"]
+    more = replace(known, candidates={"by_parts": page["BY_PARTS"], **known.candidates})
+    monkeypatch.setitem(OPERATIONS, "norm", more)
+    monkeypatch.setitem(CANDIDATES, "norm", ("by_parts", *CANDIDATES["norm"]))
+    kernels, notes = choose(("norm=by_parts", "rotary=torch"), torch.device("cpu"), dtype)
+    assert kernels.norm is page["norm_by_parts"]
+    assert notes[0].startswith("kernels: by_parts (norm); torch (")
+
+
+def test_kernel_that_is_off_is_refused(page: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    known = OPERATIONS["norm"]
+    off = Candidate(lambda: lambda x, weight, bias, eps: page["norm_by_parts"](x, weight, bias, 1e-2))
+    monkeypatch.setitem(OPERATIONS, "norm", replace(known, candidates={"by_parts": off, **known.candidates}))
+    with pytest.raises(UserError, match="differs from torch") as told:
+        choose(("norm=by_parts",), torch.device("cpu"), torch.float64)
+    assert [problem.code for problem in told.value.problems] == ["E903"]
+
+
+def test_sink_gets_what_a_run_reports(page: dict[str, Any], tmp_path: Path) -> None:
+    warnings: list[str] = []
+    sinks = Sinks(warnings.append)
+    sinks.add("the table", partial(Background, partial(page["LossTable"], tmp_path / "loss.tsv")))
+    sinks.event({"event": "start", "iteration": 0})
+    sinks.record({"iteration": 1, "lm loss": 2.5})
+    sinks.record({"iteration": 1, "lm loss validation": 3.5})
+    sinks.close(failed=False)
+    assert (tmp_path / "loss.tsv").read_text() == "1\t2.5\n"
+    sinks.add("the table", partial(page["LossTable"], tmp_path / "nowhere" / "loss.tsv"))
+    assert len(warnings) == 1
+
+
+def test_timer_is_read_with_the_others(page: dict[str, Any]) -> None:
+    timers = Timers(2, torch.device("cpu"))
+    with timers("optimizer-average"):
+        time.sleep(0.01)
+    times = timers.read(steps=2)
+    assert times.keys() == PHASES.keys()
+    assert times["optimizer-average"] >= 0.005
 
 
 def test_dataset(page: dict[str, Any]) -> None:
