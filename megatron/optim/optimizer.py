@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -167,6 +167,24 @@ class Optimizer:
         self.publish()
         for name, average in self.average.items():
             average.copy_(self.masters[name])
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Inside, the model computes with the average of its weights; afterwards all is as it was, to the bit."""
+        self._exchange()
+        try:
+            yield
+        finally:
+            self._exchange()
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        """Put the average in the masters' place, and them in its: one tensor at a time, to need little memory."""
+        for name, average in self.average.items():
+            held = self.masters[name].clone()
+            self.masters[name].copy_(average)
+            average.copy_(held)
+        self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:

@@ -115,8 +115,9 @@ def timing(times: Timing) -> str:
 
 def evaluation_line(record: EvaluationRecord) -> str:
     """The line of one evaluation."""
+    average = "" if record.average is None else f" ema {loss(record.average)}"
     return (
-        f"{record.title} at {record.iteration}: loss {loss(record.loss)} ppl {plain(record.perplexity)}"
+        f"{record.title} at {record.iteration}: loss {loss(record.loss)} ppl {plain(record.perplexity)}{average}"
         f" ({compact(record.consumed_tokens)} tok)"
     )
 

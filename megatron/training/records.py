@@ -153,6 +153,7 @@ class EvaluationRecord:
         consumed_tokens: tokens of these.
         loss: in nats; NaN where no label counts.
         split: the data: ``valid``, ``valid:NAME`` of one of several validation sets, or ``test``.
+        average: the loss with the moving average of the weights; None where none is kept.
     """
 
     iteration: int
@@ -160,6 +161,7 @@ class EvaluationRecord:
     consumed_tokens: int
     loss: float
     split: str = "valid"
+    average: float | None = None
 
     @property
     def kind(self) -> str:
@@ -193,4 +195,5 @@ class EvaluationRecord:
             **({"validation-set": self.name} if self.name else {}),
             f"lm loss {self.kind}": self.loss,
             f"lm loss {self.kind} ppl": self.perplexity,
+            **({} if self.average is None else {f"lm loss {self.kind} ema": self.average}),
         }

@@ -174,6 +174,21 @@ def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
     assert not torch.equal(state(solo)["master final_layernorm.weight"], before["master final_layernorm.weight"])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_average_takes_the_place_of_the_weights_for_a_while(dtype: torch.dtype) -> None:
+    solo = Solo.build(CONFIG, dtype, optimizer=OptimizerConfig(ema_decay=0.9))
+    for _ in range(3):
+        solo.step(BATCHES, lr=1e-2)
+    before = state(solo)
+    with pytest.raises(KeyError), solo.optimizer.averaged():
+        for name, param in solo.params.items():
+            assert torch.equal(param, before[f"average {name}"].to(dtype))
+        raise KeyError
+    after = state(solo)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    assert not torch.equal(before["weight final_layernorm.weight"], before["average final_layernorm.weight"].to(dtype))
+
+
 def test_whoever_skips_spikes_needs_a_loss() -> None:
     solo = Solo.build(CONFIG, optimizer=OptimizerConfig(skip_spikes=6.0))
     with pytest.raises(ValueError, match="pass it to update"):

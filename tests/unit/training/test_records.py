@@ -44,7 +44,7 @@ def test_every_metric_of_training_is_documented() -> None:
 
 
 def test_every_metric_of_an_evaluation_is_documented() -> None:
-    assert EvaluationRecord(1, 2, 3, 4.0, "valid:wiki").values().keys() == names(EVALUATIONS) | PLACES
+    assert EvaluationRecord(1, 2, 3, 4.0, "valid:wiki", 5.0).values().keys() == names(EVALUATIONS) | PLACES
 
 
 def test_every_timer_is_documented() -> None:
