@@ -1,10 +1,11 @@
-"""Whether all ranks read the same data: a machine may have a copy of its own, and that may be an older one."""
+"""Whether all ranks do the same: a machine may have data of its own, older ones, or a library that others lack."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from socket import gethostname
 
+from megatron.config.problems import Problem, UserError
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource
 from megatron.data.splits import spoken
@@ -34,6 +35,22 @@ def check_same_data(data: DataSource, world: Group) -> None:
         )
 
 
+def check_same_kernels(chosen: str, world: Group) -> None:
+    """Compare which kernels the ranks have chosen; collective.
+
+    Copies of a weight stay equal to the bit only where all ranks compute with the same ones.
+
+    Raises:
+        UserError: on every rank, when they differ.
+
+    """
+    seen = comm.all_gather_objects((gethostname(), chosen), world)
+    hosts, choices = [host for host, _ in seen], [choice for _, choice in seen]
+    if len(set(choices)) > 1:
+        told = "; ".join(f"{_named(choice, choices, hosts)}: {choice}" for choice in dict.fromkeys(choices))
+        raise UserError([Problem("E904", f"ranks would compute differently: {told}", ("--kernels torch",))])
+
+
 def laid_out(data: DataSource) -> dict[str, str]:
     """By split name, the content of the data and how much of them is laid out."""
     return {
@@ -44,7 +61,7 @@ def laid_out(data: DataSource) -> dict[str, str]:
 
 
 def _named(version: str, versions: Sequence[str], hosts: Sequence[str]) -> str:
-    """The ranks that read a version of the data, and their machines."""
+    """The ranks that have a version of something, and their machines."""
     ranks = [rank for rank, other in enumerate(versions) if other == version]
     machines = list(dict.fromkeys(hosts[rank] for rank in ranks))
     return f"rank{'s' if len(ranks) > 1 else ''} {_some(ranks)} ({_some(machines)})"

@@ -8,8 +8,11 @@ from socket import gethostname
 import numpy as np
 import pytest
 
+from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.parallel.mesh import everyone
+from megatron.training.agreement import check_same_kernels
 from tests.distributed.pool import Pool
 from tests.runs import Told, saved_steps, start, steps, tiny_run
 
@@ -33,6 +36,20 @@ def run_with(pool: Pool, folder: Path, *flags: str) -> list[Told]:
     every = f"--set data.mock_data=false --split 8,1,1 --eval-iters 1 --save {folder}/saved --global-batch-size 6"
     configs = tuple(tiny_run(folder, f"{every} {own}", len(flags)) for own in flags)
     return pool.run(len(flags), begin_from_own, configs)
+
+
+def kernels_told(rank: int, world_size: int) -> str:
+    try:
+        check_same_kernels(f"kernels: {'torch' if rank == 1 else 'compiled'}", everyone(rank, world_size))
+    except UserError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_would_compute_differently_are_named(pool: Pool) -> None:
+    (said,) = set(pool.run(3, kernels_told))
+    assert said.startswith("E904 ranks would compute differently: ranks 0, 2 (")
+    assert f"): kernels: compiled; rank 1 ({gethostname()}): kernels: torch" in said
 
 
 def test_a_machine_with_an_older_copy_is_named_before_the_first_step(pool: Pool, tmp_path: Path) -> None:
