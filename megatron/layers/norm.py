@@ -29,10 +29,13 @@ class Norm(nn.Module):
         if config.normalization == "LayerNorm":
             self.bias = context.parameter("bias", replicate((width,), Init(), partial), autograd=True)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Normalise the last dimension."""
-        return self.kernels.norm(x, self.weight, self.bias, self.eps)
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        """Normalise the last dimension of ``x``, or see :meth:`of_sum`."""
+        if y is None:
+            return self.kernels.norm(x, self.weight, self.bias, self.eps)
+        return self.kernels.add_norm(x, y, self.weight, self.bias, self.eps)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """``(x + y, norm(x + y))``."""
-        return self.kernels.add_norm(x, y, self.weight, self.bias, self.eps)
+        """``(x + y, norm(x + y))``; a call of the module, so that its hooks see it."""
+        total, normed = self(x, y)
+        return total, normed
