@@ -51,6 +51,8 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
                 samples, batches = t.next_batch_size, t.next_batches()
             vitals = watch(t) if _every(logging.log_health_interval, t.iteration + 1) else None
             metrics = take_step(batches, rates, eager=vitals is not None)
+        if t.device.type == "cuda":  # which is at the step now, while the host has nothing to do
+            t.read_ahead()
         if config.on_nonfinite == "stop" and metrics.nonfinite.item() and not t.scaler.can_shrink(metrics.loss_scale):
             raise NonFiniteError(explain_nonfinite(t, batches))
         t.iteration += 1
@@ -103,10 +105,13 @@ def evaluations_due(trainer: Trainer) -> list[str]:
 def evaluate_on(trainer: Trainer, split: str, log: RunLog) -> None:
     """Evaluate. Before the step is saved, so that a run killed meanwhile takes up the step, and this, again."""
     t = trainer
-    loss = evaluate(t, split).item()
+    loss, average = evaluate(t, split).item(), None
+    if t.optimizer.average:
+        with t.optimizer.averaged():
+            average = evaluate(t, split).item()
     t.evaluated[split] = t.iteration
     tokens = t.consumed_samples * t.config.training.seq_length
-    log.evaluation(EvaluationRecord(t.iteration, t.consumed_samples, tokens, loss, split))
+    log.evaluation(EvaluationRecord(t.iteration, t.consumed_samples, tokens, loss, split, average))
 
 
 def checkpoint(trainer: Trainer, log: RunLog, needed: bool) -> None:
