@@ -14,7 +14,9 @@ from megatron.checkpoint.errors import CheckpointError
 from megatron.convert.checkpoint import AVERAGE, SavedModel, open_checkpoint
 from megatron.inference.errors import InferenceError
 from megatron.inference.load import open_pretrained
-from tests.runs import checkpoint, start, tiny_run
+from megatron.training.setup import build
+from megatron.training.step import evaluate
+from tests.runs import checkpoint, column, start, tiny_run
 from tools.convert_checkpoint import main
 
 DECAY = 0.75
@@ -48,6 +50,23 @@ def check(folder: Path, average: dict[str, Tensor], first: int) -> None:
 def test_the_average_of_every_step_follows_from_the_masters(tmp_path: Path, dtype: str) -> None:
     run(tmp_path, f"{dtype} --ema-decay {DECAY}")
     check(tmp_path, weights_and_average(tmp_path, 1)[1], 2)
+
+
+def test_it_is_evaluated_and_the_run_notices_nothing_of_that(tmp_path: Path) -> None:
+    """The weights that follow are those of a run without evaluations; the loss, that of a model with the average."""
+    flags = f"--ema-decay {DECAY} --params-dtype fp32"
+    run(tmp_path / "quiet", flags)
+    out = run(tmp_path / "run", f"{flags} --eval-iters 1 --eval-interval 2")
+    for one, other in zip(weights_and_average(tmp_path / "quiet", 6), weights_and_average(tmp_path / "run", 6)):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+    losses = column(tmp_path / "run", "lm loss validation ema", "lm loss validation")
+    assert len(set(losses)) == 3
+    assert f"ema {losses[0]:.4f}" in out
+    trainer = build(tiny_run(tmp_path, "--eval-iters 1"), 0, 1)
+    for name, value in weights_and_average(tmp_path / "run", 6)[1].items():
+        weight = trainer.optimizer.masters[name].data
+        weight.zero_().view(-1)[: value.numel()] = value.view(-1).to(weight.dtype)
+    assert evaluate(trainer).item() == losses[-1]
 
 
 def test_where_a_checkpoint_has_none_it_starts_from_the_weights(tmp_path: Path) -> None:
