@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from megatron.training.wandb_files import last_step_on_disk
 from tests.killed import run_in_process
 from tests.runs import column, records
 from tests.wandb_server import running
@@ -36,6 +41,26 @@ def test_the_server_gets_every_step_once(tmp_path: Path, arrives: bool) -> None:
         assert server.finished
         losses = dict(zip(column(tmp_path / "run", "iteration"), column(tmp_path / "run", "lm loss")))
         assert {row["_step"]: row["lm loss"] for row in server.rows} == losses
+
+
+def _wrote(files: Path, step: int) -> bool:
+    return last_step_on_disk(files, "*") == step
+
+
+def test_files_of_a_run_that_was_killed_offline_are_sent_without_gaps_or_steps_twice(tmp_path: Path) -> None:
+    """By ``wandb sync`` as it comes, all folders at once."""
+    files, run, flags = tmp_path / "wandb", tmp_path / "run", FLAGS.format(tmp_path)
+    offline = {"WANDB_MODE": "offline", "WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.1"}
+    for kill_after, written in ((7, 6), (10, 9)):
+        run_in_process(run, flags, kill_after, partial(_wrote, files, written), **offline)
+    run_in_process(run, flags, **offline)
+    folders = sorted(map(str, files.glob("offline-run-*")))
+    assert len(folders) == 3
+    with running() as server:
+        variables = os.environ | server.environment | {"HOME": str(tmp_path)}
+        command = [str(Path(sys.executable).with_name("wandb")), "sync", *folders]
+        subprocess.run(command, env=variables, timeout=120)
+        assert [row["_step"] for row in server.rows] == list(range(1, 13))
 
 
 def test_a_server_that_never_answers_costs_a_warning_and_less_than_a_minute(tmp_path: Path) -> None:
