@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 MASK = 0xFFFFFFFF
@@ -15,18 +16,27 @@ def mix(x: Tensor) -> Tensor:
     return (x >> 16) ^ x
 
 
-def random_bits(key: int, step: Tensor, counters: Tensor) -> Tensor:
-    """32 random bits for each counter: a pure function of key, step and counter.
+def random_bits(key: int, step: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+    """32 random bits for each row and column: a pure function of key, step, row and column.
 
     Args:
         key: 63 bits, a hash of whatever the draw is for.
-        step: int64 scalar on the counters' device.
-        counters: int64, any.
+        step: int64 scalar on the device of the others.
+        rows: int64 ``[R]``.
+        columns: int64 ``[C]``.
 
     Returns:
-        int64 of the counters' shape, below 2^32.
+        int32 ``[R, C]``.
 
     """
     low = mix(step ^ (key & MASK))
     high = mix(low ^ (key >> 32))
-    return mix(mix((counters & MASK) ^ low) ^ (counters >> 32) ^ high)
+    heads = mix(mix((rows & MASK) ^ low) ^ (rows >> 32) ^ high)
+    return _mix_in_place(heads.to(torch.int32).unsqueeze(1) ^ columns.to(torch.int32))
+
+
+def _mix_in_place(x: Tensor) -> Tensor:
+    """:func:`mix` of int32 values, whose products wrap around: a quarter of its time."""
+    for _ in range(2):
+        x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x45D9F3B)
+    return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

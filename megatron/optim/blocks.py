@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-ELEMENTS = 1 << 22
-"""Of a block: large enough to keep a GPU busy, small beside the parameters of a rank."""
+ELEMENTS = {"cuda": 1 << 22, "cpu": 1 << 17}
+"""Of a block: enough to keep a GPU busy, little beside the parameters of a rank; on a CPU, what caches hold."""
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,10 @@ class Cut:
         return tensors[self.index].view(-1)[self.start : self.stop]
 
 
-def blocks(tensors: Sequence[Tensor], elements: int = ELEMENTS) -> Iterator[list[Cut]]:
+def blocks(tensors: Sequence[Tensor], elements: int | None = None) -> Iterator[list[Cut]]:
     """Cuts that cover all tensors in order, as many at a time as have together at most ``elements`` elements."""
+    if elements is None:
+        elements = ELEMENTS["cuda" if any(t.is_cuda for t in tensors) else "cpu"]
     block: list[Cut] = []
     room = elements
     for index, tensor in enumerate(tensors):

@@ -29,19 +29,17 @@ LOW = 16
 
 @dataclass(frozen=True)
 class Places:
-    """Which element of the global tensor each element of a rank's part is; those of padding are any.
+    """Which row and column of the global tensor each element of a rank's part has; those of padding have any.
 
     Attributes:
         rows: int64 ``[local rows]``: the global row of each; a 1-D tensor has rows of one element.
         width: elements of a local row.
         first: global column of the first element of a local row.
-        columns: elements of a global row.
     """
 
     rows: Tensor
     width: int
     first: int
-    columns: int
 
     @classmethod
     def of(cls, spec: ShardSpec, device: torch.device) -> Places:
@@ -53,14 +51,16 @@ class Places:
         for piece in spec.pieces:
             rows[piece.local.slices[:lead]] = numbers[piece.place.slices[:lead]]
         if flat:
-            return cls(rows.flatten().to(device), 1, 0, 1)
+            return cls(rows.flatten().to(device), 1, 0)
         first = spec.pieces[0].place.start[-1] if spec.pieces else 0
-        return cls(rows.flatten().to(device), spec.local_view[-1], first, spec.view[-1])
+        return cls(rows.flatten().to(device), spec.local_view[-1], first)
 
-    def numbers(self, start: int, stop: int) -> Tensor:
-        """Numbers in the flattened global tensor of the local elements from ``start`` to ``stop``."""
-        local = torch.arange(start, stop, device=self.rows.device)
-        return self.rows[local // self.width] * self.columns + self.first + local % self.width
+    def bits(self, key: int, step: Tensor, start: int, stop: int) -> Tensor:
+        """Random bits, int32, of the local elements from ``start`` to ``stop`` of the flattened tensor."""
+        above, below = start // self.width, -(-stop // self.width)
+        columns = torch.arange(self.first, self.first + self.width, device=self.rows.device)
+        drawn = random_bits(key, step, self.rows[above:below], columns)
+        return drawn.view(-1)[start - above * self.width : stop - above * self.width]
 
 
 class NarrowRule:
@@ -96,8 +96,7 @@ class NarrowRule:
         device = self.params[0].device
         self.step_counts = [torch.zeros((), dtype=torch.float32, device=device)]
         self._places = [Places.of(specs[name], device) for name in names]
-        self._offsets = [hash_of(name) >> 1 for name in names]  # so that parameters count from different numbers
-        self._key = hash_of(seed, "moments")
+        self._keys = [hash_of(seed, "moments", name) for name in names]
 
     @torch.no_grad()
     def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
@@ -117,8 +116,8 @@ class NarrowRule:
 
     def _put_back(self, block: Sequence[Cut], wide: Mapping[str, Sequence[Tensor]]) -> None:
         """Round what a block's moments have become; those that are not narrow were updated in place."""
-        numbers = [self._places[c.index].numbers(c.start, c.stop) + self._offsets[c.index] for c in block]
-        bits = random_bits(self._key, self.step_counts[0].long(), torch.cat(numbers))
+        step = self.step_counts[0].long()
+        bits = torch.cat([self._places[c.index].bits(self._keys[c.index], step, c.start, c.stop) for c in block])
         for part, kind in enumerate(self._dtypes):
             values = torch.cat([value.float() for value in wide[kind]])
             rounded = round_at_random(values, bits >> (LOW * part)).split([value.numel() for value in wide[kind]])
@@ -130,11 +129,10 @@ def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
 
     Args:
         values: fp32, any shape.
-        bits: int64 of the same shape; the lowest 16 are used.
+        bits: int32 of the same shape; the lowest 16 are used.
     """
-    mask = (1 << LOW) - 1
-    raised = values.view(torch.int32) + (bits & mask).to(torch.int32)
-    return (raised & ~mask).view(torch.float32).to(torch.bfloat16)
+    raised = (bits & ((1 << LOW) - 1)).add_(values.view(torch.int32))
+    return raised.bitwise_right_shift_(LOW).to(torch.int16).view(torch.bfloat16)
 
 
 def make_rule(

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.config.run import OptimizerConfig
 from megatron.kernels.adam import AdamSettings, AdamState
-from megatron.kernels.hashing import random_bits
+from megatron.kernels.hashing import MASK, mix, random_bits
 from megatron.optim import narrow
 from megatron.optim.blocks import blocks
 from megatron.optim.narrow import Places, make_rule, round_at_random
@@ -41,7 +41,7 @@ def _float(pattern: int) -> float:
 @given(st.floats(-(2.0**100), 2.0**100, width=32))
 def test_rounding_is_to_a_neighbour_and_right_in_the_mean(value: float) -> None:
     """Over all 2^16 draws the mean is the value itself, exactly."""
-    bits = torch.arange(1 << 16) + (5 << 16)  # what is above the lowest 16 does not count
+    bits = torch.arange(1 << 16, dtype=torch.int32) + (5 << 16)  # what is above the lowest 16 does not count
     rounded = round_at_random(torch.full(bits.shape, value), bits)
     assert rounded.dtype == torch.bfloat16
     assert set(rounded.double().tolist()) <= set(neighbours(value))
@@ -52,14 +52,18 @@ def test_what_bf16_has_is_never_rounded() -> None:
     values = torch.randn(1000).bfloat16().float()
     values[:4] = torch.tensor([0.0, -0.0, float("inf"), 1e-40]).bfloat16().float()
     for bits in (0, 0xFFFF):
-        assert torch.equal(round_at_random(values, torch.full((1000,), bits)).float(), values)
+        assert torch.equal(round_at_random(values, torch.full((1000,), bits, dtype=torch.int32)).float(), values)
 
 
-def test_bits_are_even_and_differ_from_step_to_step_and_from_counter_to_counter() -> None:
-    """Each of 32 bits is set half of the time, and no two of five neighbouring draws agree more often than that."""
-    counters = torch.arange(1 << 16) + (1 << 40) - (1 << 15)
-    draws = [random_bits(7, torch.tensor(step), counters) for step in (0, 1, 2)]
-    draws += [random_bits(8, torch.tensor(0), counters), random_bits(7, torch.tensor(0), counters + 1)]
+ROWS, COLUMNS = torch.arange(1 << 8) + (1 << 40) - (1 << 7), torch.arange(1 << 8)
+
+
+def test_bits_are_even_and_differ_from_step_to_step_and_from_place_to_place() -> None:
+    """Each of 32 bits is set half of the time, and no two draws, of neighbours too, agree more often than that."""
+    step = torch.tensor(5)
+    draws = [random_bits(7, torch.tensor(at), ROWS, COLUMNS) for at in (5, 6, 7)]
+    draws += [random_bits(8, step, ROWS, COLUMNS), random_bits(7, step, ROWS + 1, COLUMNS)]
+    draws += [random_bits(7, step, ROWS, COLUMNS + 1), random_bits(7, step, ROWS + (1 << 32), COLUMNS)]
     deviation = 0.5 * (1 << 16) ** -0.5
     for i, draw in enumerate(draws):
         for shift in range(32):
@@ -67,6 +71,14 @@ def test_bits_are_even_and_differ_from_step_to_step_and_from_counter_to_counter(
             others = [(other >> shift & 1) == bit for other in draws[:i]]
             for share in (bit, *others):
                 assert share.double().mean().item() == pytest.approx(0.5, abs=5 * deviation)
+
+
+def test_products_that_wrap_around_are_those_of_wide_numbers() -> None:
+    """A row's bits are ``mix`` of its own hash and the column, computed in 64 bits."""
+    bits = random_bits(7, torch.tensor(5), ROWS, COLUMNS).long() & MASK
+    low = mix(torch.tensor(5 ^ 7))
+    heads = mix(mix((ROWS & MASK) ^ low) ^ (ROWS >> 32) ^ mix(low))
+    assert torch.equal(bits, mix(heads.unsqueeze(1) ^ COLUMNS))
 
 
 def specs_of(shard: Shard) -> dict[str, ShardSpec]:
@@ -103,14 +115,17 @@ def held(spec: ShardSpec) -> Tensor:
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
-def test_places_are_those_of_a_tensor_of_numbers(tp: int) -> None:
+def test_bits_of_a_part_are_a_part_of_those_of_the_whole(tp: int) -> None:
+    step = torch.tensor(3)
     for rank in range(tp):
         for name, spec in specs_of(Shard(rank, tp)).items():
-            numbers = part(spec, torch.arange(spec.numel).view(spec.shape)).flatten()
-            count, real = numbers.numel(), held(spec).flatten()
-            places = Places.of(spec, torch.device("cpu"))
-            found = torch.cat([places.numbers(0, count // 3), places.numbers(count // 3, count)])
-            assert torch.equal(found[real], numbers[real]), (name, rank)
+            width = spec.shape[1] if len(spec.shape) > 1 else 1
+            whole = random_bits(9, step, torch.arange(spec.shape[0]), torch.arange(width)).view(spec.shape)
+            expected, real = part(spec, whole).flatten(), held(spec).flatten()
+            places, count = Places.of(spec, torch.device("cpu")), expected.numel()
+            cuts = [0, count // 3, count // 3 + 1, count]
+            found = torch.cat([places.bits(9, step, a, b) for a, b in zip(cuts, cuts[1:])])
+            assert torch.equal(found[real], expected[real]), (name, rank)
 
 
 def plain_adam(
