@@ -149,11 +149,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         for at in range(0, x_TH.shape[0], config.chunk_tokens):
             part = slice(at, at + config.chunk_tokens)
             logits_CV = x_TH[part].matmul(weight_VH.t())
-            chunk = _Chunk(kernel, logits_CV, labels_T[part], mask_T[part].to(wide), vocabulary)
+            chunk = _sum_over_vocabulary(kernel, logits_CV, labels_T[part], mask_T[part].to(wide), vocabulary)
             del logits_CV  # where they were widened, this frees them
-            entropy = (chunk.loss_C * chunk.mask_C).sum()
+            entropy = (chunk.loss * chunk.mask).sum()
             cross_entropy = cross_entropy + entropy
-            objective = objective + entropy + config.z_coeff * (chunk.log_z_C.square() * chunk.mask_C).sum()
+            objective = objective + entropy + config.z_coeff * (chunk.log_z.square() * chunk.mask).sum()
             if dx_TH is not None and dw_VH is not None:
                 d_CV = chunk.gradient(config.z_coeff, x_TH.dtype)
                 torch.mm(d_CV, weight_VH, out=dx_TH[part])
@@ -174,33 +174,53 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return (wide_dx_TH * seed).to(dx_TH.dtype), dw, *(None,) * 8
 
 
+@dataclass(frozen=True)
 class _Chunk:
-    """The losses of a chunk of tokens over the whole vocabulary, and what their gradient needs.
+    """A chunk of tokens, its losses over the whole vocabulary, and what their gradient needs: ``[C]``, work ``[C, V]``.
 
     Attributes:
-        mask_C: weight of every token.
-        log_z_C: log of the sum over the vocabulary of ``exp(logit)``.
-        loss_C: ``log Z - logit[label]``.
+        kernel: what passes over the logits.
+        held: rows of the vocabulary that are real.
+        work: what the kernel's last pass left.
+        top: largest logit, subtracted so that nothing overflows.
+        z: sum over the vocabulary of ``exp(logit - top)``.
+        loss: ``log Z - logit[label]``.
+        mask: weight of every token.
+        row: row of the label, 0 where it is not held here.
+        mine: whether it is.
     """
 
-    def __init__(
-        self, kernel: CrossEntropy, logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, vocabulary: Vocabulary
-    ) -> None:
-        self.kernel, self.held, self.mask_C = kernel, vocabulary.held, mask_C
-        self.row_C, self.mine_C = _local_labels(labels_C, vocabulary)
-        self.work_CV, top_C = kernel.top(logits_CV, vocabulary.held)
-        self.top_C = comm.all_reduce(top_C, vocabulary.group, op="max")  # subtracted, so that nothing overflows
-        sums_2C = kernel.sums(self.work_CV, self.top_C, self.row_C, self.mine_C, vocabulary.held)
-        self.z_C, target_C = comm.all_reduce(sums_2C, vocabulary.group).unbind()
-        self.loss_C = self.z_C.log() - target_C
-        self.log_z_C = self.z_C.log() + self.top_C
+    kernel: CrossEntropy
+    held: int
+    work: Tensor
+    top: Tensor
+    z: Tensor
+    loss: Tensor
+    mask: Tensor
+    row: Tensor
+    mine: Tensor
+
+    @property
+    def log_z(self) -> Tensor:
+        """Log of the sum over the vocabulary of ``exp(logit)``."""
+        return self.z.log() + self.top
 
     def gradient(self, z_coeff: float, dtype: torch.dtype) -> Tensor:
-        """Of ``mask * (loss + z_coeff * (log Z)^2)`` by the logits, which it takes the place of."""
-        scale_C = self.mask_C * (1.0 + 2.0 * z_coeff * self.log_z_C) / self.z_C
-        return self.kernel.gradient(
-            self.work_CV, self.top_C, scale_C, self.mask_C, self.row_C, self.mine_C, self.held, dtype
-        )
+        """Of ``mask * (loss + z_coeff * (log Z)^2)`` by the logits, whose place it may take."""
+        scale_C = self.mask * (1.0 + 2.0 * z_coeff * self.log_z) / self.z
+        return self.kernel.gradient(self.work, self.top, scale_C, self.mask, self.row, self.mine, self.held, dtype)
+
+
+def _sum_over_vocabulary(
+    kernel: CrossEntropy, logits_CV: Tensor, labels_C: Tensor, mask_C: Tensor, vocabulary: Vocabulary
+) -> _Chunk:
+    """The losses of a chunk from this rank's logits, which are given away."""
+    row_C, mine_C = _local_labels(labels_C, vocabulary)
+    work_CV, top_C = kernel.top(logits_CV, vocabulary.held)
+    top_C = comm.all_reduce(top_C, vocabulary.group, op="max")
+    sums_2C = kernel.sums(work_CV, top_C, row_C, mine_C, vocabulary.held)
+    z_C, target_C = comm.all_reduce(sums_2C, vocabulary.group).unbind()
+    return _Chunk(kernel, vocabulary.held, work_CV, top_C, z_C, z_C.log() - target_C, mask_C, row_C, mine_C)
 
 
 def _local_labels(labels_C: Tensor, vocabulary: Vocabulary) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from tests.distributed.sites import MUTATIONS, OBJECT_OPS, Call, Site, broken, c
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
-    ("megatron/layers/loss.py", "_exponentiate_in_place", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/layers/loss.py", "_sum_over_vocabulary", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/stop.py", "agreed", "max", "doubled"): "the maximum of equal numbers is theirs",
 }
 """By file, function, reduction and mutation."""
