@@ -99,8 +99,8 @@ class Lion:
             given = [cut.of(grads).where(go > 0, momentum) for cut, momentum in zip(block, momenta)]
             steps = torch._foreach_lerp(momenta, given, 1.0 - self.config.lion_beta1)
             torch._foreach_sign_(steps)
-            torch._foreach_mul_(steps, lr * go)
-            torch._foreach_mul_(params, 1.0 - lr * weight_decay * go)
+            torch._foreach_mul_(steps, (lr * go).to(params[0].dtype))
+            torch._foreach_mul_(params, (1.0 - lr * weight_decay * go).to(params[0].dtype))
             torch._foreach_sub_(params, steps)
             torch._foreach_lerp_(momenta, given, 1.0 - self.config.lion_beta2)
 
