@@ -346,19 +346,32 @@ def profile(bench: Bench, step: Step) -> str:
 
 def run(bench: Bench) -> None:
     """Everything about a case, what matters most first, as time may run out."""
-    cuda, sizes = bench.device.type == "cuda", bench.case.micro_batches
+    cuda, sizes, winners = bench.device.type == "cuda", bench.case.micro_batches, dict[str, Setting]()
+
+    def crown(**settings: Setting) -> None:
+        winners.update(settings)
+        bench.keep(winners={name: bench.results[setting].name for name, setting in winners.items()})
+
     eager = bench.fastest([Ours(size) for size in sizes], cost=20)
+    usual = bench.fastest([Theirs(size) for size in sizes], cost=20)
+    crown(best=eager, transformers=usual, eager=eager)
     best = improved(bench, eager, ["--kernels auto", *["--cuda-graph step"] * cuda])
-    theirs = bench.fastest([Theirs(size) for size in sizes], cost=20)
+    crown(best=best)
     if cuda:
-        theirs = bench.fastest([theirs, replace(theirs, compiled=True)], cost=40)
+        crown(transformers=bench.fastest([winners["transformers"], replace(usual, compiled=True)], cost=45))
     best = improved(bench, best, ["--cross-entropy-chunk-size 4096", *["--kernels auto attention=torch"] * cuda])
+    crown(best=best)
     if cuda:
-        theirs = bench.fastest([theirs, replace(theirs, compiled=True, weights="fp32")], cost=60)
-    winners: dict[str, Setting] = {"best": best, "transformers": theirs, "eager": eager}
+        crown(
+            transformers=bench.fastest(
+                [winners["transformers"], replace(usual, compiled=True, weights="fp32")], cost=60
+            )
+        )
     if eager == best:
         del winners["eager"]
-    bench.keep(winners={name: bench.results[setting].name for name, setting in winners.items()})
+    if bench.left < 20:
+        bench.note("no time for turns")
+        return
     room = 0.85 * torch.cuda.mem_get_info()[0] if cuda else float("inf")
     while sum(bench.results[w].peak_bytes for w in winners.values()) > room and len(winners) > 1:
         bench.note(f"{winners.popitem()[0]} took no part in the turns: not all fit into the memory together")
