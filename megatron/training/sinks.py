@@ -65,18 +65,21 @@ class Sinks:
     def close(self, failed: bool) -> None:
         """Close every sink, in the opposite order of their opening, so that the first can still take warnings."""
         for name in reversed(list(self._sinks)):
-            try:
-                self._sinks[name].close(failed)
-            except Exception as error:  # as above
-                self._lost(name, error)
+            self._use(name, lambda sink: sink.close(failed))
         self._sinks.clear()
 
     def _each(self, act: Callable[[Sink], None]) -> None:
-        for name, sink in list(self._sinks.items()):
-            try:
-                act(sink)
-            except Exception as error:  # as above
-                self._lost(name, error)
+        for name in list(self._sinks):
+            self._use(name, act)
+
+    def _use(self, name: str, act: Callable[[Sink], None]) -> None:
+        """Do something with a sink, unless it was lost meanwhile, by the warning of another one's loss."""
+        if name not in self._sinks:
+            return
+        try:
+            act(self._sinks[name])
+        except Exception as error:  # as above
+            self._lost(name, error)
 
     def _lost(self, name: str, error: Exception) -> None:
         self._sinks.pop(name, None)
@@ -169,8 +172,8 @@ class Background:
             sink = make()
             while (job := self._jobs.get()) is not None:
                 job(sink)
-        except Exception as error:  # told to the run at its next call
-            self._error = error
+        except BaseException as error:  # told to the run at its next call, which no library shall end by sys.exit
+            self._error = error if isinstance(error, Exception) else BehindError(f"it ended by {type(error).__name__}")
 
 
 def scalars(values: Values) -> dict[str, float]:

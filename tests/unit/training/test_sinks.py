@@ -82,6 +82,21 @@ def test_a_warning_may_go_to_the_sinks_that_are_left() -> None:
     assert [name for name, _ in good.calls] == ["record", "event", "event", "close"]
 
 
+def test_a_sink_that_fails_at_the_warning_of_another_is_warned_of_once_too() -> None:
+    told: list[str] = []
+
+    def warn(text: str) -> None:
+        told.append(text.split()[0])
+        sinks.event({"event": "warning"})
+
+    sinks = Sinks(warn)
+    for number, at in enumerate(("event", "record", "event", "close", "event")):
+        sinks.add(f"{number}:{at}", lambda at=at: Kept(at))  # type: ignore[misc]
+    sinks.record({})
+    sinks.close(False)
+    assert sorted(told) == ["0:event", "1:record", "2:event", "3:close", "4:event"]
+
+
 def test_a_thread_hands_on_everything_in_order() -> None:
     kept = Kept()
     use(Background(lambda: kept))
@@ -101,6 +116,17 @@ def test_a_sink_that_hangs_holds_up_one_flush_and_the_end_for_no_longer_than_its
         sink.close(False)
     assert time.monotonic() - began < 2.0
     gate.set()
+
+
+def test_a_library_that_exits_ends_its_thread_only() -> None:
+    def leave() -> Kept:
+        raise SystemExit(1)
+
+    warnings = list[str]()
+    sinks = Sinks(warnings.append)
+    sinks.add("x", lambda: Background(leave))
+    sinks.close(False)
+    assert warnings == ["x gets no more of this run: it ended by SystemExit; training goes on"]
 
 
 def test_a_sink_that_caught_up_is_waited_for_again() -> None:
