@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,10 +15,11 @@ from torch import Tensor
 
 from megatron.config.problems import UserError
 from megatron.optim.schedule import Rates
+from megatron.training import main
 from megatron.training.graphs import WARM_UP, Recording, StepRunner
 from megatron.training.metrics import StepMetrics
 from megatron.training.setup import Trainer, build
-from tests.runs import tiny_run
+from tests.runs import column, start, tiny_run
 from tests.solo import random_batch
 
 
@@ -146,3 +148,27 @@ def test_nothing_is_recorded_on_a_cpu(tmp_path: Path) -> None:
     object.__setattr__(trainer.config.compute, "cuda_graph", "optimizer")
     with pytest.raises(UserError, match="E906"):
         StepRunner(trainer)
+
+
+@pytest.mark.parametrize("mode", ["optimizer", "step"])
+def test_a_whole_run_is_recorded(mode: str, tmp_path: Path) -> None:
+    """With evaluations, health reports, checkpoints and a ramp of the batch between the steps."""
+    flags = "--device auto --rampup-batch-size 2 2 20 --log-health-interval 4 --eval-interval 5 --eval-iters 1 "
+    flags += "--train-samples 60 --set training.train_iters=null --save-interval 6 --timing-log-level 2"
+    tapes = []
+
+    def runner(trainer: Trainer) -> StepRunner:
+        tapes.append(Tape(lambda: state_of(trainer)))
+        return StepRunner(trainer, tapes[-1])
+
+    losses = []
+    for name, more in (("eager", ""), ("recorded", f"--cuda-graph {mode}")):
+        folder = tmp_path / name
+        told = start(
+            tiny_run(folder, f"{flags} --save {folder}/saved {more}"), patch.object(main, "StepRunner", runner)
+        )
+        assert told.status == 0, told.err
+        losses.append(column(folder, "lm loss"))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-6)
+    recordings = {"optimizer": 1, "step": 2}[mode]  # an update does not know the batch
+    assert [tape.recordings for tape in tapes] == [0, recordings]
