@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -77,6 +78,7 @@ def leave(status: int) -> NoReturn:
     """End the process; after a failure at once, because torch.distributed could wait for ranks that are gone."""
     if status == 0:
         sys.exit()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError):  # a full disk; the status tells more
+            stream.flush()
     os._exit(status)

@@ -6,6 +6,7 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -232,12 +233,15 @@ class RunLog:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    """Print. A console that takes nothing (a log on a full disk, a pipe that nobody reads) does not stop the run."""
+    with suppress(OSError):
+        print(text, flush=True)
 
 
 def warn(text: str) -> None:
     """Say, on whatever rank, what went wrong although the run goes on."""
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+    with suppress(OSError):  # as above
+        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _width() -> int | None:

@@ -26,8 +26,8 @@ from megatron.training.profile_report import STEP, add_memory_track, report
 FOLDER = "profiles"
 """In the run's folder."""
 
-SUFFIXES = (".json", ".json.gz", ".txt", "_memory.pickle")
-"""Of the files of a profile; the first is there for a moment only."""
+SUFFIXES = (".json.tmp", ".json", ".json.gz", ".txt", "_memory.pickle")
+"""Of the files of a profile; the first two, of which PyTorch makes the first, are there for a moment only."""
 
 SNAPSHOT_ENTRIES = 1_000_000
 """Allocations that a snapshot of GPU memory can hold."""
@@ -204,6 +204,8 @@ class Recording:
         """The trace, by way of a file that is there for a moment."""
         try:
             self.trace.export_chrome_trace(str(path))
+            if not path.exists():  # it only logs what went wrong
+                raise OSError(f"{path} could not be written; is the disk full?")
             with path.open(encoding="utf-8", errors="replace") as file:
                 found: dict[str, Any] = json.load(file)  # fails on what a full disk cut off
             return found

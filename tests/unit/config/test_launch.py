@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import errno
+import io
+import os
+import sys
+
 import pytest
 
-from megatron.config.launch import Launch
+from megatron.config.launch import Launch, leave
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "head"}
 JOB = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2", "SLURM_NNODES": "1"}
@@ -43,3 +48,16 @@ def test_ranks_of_srun_on_several_machines_must_be_told_where_to_meet() -> None:
     assert problems(SLURM_NNODES="2", MASTER_ADDR="node1") == []
     assert problems() == []
     assert problems(SLURM_NNODES="2", SLURM_NTASKS="1", SLURM_PROCID="0") == []
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_console_on_a_full_disk_does_not_change_the_status(monkeypatch: pytest.MonkeyPatch) -> None:
+    statuses: list[int] = []
+    monkeypatch.setattr(os, "_exit", statuses.append)
+    monkeypatch.setattr(sys, "stdout", FullDisk())
+    leave(143)
+    assert statuses == [143]

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import errno
 import io
 import json
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -133,6 +135,21 @@ def test_without_a_folder_there_are_console_lines_only(capsys: pytest.CaptureFix
     with run_log(None) as log:
         log.train(RECORD)
     assert len(capsys.readouterr().out.splitlines()) == 1
+
+
+class FullDisk(io.StringIO):
+    def flush(self) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+
+def test_a_console_on_a_full_disk_costs_the_run_nothing_else(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, FullDisk())
+    with run_log(tmp_path / "run") as log:
+        log.train(RECORD)
+        log.warning("look")
+    assert [line.get("lm loss", line.get("text")) for line in lines(tmp_path / "run")[1:]] == [2.5, "look"]
+    assert (tmp_path / "run" / "loss.png").exists()
 
 
 def test_a_second_start_continues_the_file(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ import errno
 import gzip
 import json
 import os
+import resource
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -160,6 +161,17 @@ def test_a_profiler_that_fails_is_a_warning(tmp_path: Path, undisturbed: list[tu
     assert f"warning: no profile on rank 0, training goes on: {error}\n" in told.err
     assert told.err.count("warning: no profile") == 1
     assert losses(tmp_path) == undisturbed
+
+
+def test_a_trace_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    small = before_step(3, lambda trainer: resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1])))
+    try:
+        told = start(tiny_run(tmp_path, f"--profile {WINDOW}"), small)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (told.status, kept(tmp_path)) == (0, [])
+    assert "could not be written; is the disk full?" in told.err
 
 
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
