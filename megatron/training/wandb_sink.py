@@ -43,7 +43,7 @@ class Wandb:
             config: shown as the run's configuration.
             run_id: as in the checkpoints.
             iteration: steps taken; what was reported beyond them is of steps that are now taken again.
-            past: what the starts before had to report.
+            past: what the starts before had to report; its rows are taken out of it.
             say: told where the curve is to be found.
 
         Raises:
@@ -57,6 +57,7 @@ class Wandb:
         self._reported = self._last_step(folder_of(options), run_id, max(past.rows, default=-1))
         for step in sorted(step for step in past.rows if self._reported < step <= iteration):
             self._report(past.rows[step], step)
+        past.rows.clear()  # of a long run they are many
         self._say_where(say)
 
     def _last_step(self, files: Path, run_id: str, journaled: int) -> int:
