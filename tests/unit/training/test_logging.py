@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from megatron.config.sources import from_dict
 from megatron.training import logging as run_logging
 from megatron.training.logging import RunLog
 from megatron.training.records import EvaluationRecord, TrainRecord
+from tests.runs import column, records, start, tiny_run
 
 RECORD = TrainRecord(
     iteration=10,
@@ -245,3 +247,32 @@ def test_lines_fit_a_terminal_and_are_whole_in_a_file(monkeypatch: pytest.Monkey
         run_log(None).train(RECORD)
         length = len(stream.getvalue().rstrip("\n"))
         assert length <= longest if longest else length > 80
+
+
+def test_missing_packages_cost_a_warning_each(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path / "run", f"--tensorboard-dir {tmp_path}/board --wandb-project p")
+    with patch.dict(sys.modules, {"torch.utils.tensorboard": None, "wandb": None}):
+        told = start(config)
+    assert told.status == 0
+    assert column(tmp_path / "run", "iteration") == [1, 2, 3, 4, 5, 6]
+    warnings = [record["text"] for record in records(tmp_path / "run", "text") if record["event"] == "warning"]
+    assert sorted(warnings) == [
+        f"{name} gets no more of this run: it needs a package that is not installed ({module}): "
+        f"pip install {package}; training goes on"
+        for name, module, package in (
+            ("TensorBoard", "torch.utils.tensorboard", "tensorboard"),
+            ("Weights & Biases", "wandb", "wandb"),
+        )
+    ]
+    assert told.err.count("pip install") == 2
+
+
+def test_places_that_cannot_be_written_cost_a_warning_each(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    config = tiny_run(
+        tmp_path / "run", f"--tensorboard-dir {tmp_path}/file --wandb-project p --wandb-save-dir {tmp_path}/file"
+    )
+    told = start(config)
+    assert told.status == 0
+    said = sorted(line.split(" gets no more")[0] for line in told.err.splitlines())
+    assert said == ["warning: TensorBoard", "warning: the journal for Weights & Biases"]
