@@ -22,19 +22,47 @@ from megatron.kernels.operation import Candidate, Operation, Trial
 HALF = (torch.bfloat16, torch.float16)
 
 
+def attention_mask(
+    seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device, first_query: int = 0
+) -> Tensor | None:
+    """Who may look at whom: causal, within the window, within the document. None when plain causal says it all.
+
+    Queries are the tokens from ``first_query`` on, keys all ``seq_length``.
+    """
+    if window is None and documents_BS is None and first_query == 0:
+        return None
+    if documents_BS is None:
+        mask = torch.ones(1, 1, seq_length - first_query, seq_length, dtype=torch.bool, device=device)
+    else:
+        mask = documents_BS[:, None, first_query:, None] == documents_BS[:, None, None, :]
+    mask.tril_(first_query)  # in place: at long sequences the mask is large, and a second one would be too
+    if window is not None:
+        mask.triu_(first_query + 1 - window)
+    return mask
+
+
 @dataclass(frozen=True)
 class Sight:
-    """Who may look at whom.
+    """Who may look at whom: causal, within the window, within the document.
 
     Attributes:
-        mask: boolean ``[B or 1, 1, S, T]``, True where a query may look; None for plain causal attention, S = T.
+        keys: how many tokens there are to look at; the queries are the last of them.
+        device: of the mask.
         window: tokens that a query sees, itself the last; None for all before it.
-        documents: int64 ``[B, S]``, what each token belongs to, runs of equal ids; None where a sample is one document.
+        documents: int64 ``[B, keys]``, what each token belongs to, runs of equal ids; None where a sample is one.
+        first_query: place of the first query among the keys.
     """
 
-    mask: Tensor | None = None
+    keys: int
+    device: torch.device
     window: int | None = None
     documents: Tensor | None = None
+    first_query: int = 0
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """:func:`attention_mask`; made only for those who ask, because at long sequences it is large."""
+        return attention_mask(self.keys, self.window, self.documents, self.device, self.first_query)
 
     @cached_property
     def boundaries(self) -> Tensor:
@@ -101,7 +129,7 @@ def _flash() -> Attention:
     package: Any = importlib.import_module("flash_attn")
 
     def flash_attn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, sight: Sight) -> Tensor:
-        if q_SBND.shape[0] != k_TBGD.shape[0]:
+        if sight.first_query > 0:
             return sdpa(q_SBND, k_TBGD, v_TBGD, sight)
         q, k, v = (t.transpose(0, 1) for t in (q_SBND, k_TBGD, v_TBGD))
         options = {
@@ -125,23 +153,15 @@ def _trials() -> Sequence[Trial]:
     q = torch.randn(32, 2, 4, 64, generator=generator, dtype=torch.float64)
     k, v = torch.randn(2, 32, 2, 2, 64, generator=generator, dtype=torch.float64)
     documents = torch.tensor([[0] * 10 + [1] * 22, [0] * 32])
-    causal = torch.ones(1, 1, 32, 32, dtype=torch.bool).tril()
-    together = documents[:, None, :, None] == documents[:, None, None, :]
 
-    def trial(mask: Tensor | None, window: int | None, documents: Tensor | None) -> Trial:
+    def trial(window: int | None, documents: Tensor | None) -> Trial:
         def run(f: Attention, t: Sequence[Tensor]) -> Sequence[Tensor]:
-            here = (None if x is None else x.to(t[0].device) for x in (mask, documents))
-            seen, parts = here
-            return (f(t[0], t[1], t[2], Sight(seen, window, parts)),)
+            parts = None if documents is None else documents.to(t[0].device)
+            return (f(t[0], t[1], t[2], Sight(32, t[0].device, window, parts)),)
 
         return Trial(run, (q, k, v))
 
-    return [
-        trial(None, None, None),
-        trial(causal.triu(-6), 7, None),
-        trial(causal & together, None, documents),
-        trial((causal & together).triu(-6), 7, documents),
-    ]
+    return [trial(window, parts) for parts in (None, documents) for window in (None, 7)]
 
 
 ATTENTION = Operation(

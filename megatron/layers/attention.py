@@ -7,7 +7,6 @@ rank's query heads, D channels of a head.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -32,40 +31,14 @@ class Scene:
     Attributes:
         batch: the micro-batch.
         rotation: of queries and keys; None without rotary positions.
-        mask: boolean ``[B or 1, 1, S, T]``, True where a query may look; None for plain causal attention.
+        sight: which tokens a query may look at.
         cache: of the keys and values read before; None outside generation, where T is S.
-        window: tokens that a query sees; the mask says so too.
     """
 
     batch: MicroBatch
-    rotation: Rotation | None = None
-    mask: Tensor | None = None
+    rotation: Rotation | None
+    sight: Sight
     cache: KVCache | None = None
-    window: int | None = None
-
-    @cached_property
-    def sight(self) -> Sight:
-        """Who may look at whom: the mask, and what it was made from."""
-        return Sight(self.mask, self.window, self.batch.documents)
-
-
-def attention_mask(
-    seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device, first_query: int = 0
-) -> Tensor | None:
-    """Who may look at whom: causal, within the window, within the document. None when plain causal says it all.
-
-    Queries are the tokens from ``first_query`` on, keys all ``seq_length``.
-    """
-    if window is None and documents_BS is None and first_query == 0:
-        return None
-    if documents_BS is None:
-        mask = torch.ones(1, 1, seq_length - first_query, seq_length, dtype=torch.bool, device=device)
-    else:
-        mask = documents_BS[:, None, first_query:, None] == documents_BS[:, None, None, :]
-    mask.tril_(first_query)  # in place: at long sequences the mask is large, and a second one would be too
-    if window is not None:
-        mask.triu_(first_query + 1 - window)
-    return mask
 
 
 class CoreAttention(nn.Module):
@@ -99,7 +72,9 @@ class CoreAttention(nn.Module):
         q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_SBGD, v_SBGD))
         k_BNSD, v_BNSD = (t.repeat_interleave(self.queries, dim=1) for t in (k_BGSD, v_BGSD))
         s = q_BNSD.shape[2]
-        mask = scene.mask if scene.mask is not None else torch.ones(s, s, dtype=torch.bool, device=q_BNSD.device).tril()
+        mask = scene.sight.mask
+        if mask is None:
+            mask = torch.ones(s, s, dtype=torch.bool, device=q_BNSD.device).tril()
         scores = q_BNSD.matmul(k_BNSD.transpose(2, 3)) * q_BNSD.shape[3] ** -0.5
         scores = scores.masked_fill(~mask, float("-inf"))
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)

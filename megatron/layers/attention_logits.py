@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megatron.layers.attention import attention_mask
+from megatron.kernels.attention import attention_mask
 
 BLOCK = 1 << 25
 """Logits computed at a time: 128 MiB of fp32."""

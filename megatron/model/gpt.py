@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
-from megatron.layers.attention import Scene, attention_mask
+from megatron.kernels.attention import Sight
+from megatron.layers.attention import Scene
 from megatron.layers.cache import KVCache
 from megatron.layers.dropout import dropout_rows
 from megatron.layers.embedding import Embedding
@@ -142,8 +143,7 @@ class GPTChunk(nn.Module):
         s, device = batch.tokens.shape[1], batch.tokens.device
         rotation = self.rotary(s, batch.positions) if self.rotary is not None else None
         before, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
-        mask = attention_mask(before + s, self.config.window_size, documents, device, before)
-        return Scene(batch, rotation, mask, cache, self.config.window_size)
+        return Scene(batch, rotation, Sight(before + s, device, self.config.window_size, documents, before), cache)
 
     def _embed(self, embedding: Embedding, batch: MicroBatch) -> Tensor:
         x_SBH = embedding(batch.tokens, batch.positions)

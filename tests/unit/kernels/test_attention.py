@@ -44,7 +44,7 @@ def test_flash_attn_is_told_to_be_deterministic(monkeypatch: pytest.MonkeyPatch)
     q, k, v = torch.randn(3, 4, 2, 2, 8)
     torch.use_deterministic_algorithms(True)
     try:
-        ATTENTION.candidates["flash_attn"].make()(q, k, v, Sight())
+        ATTENTION.candidates["flash_attn"].make()(q, k, v, Sight(4, CPU))
     finally:
         torch.use_deterministic_algorithms(False)
     assert double.calls == [("plain", True)]
@@ -54,8 +54,7 @@ def test_a_cache_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """More keys than queries: the mask says which belong together."""
     double = installed(monkeypatch, FlashAttention())
     q, (k, v) = torch.randn(1, 2, 2, 8), torch.randn(2, 5, 2, 2, 8)
-    mask = torch.ones(1, 1, 1, 5, dtype=torch.bool)
-    out = ATTENTION.candidates["flash_attn"].make()(q, k, v, Sight(mask))
+    out = ATTENTION.candidates["flash_attn"].make()(q, k, v, Sight(5, CPU, first_query=4))
     assert (out.shape, double.calls) == (q.shape, [])
 
 
@@ -63,9 +62,19 @@ def test_a_cache_is_left_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 @given(st.lists(st.lists(st.integers(0, 3), min_size=6, max_size=6), min_size=1, max_size=3))
 def test_boundaries_are_where_documents_begin(documents: list[list[int]]) -> None:
     runs = [len(list(run)) for row in documents for _, run in itertools.groupby(row)]
-    found = Sight(documents=torch.tensor(documents)).boundaries
+    found = Sight(6, CPU, documents=torch.tensor(documents)).boundaries
     assert found.tolist() == [0, *itertools.accumulate(runs)]
     assert found.dtype == torch.int32
+
+
+def test_a_mask_is_made_once_and_only_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(monkeypatch, FlashAttention())
+    sight = Sight(5, CPU, window=2)
+    q, k, v = torch.randn(3, 5, 2, 2, 8)
+    ATTENTION.candidates["flash_attn"].make()(q, k, v, sight)
+    assert "mask" not in vars(sight)
+    ATTENTION.candidates["torch"].make()(q, k, v, sight)
+    assert sight.mask is vars(sight)["mask"]
 
 
 def test_gpu_kernels_are_missing_here() -> None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.layers.attention import Scene, SelfAttention, attention_mask
+from megatron.kernels.attention import Sight, attention_mask
+from megatron.layers.attention import Scene, SelfAttention
 from megatron.layers.rotary import Rotary
 from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
@@ -49,9 +50,9 @@ def attention(config: ModelConfig) -> SelfAttention:
 
 def scene_of(config: ModelConfig, documents: Tensor | None) -> Scene:
     batch = random_batch(config, length=LENGTH, documents=documents)
-    mask = attention_mask(LENGTH, config.window_size, documents, torch.device("cpu"))
+    sight = Sight(LENGTH, torch.device("cpu"), config.window_size, documents)
     rotary = Rotary(config, torch.float64, torch.device("cpu")) if config.rotary_dim else None
-    return Scene(batch, rotary(LENGTH, None) if rotary else None, mask)
+    return Scene(batch, rotary(LENGTH, None) if rotary else None, sight)
 
 
 def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: Scene, documents: Tensor | None) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron.layers.attention import attention_mask
+from megatron.kernels.attention import attention_mask
 from megatron.layers.cache import KVCache
 
 BATCH, HEADS, CHANNELS, CAPACITY = 3, 2, 4, 11
