@@ -62,7 +62,7 @@ def _set_aside(folder: Path, texts: Mapping[str, str]) -> list[Path]:
     number = 1
     while any(path.with_stem(f"{path.stem}.{number}").exists() for path in paths):
         number += 1
-    changed = [path for path in paths if path.exists() and path.read_text() != texts[path.name]]
+    changed = [path for path in paths if path.exists() and path.read_bytes() != texts[path.name].encode()]
     return [path.rename(path.with_stem(f"{path.stem}.{number}")) for path in changed]
 
 

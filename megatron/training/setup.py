@@ -154,7 +154,8 @@ class Trainer:
         first, counted = self.consumed_samples + self.next_batch_size, self.digest_read
         place = first, batch_at(self.config.training, self.mesh.data_size, first)
         try:
-            batches = self._read("train", *place)
+            with self.timers("batch-generator"):  # a device that is done with its step stands still for this, too
+                batches = self._read("train", *place)
             self.ahead = Ahead(place, batches, self.digest_read - counted)
         except (DataError, OSError):  # told when their turn comes, and the steps before are safe
             self.ahead = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,8 +82,8 @@ def row_of(numbers: dict[str, Any]) -> Row:
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    for text in path.read_text(encoding="utf-8").splitlines():
-        try:
-            yield json.loads(text)
-        except ValueError:  # a crash cut it off
-            continue
+    for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
+        with suppress(ValueError):  # a crash cut it off
+            line = json.loads(text)
+            if isinstance(line, dict) and {"start", "iteration"} & line.keys():
+                yield line

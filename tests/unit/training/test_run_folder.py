@@ -193,3 +193,9 @@ def test_the_environment_names_what_is_installed(tmp_path: Path) -> None:
     assert packages["torch"] == importlib.metadata.version("torch")
     assert packages["wandb"] == importlib.metadata.version("wandb")
     assert "no-such-package" not in packages
+
+
+def test_a_file_that_is_no_text_is_set_aside_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / run_folder.COMMAND).write_bytes(b"# caf\xe9\n")
+    (kept,) = prepare(tmp_path, "a: 1\n", "cpu", 1)
+    assert (kept.name, kept.read_bytes()) == ("command.1.sh", b"# caf\xe9\n")

@@ -112,6 +112,13 @@ def test_reading_ahead_changes_nothing_that_is_read(flags: str, tmp_path: Path) 
     assert taken(tmp_path, ahead=True, flags=flags) == taken(tmp_path, ahead=False, flags=flags)
 
 
+def test_reading_ahead_is_timed(tmp_path: Path) -> None:
+    """Otherwise data that come more slowly than a step takes would not show as a wait for data."""
+    trainer = build(tiny_run(tmp_path), 0, 1)
+    trainer.read_ahead()
+    assert trainer.timers.read(1)["batch-generator"] > 0.0
+
+
 def test_what_fails_ahead_is_told_when_its_turn_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = build(tiny_run(tmp_path), 0, 1)
     trainer.next_batches()

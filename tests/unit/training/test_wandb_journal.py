@@ -23,8 +23,8 @@ def test_a_journal_tells_of_the_starts_before(tmp_path: Path) -> None:
 
 def test_a_journal_that_a_crash_cut_off_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
     path = tmp_path / "journal.jsonl"
-    path.write_text(
-        '{"start": 0}\n{"iteration": 1, "a": 1}\n{"iteration": 2, "a": 2, "b": 2}\n{"start": 1}\n'
-        '{"iteration": 1, "d": 4}\n{"iteration": 2, "a": 3}\n{"iteration": 2, "c": null, "time": 5}\n{"iterat'
+    path.write_bytes(
+        b'{"start": 0}\n\xc3\x00\n[1]\n{}\n{"iteration": 1, "a": 1}\n{"iteration": 2, "a": 2, "b": 2}\n{"start": 1}\n'
+        b'{"iteration": 1, "d": 4}\n{"iteration": 2, "a": 3}\n{"iteration": 2, "c": null, "time": 5}\n{"iterat'
     )
     assert read_past(path) == Past(2, {1: {"a": 1, "d": 4}, 2: {"a": 3}})
