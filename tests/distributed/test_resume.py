@@ -116,6 +116,8 @@ def test_a_killed_run_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path
     for rank in (0, 1):
         assert killed[rank].samples | again[rank].samples == whole[rank].samples
     check_same(tmp_path / "parts", tmp_path / "whole")
+    skipped = sum(record["spikes-skipped"] for record in records(tmp_path / "whole"))
+    assert (skipped > 0) == (SPIKES in flags)
 
 
 def write_corpora(folder: Path) -> str:
