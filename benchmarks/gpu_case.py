@@ -352,21 +352,21 @@ def run(bench: Bench) -> None:
         winners.update(settings)
         bench.keep(winners={name: bench.results[setting].name for name, setting in winners.items()})
 
+    def compile_theirs(weights: str, cost: float) -> None:
+        if cuda:
+            rival = replace(usual, compiled=True, weights=weights)
+            crown(transformers=bench.fastest([winners["transformers"], rival], cost))
+
     eager = bench.fastest([Ours(size) for size in sizes], cost=20)
     usual = bench.fastest([Theirs(size) for size in sizes], cost=20)
     crown(best=eager, transformers=usual, eager=eager)
     best = improved(bench, eager, ["--kernels auto", *["--cuda-graph step"] * cuda])
     crown(best=best)
-    if cuda:
-        crown(transformers=bench.fastest([winners["transformers"], replace(usual, compiled=True)], cost=45))
-    best = improved(bench, best, ["--cross-entropy-chunk-size 4096", *["--kernels auto attention=torch"] * cuda])
+    compile_theirs("bf16", cost=45)
+    chunks = [f"--cross-entropy-chunk-size {tokens}" for tokens in (4096, 16384)]
+    best = improved(bench, best, [*chunks, *["--kernels auto attention=torch"] * cuda])
     crown(best=best)
-    if cuda:
-        crown(
-            transformers=bench.fastest(
-                [winners["transformers"], replace(usual, compiled=True, weights="fp32")], cost=60
-            )
-        )
+    compile_theirs("fp32", cost=60)
     if eager == best:
         del winners["eager"]
     if bench.left < 20:

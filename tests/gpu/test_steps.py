@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -16,7 +17,19 @@ from megatron.config.memory import state_bytes
 from megatron.training.graphs import StepRunner
 from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
-from tests.gpu.models import COMMON, RATES, SHAPES, SIZES, batches_of, distance, gradients, train, trainer_of, weights
+from tests.gpu.models import (
+    COMMON,
+    RATES,
+    SHAPES,
+    SIZES,
+    batches_of,
+    config_of,
+    distance,
+    gradients,
+    train,
+    trainer_of,
+    weights,
+)
 from tests.runs import differences, start
 from tests.unit.training.test_graphs import Tape, state_of
 
@@ -167,7 +180,8 @@ def test_a_resumed_run_equals_one_that_was_never_stopped(
 
 @pytest.mark.parametrize("flags", ["--bf16", "", "--bf16 --exp-avg-dtype bf16 --ema-decay 0.9", "--optimizer lion"])
 def test_memory_is_what_the_formula_says(device: torch.device, flags: str) -> None:
-    config = trainer_of(device, flags).config
+    config = config_of(device, flags)
+    gc.collect()  # of tests before
     before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
     trainer = build(config, 0, 1)
     o = trainer.optimizer
