@@ -89,8 +89,9 @@ class SavedModel:
             average: read the moving average of the weights in their place.
 
         Raises:
-            CheckpointError: when an average is wanted and it has none; when its configuration has no model, or one with options that this version does not know,
-                which could change what it computes; or naming tensors that are missing, unknown or of another shape.
+            CheckpointError: when an average is wanted and it has none; when its configuration has no model, or one
+                with options that this version does not know, which could change what it computes; or naming tensors
+                that are missing, unknown or of another shape.
             UserError: when its configuration has values that are none, or that do not fit together.
         """
         self.manifest = manifest

@@ -78,8 +78,8 @@ def open_pretrained(load: str, step: int | None = None, average: bool = False) -
         average: take the moving average of its weights.
 
     Raises:
-        InferenceError: when ``step`` or ``average`` does not fit ``load``, ``load`` names no folder or a Hugging Face folder
-            without ``hf:``, or a tokenizer cannot be read.
+        InferenceError: when ``step`` or ``average`` does not fit ``load``, ``load`` names no folder or a Hugging Face
+            folder without ``hf:``, or a tokenizer cannot be read.
         CheckpointError: when there is nothing to load, or not the weights of the model described.
         UserError: when the configuration asks for what is not here.
     """
