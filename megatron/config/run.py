@@ -337,7 +337,9 @@ class LoggingConfig:
         None, "Project of Weights & Biases to report to. WANDB_MODE=offline keeps the report on the disk."
     )
     wandb_exp_name: str | None = option(None, "Name of the run in Weights & Biases. Default: of run_dir.")
-    wandb_save_dir: str | None = option(None, "Folder for the files of Weights & Biases. Default: run_dir, else the current one.")
+    wandb_save_dir: str | None = option(
+        None, "Folder for the files of Weights & Biases. Default: run_dir, else the current one."
+    )
     wandb_entity: str | None = option(None, "User or team of the project. Default: that of the login.")
     timing_log_level: int = option(
         0, "Timers besides that of the whole step: 1 for its phases, 2 for their parts.", at_least=0, at_most=2
