@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import Tensor
 from megatron.config.problems import UserError
 from megatron.optim.schedule import Rates
 from megatron.training import main
-from megatron.training.graphs import WARM_UP, Recording, StepRunner
+from megatron.training.graphs import WARM_UP, CudaRecorder, Recording, StepRunner
 from megatron.training.metrics import StepMetrics
 from megatron.training.setup import Trainer, build
 from tests.runs import column, start, tiny_run
@@ -172,3 +173,41 @@ def test_a_whole_run_is_recorded(mode: str, tmp_path: Path) -> None:
     assert losses[1] == pytest.approx(losses[0], rel=1e-6)
     recordings = {"optimizer": 1, "step": 2}[mode]  # an update does not know the batch
     assert [tape.recordings for tape in tapes] == [0, recordings]
+
+
+class Stream:
+    """Notes what it waits for."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self.log, self.device = name, log, torch.device("cuda", 0)
+
+    def wait_stream(self, other: Stream) -> None:
+        self.log.append(f"{self.name} waits for {other.name}")
+
+
+def test_cuda_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU: the order of calls, and arguments that the real functions have."""
+    log: list[str] = []
+    real = inspect.signature(torch.cuda.graph.__init__)
+
+    class Graph:
+        def replay(self) -> None:
+            log.append("replayed")
+
+    @contextmanager
+    def capture(graph: Graph, **options: Any) -> Iterator[None]:
+        real.bind(None, graph, **options)
+        log.append("capture begins")
+        yield
+        log.append("capture ends")
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("recording", log))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Stream("main", log))
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+    recording = Recording(lambda factor, inputs: Product(inputs[0] * factor), CudaRecorder(torch.device("cuda", 0)))
+    for _ in range(WARM_UP + 2):
+        recording(2.0, [torch.ones(())])
+    aside = ["recording waits for main", "main waits for recording"]
+    assert log == [*aside * WARM_UP, "capture begins", "capture ends", "replayed", "replayed"]
