@@ -18,6 +18,9 @@ from megatron.data.vocabulary import vocabulary
 from megatron.training.data_preview import data_rows
 from megatron.training.preview import Preview, preview, recall
 
+SILENCE_SECONDS = 3.0
+"""How long a rank stays that has nothing to say of an error."""
+
 
 def main(argv: Sequence[str]) -> int:
     """Check the flags, then train.
@@ -38,7 +41,9 @@ def main(argv: Sequence[str]) -> int:
         launch = Launch.read(os.environ)
         # Flags are the same on all ranks; files may be missing on one machine only.
         if launch.rank == 0 or (isinstance(error, DataError) and launch.local_rank == 0):
-            print(error, file=sys.stderr)
+            print(error, file=sys.stderr, flush=True)
+        else:  # a launcher ends all ranks as soon as one is gone: not before the one that speaks
+            time.sleep(SILENCE_SECONDS)
         return 2
     if parsed.check_only:
         checked = Parsed(config, parsed.world_size, notes=(*parsed.notes, *seen.notes))
