@@ -145,3 +145,11 @@ def test_adam_is_its_formula() -> None:
         m, v = 0.9 * m + 0.1 * g, 0.99 * v + 0.01 * g * g
         w -= lr * decay * w + lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.99**step)) ** 0.5 + 1e-8)
     assert one[0].item() == pytest.approx(w, rel=1e-12)
+
+
+def test_the_accumulating_product_takes_narrow_operands() -> None:
+    """Only GPUs compute it; tensors without values know formats and shapes."""
+    x, dy, target = (torch.empty(s, device="meta", dtype=torch.bfloat16) for s in ((4, 2, 5), (4, 2, 6), (6, 5)))
+    WEIGHT_GRADIENT.candidates["addmm"].make()(target.float(), x, dy, beta=0.0)
+    with pytest.raises(RuntimeError):
+        WEIGHT_GRADIENT.candidates["addmm"].make()(target.float(), x, dy[..., :3])
