@@ -41,6 +41,7 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
         timers=t.timers,
         goodput=t.goodput,
         timing_option=logging.timing_log_option,
+        sees_waits=t.config.compute.cuda_graph != "step",
     )
     if t.iteration >= t.total_steps:
         log.note(f"nothing to do: this run ends with step {t.total_steps}, and {t.iteration} are taken")

@@ -53,6 +53,7 @@ class StepWindow:
         timers: Timers | None = None,
         goodput: Goodput | None = None,
         timing_option: str = "minmax",
+        sees_waits: bool = True,
     ) -> None:
         """Begin a window.
 
@@ -63,11 +64,12 @@ class StepWindow:
             timers: of this rank; None for those that cost nothing.
             goodput: is told of the time that goes into steps; None for that of a run that begins.
             timing_option: what is told of each timer: ``max``, ``minmax`` or ``all``.
+            sees_waits: whether the meter of ``world`` sees them; not inside a step that is replayed as a graph.
 
         """
         self.device, self.seq_length, self.world = device, seq_length, world or Group()
         self.timers, self.goodput = timers or Timers(0, device), goodput or Goodput()
-        self._timing_option = timing_option
+        self._timing_option, self._sees_waits = timing_option, sees_waits
         self._steps: list[Tensor] = []
         self._samples: list[int] = []
         self.world.meter.take()  # what was waited for before the first step
@@ -145,7 +147,7 @@ class StepWindow:
         mine = RankTimes(record.seconds_per_step, waits, self.timers.read(steps), *memory_bytes(self.device))
         with self.world.meter.paused():
             ranks = compare(gather(mine, world, self.device))
-        several, distributed = world.size > 1, self.world.size > 1
+        several, seen = world.size > 1, self.world.size > 1 and self._sees_waits
         return replace(
             record,
             memory_bytes=ranks.memory_bytes,
@@ -153,10 +155,10 @@ class StepWindow:
             memory_rank=ranks.fullest_rank if several else None,
             world_size=self.world.size,
             data_wait=ranks.data_wait,
-            communication=ranks.communication if distributed else {},
-            communication_share=ranks.communication_share if distributed else None,
-            slowest_rank=ranks.slowest_rank if several else None,
-            slowest_excess=ranks.slowest_excess if several else None,
+            communication=ranks.communication if seen else {},
+            communication_share=ranks.communication_share if seen else None,
+            slowest_rank=ranks.slowest_rank if several and seen else None,
+            slowest_excess=ranks.slowest_excess if several and seen else None,
             timings=ranks.timings(self._timing_option) if self.timers.level else {},
         )
 

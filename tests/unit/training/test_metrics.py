@@ -120,6 +120,14 @@ def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(c
     assert record.timings == {"optimizer": Timing(1.0)}
 
 
+def test_waits_that_nobody_sees_are_not_told_as_none(clock: Clock) -> None:
+    window = StepWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), sees_waits=False)
+    clock.now += 1.0
+    window.add(step(3.0), samples=1)
+    record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0), alone=True)
+    assert (record.communication, record.communication_share) == ({}, None)
+
+
 def test_steps_count_towards_goodput_before_a_pause_ends_and_once(clock: Clock) -> None:
     """A checkpoint is written in a pause, and its state holds the steps up to there."""
     goodput = Goodput()
