@@ -34,15 +34,7 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
     t, config, options, logging = trainer, trainer.config.training, trainer.config.checkpoint, trainer.config.logging
     for split in evaluations_due(t):  # the step was stopped by a signal
         evaluate_on(t, split, log)
-    window = StepWindow(
-        t.device,
-        config.seq_length,
-        world=t.mesh.world,
-        timers=t.timers,
-        goodput=t.goodput,
-        timing_option=logging.timing_log_option,
-        sees_waits=t.config.compute.cuda_graph != "step",
-    )
+    window = window_of(t)
     if t.iteration >= t.total_steps:
         log.note(f"nothing to do: this run ends with step {t.total_steps}, and {t.iteration} are taken")
     while t.iteration < t.total_steps:
@@ -81,6 +73,20 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
             log.stopped(f"stopped by {why} after step {t.iteration} of {t.total_steps}")
             return told
     return 0
+
+
+def window_of(trainer: Trainer) -> StepWindow:
+    """The steps of this start; its clock starts at once."""
+    t, logging = trainer, trainer.config.logging
+    return StepWindow(
+        t.device,
+        t.config.training.seq_length,
+        world=t.mesh.world,
+        timers=t.timers,
+        goodput=t.goodput,
+        timing_option=logging.timing_log_option,
+        sees_waits=t.config.compute.cuda_graph != "step",
+    )
 
 
 def examine(trainer: Trainer, vitals: Vitals | None, metrics: StepMetrics, log: RunLog) -> None:
