@@ -8,7 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.training import loop
+from megatron.training.checkpointing import Saved, save
 from megatron.training.goodput import Goodput
+from megatron.training.setup import Trainer
 from tests.runs import before_step, kill, records, start, tiny_run
 
 
@@ -99,3 +102,21 @@ def test_a_run_that_was_killed_and_continued(tmp_path: Path) -> None:
         productive += record["iteration-time"]
         assert record["goodput"] * record["run-seconds"] == pytest.approx(productive, rel=0.01)
         assert record["run-seconds"] > productive
+
+
+def test_a_run_that_goes_on_from_the_folder_of_another_has_its_own(tmp_path: Path) -> None:
+    start(tiny_run(tmp_path / "a", f"--exit-interval 3 --save {tmp_path}/saved"))
+    start(tiny_run(tmp_path / "b", f"--load {tmp_path}/saved --save {tmp_path}/others"))
+    found = [(record["iteration"], record["starts"]) for record in records(tmp_path / "b")]
+    assert found == [(4, 1), (5, 1), (6, 1)]
+
+
+def test_saving_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(trainer: Trainer) -> Saved:
+        time.sleep(1.0)
+        return save(trainer)
+
+    monkeypatch.setattr(loop, "save", slowly)
+    start(tiny_run(tmp_path, f"--train-iters 3 --save {tmp_path}/saved --save-interval 1 --log-interval 3"))
+    (record,) = records(tmp_path)
+    assert record["iteration-time"] < 0.6 < 0.8 < record["run-seconds"] / 3

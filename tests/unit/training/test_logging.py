@@ -64,6 +64,7 @@ def test_a_run_leaves_console_lines_metrics_and_a_picture(tmp_path: Path, capsys
     assert out[2] == "stopped"
     assert out[3] == f"loss curve: {folder / 'loss.png'}"
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert "step 10: skipped the update of step 7\n" in (folder / "incidents.md").read_text()
     start, train, validation, note = lines(folder)
     assert (start["event"], start["iteration"], start["world-size"]) == ("start", 0, 2)
     assert train["lm loss"] == 2.5
