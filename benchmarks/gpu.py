@@ -113,7 +113,10 @@ def verdict(case: Mapping[str, Any], found: Mapping[str, Values]) -> list[str]:
         lines.append(f"MFU {best['MFU']:.1%}, goal {case['goal']:.0%}: {_met(best['MFU'] >= case['goal'])}")
     if best and theirs:
         ratio = best["tokens/s"] / theirs["tokens/s"]
-        lines.append(f"{ratio:.2f} times as fast as transformers, goal {SPEEDUP}: {_met(ratio >= SPEEDUP)}")
+        rivals = [t for t in case["trials"] if t["whose"] == "transformers" and t["seconds"]]
+        judged = any(t["name"].endswith("compiled") for t in rivals)
+        reached = _met(ratio >= SPEEDUP) if judged else "open, as it was not measured compiled"
+        lines.append(f"{ratio:.2f} times as fast as transformers, goal {SPEEDUP}: {reached}")
     return lines
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +28,6 @@ from megatron.config.flops import FlopsPerToken
 from megatron.config.hf import config_json
 from megatron.config.run import RunConfig
 from megatron.optim.schedule import Rates
-from megatron.parallel.microbatch import MicroBatch
 from megatron.parallel.shard import padded_vocabulary
 from megatron.training.graphs import WARM_UP, StepRunner
 from megatron.training.metrics import device_name
@@ -140,8 +140,14 @@ class Theirs:
 
     def make(self, case: Case, device: torch.device) -> Step:
         """The usual loop around the model, with fused AdamW, SDPA and the fused activation."""
-        from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM  # takes seconds
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+        def causal(*args: Any, **options: Any) -> Any:
+            return sdpa_attention_forward(*args[:4], None, **options | {"is_causal": True})
+
+        # Inside torch.compile `sdpa` itself would be given a mask, equal to causal, which no flash kernel takes.
+        AttentionInterface.register("causal_sdpa", causal)
         ours = Ours(self.micro_batch).config(case, device)
         vocabulary = padded_vocabulary(ours.model.vocab, ours.model.make_vocab_size_divisible_by, 1)
         values = config_json(ours.model) | {"vocab_size": vocabulary, "use_cache": False}
@@ -150,24 +156,23 @@ class Theirs:
         dtype = torch.bfloat16 if self.weights == "bf16" else torch.float32
         with torch.device(device):
             config = AutoConfig.for_model(**{k: v for k, v in values.items() if k != "torch_dtype"})
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").train()
-        model.to(device)
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="causal_sdpa").train()
         tokens = torch.randint(0, ours.model.vocab, (case.samples, ours.training.seq_length + 1), device=device)
         parts = [part.contiguous() for part in tokens.split(self.micro_batch)]
-        return self._step(model, parts, device)
+        return self._step(model.to(device), parts, device)
 
     def _step(self, model: nn.Module, parts: Sequence[Tensor], device: torch.device) -> Step:
         options = {"lr": float(RATES.lr), "betas": BETAS, "eps": EPS, "weight_decay": RATES.weight_decay}
         optimizer = torch.optim.AdamW(model.parameters(), fused=True, **options)
         call = torch.compile(model, dynamic=False) if self.compiled else model
-        batches = [MicroBatch.of_tokens(part[:, :-1].contiguous()) for part in parts]
+        inputs = [part[:, :-1].contiguous() for part in parts]
         labels = [part[:, 1:].contiguous() for part in parts]
 
         def step() -> Tensor:
             total = torch.zeros((), device=device)
-            for batch, label in zip(batches, labels):
+            for tokens, label in zip(inputs, labels):
                 with torch.autocast(device.type, torch.bfloat16, enabled=self.weights == "fp32"):
-                    loss = call(input_ids=batch.tokens, labels=label, shift_labels=label).loss / len(batches)
+                    loss = call(input_ids=tokens, labels=label, shift_labels=label).loss / len(parts)
                 loss.backward()
                 total += loss.detach()
             nn.utils.clip_grad_norm_(model.parameters(), CLIP)
@@ -331,16 +336,12 @@ def take_turns(bench: Bench, settings: Mapping[str, Setting]) -> None:
 
 def profile(bench: Bench, step: Step) -> str:
     """The longest kernels of one step."""
-    from torch.profiler import ProfilerActivity
-    from torch.profiler import profile as recorder
-
-    cuda = bench.device.type == "cuda"
-    activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+    cuda, activity = bench.device.type == "cuda", torch.profiler.ProfilerActivity
     bench.sync()
-    with recorder(activities=activities) as recorded:
+    with torch.profiler.profile(activities=[activity.CPU, *[activity.CUDA] * cuda]) as recorded:
         step()
         bench.sync()
-    order = "self_device_time_total" if cuda else "self_cpu_time_total"
+    order = f"self_{'device' if cuda else 'cpu'}_time_total"
     return recorded.key_averages().table(sort_by=order, row_limit=25, max_name_column_width=90)
 
 
