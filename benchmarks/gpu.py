@@ -16,6 +16,7 @@ import importlib.util
 import json
 import os
 import platform
+import signal
 import statistics
 import subprocess
 import sys
@@ -45,14 +46,21 @@ Values = dict[str, Any]
 def test(seconds: float, rehearse: bool, log: Path) -> str:
     """Run the tests for one GPU; returns their summary, and leaves all of their output in ``log``."""
     command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "--tb=short", "--show-capture=no"]
+    environment = os.environ | ({"REHEARSE": "1"} if rehearse else {})
     if importlib.util.find_spec("xdist") is not None:
         command += ["-n", str(TEST_PROCESSES)]  # most of their time goes into compiling, on the host
-    environment = os.environ | ({"REHEARSE": "1"} if rehearse else {})
+        cores = str(max(1, (os.cpu_count() or 1) // TEST_PROCESSES))  # each would take all of them
+        environment |= {"OMP_NUM_THREADS": cores, "TORCHINDUCTOR_COMPILE_THREADS": cores}
     with log.open("w") as out:
+        tests = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True)
         try:
-            subprocess.run(command, cwd=ROOT, env=environment, stdout=out, stderr=out, timeout=seconds, check=False)
+            tests.wait(seconds)
         except subprocess.TimeoutExpired:
             return f"ended after {seconds:.0f} s, before they were through: see {log.name}"
+        finally:
+            if tests.poll() is None:  # their workers, too, would share the GPU with what is measured next
+                os.killpg(tests.pid, signal.SIGKILL)
+                tests.wait()
     told = log.read_text().strip().splitlines()
     return told[-1].strip("= ") if told else "no output"
 

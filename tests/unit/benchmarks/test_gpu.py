@@ -105,6 +105,16 @@ def test_the_whole_command_runs_in_miniature(
     assert "a rehearsal" in capsys.readouterr().out
 
 
+def test_tests_that_take_too_long_end_with_all_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    script, told = tmp_path / "python", tmp_path / "pid"
+    script.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {told}\nwait\n")
+    script.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(script))
+    assert gpu.test(1.0, True, tmp_path / "log.txt") == "ended after 1 s, before they were through: see log.txt"
+    state = Path("/proc", told.read_text().strip(), "status")
+    assert not state.exists() or "zombie" in state.read_text()
+
+
 def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is one here")
