@@ -58,6 +58,11 @@ def no_beta(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
     d_weight.copy_(d_output.float().t() @ input.float())
 
 
+def rounded(input: Tensor, d_output: Tensor, d_weight: Tensor) -> None:
+    """A faulty double: the product passes through the format of its operands."""
+    d_weight += (d_output.float().t() @ input.float()).to(input.dtype)
+
+
 def no_skip(chunk_size: int, noop_flag: Tensor, *others: object) -> None:
     """A faulty double: takes steps that are to be skipped."""
     multi_tensor_adam_capturable(chunk_size, torch.zeros_like(noop_flag), *others)
@@ -85,6 +90,7 @@ APEX = {
     [
         ("weight_gradient", wgrad_gemm_accum_fp32, True),
         ("weight_gradient", no_beta, False),
+        ("weight_gradient", rounded, False),
         ("adam", multi_tensor_adam_capturable, True),
         ("adam", no_skip, False),
         ("adam", no_decay, False),
