@@ -78,7 +78,6 @@ class Optimizer:
             config: rule, clipping.
             seed: of the run; moments in bf16 are rounded at random.
             kernel: computes Adam.
-            kernel: computes adam.
 
         Raises:
             UserError: when a pattern of ``lr_factors`` or ``weight_decay_factors`` matches no parameter.
