@@ -66,7 +66,8 @@ def _waits(record: TrainRecord) -> list[Column]:
     """Shares of the step that passed in waiting, for other ranks by axes of the grid and for data."""
     columns = []
     if record.communication_share is not None:
-        shares = {axes: seconds / record.seconds_per_step for axes, seconds in record.communication.items()}
+        of = record.communication_share / (sum(record.communication.values()) or 1.0)  # so that they add up to it
+        shares = {axes: seconds * of for axes, seconds in record.communication.items()}
         told = [f"{axes}{share * 100:.0f}" for axes, share in shares.items() if share >= WORTH_TELLING]
         columns.append(Column(f"comm {record.communication_share:.0%}", 3, 6))
         if told:

@@ -76,7 +76,7 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
 
 
 def window_of(trainer: Trainer) -> StepWindow:
-    """The steps of this start; its clock starts at once."""
+    """The steps of this start; its clock starts at once, on all ranks together."""
     t, logging = trainer, trainer.config.logging
     return StepWindow(
         t.device,

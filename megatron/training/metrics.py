@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from megatron.optim.schedule import Rates
+from megatron.parallel import comm
 from megatron.parallel.comm import Group
 from megatron.training.goodput import Goodput
 from megatron.training.ranks import RankTimes, compare, gather
@@ -42,7 +43,11 @@ class StepMetrics:
 
 
 class StepWindow:
-    """The steps since the last log line. Make it right before the first step: its clock starts at once."""
+    """The steps since the last log line. Make it right before the first step: its clock starts at once.
+
+    Clocks of all ranks start together, after a pause too. One that started while its rank still waits for others that
+    come later would count this as a wait in a step that they have not begun.
+    """
 
     def __init__(
         self,
@@ -55,7 +60,7 @@ class StepWindow:
         timing_option: str = "minmax",
         sees_waits: bool = True,
     ) -> None:
-        """Begin a window.
+        """Begin a window; collective over ``world``.
 
         Args:
             device: of this rank.
@@ -72,6 +77,7 @@ class StepWindow:
         self._timing_option, self._sees_waits = timing_option, sees_waits
         self._steps: list[Tensor] = []
         self._samples: list[int] = []
+        self._meet()
         self.world.meter.take()  # what was waited for before the first step
         self.timers.watch.take()
         self._since = self._counted = time.perf_counter()
@@ -84,12 +90,12 @@ class StepWindow:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside (evaluation, say) is not counted as training."""
+        """Time spent inside (evaluation, say) is not counted as training; collective over ``world``."""
         self._wait()
         paused_at = self._count()
         with self.world.meter.paused(), self.timers.watch.paused():
             yield
-            self._wait()
+            self._meet()
         self._counted = time.perf_counter()
         self._since += self._counted - paused_at
 
@@ -168,6 +174,12 @@ class StepWindow:
         self.goodput.add(now - self._counted)
         self._counted = now
         return now
+
+    def _meet(self) -> None:
+        """Wait for the device and for all ranks; nobody's step is charged for it."""
+        with self.world.meter.paused():
+            comm.all_reduce(torch.zeros((), device=self.device), self.world)
+        self._wait()
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

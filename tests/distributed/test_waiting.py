@@ -116,6 +116,38 @@ def test_every_rank_hears_what_all_have_to_say(pool: Pool) -> None:
     assert pool.run(3, gathered) == 3 * [each]
 
 
+def a_late_start(rank: int, world_size: int, paused: bool) -> tuple[TrainRecord, float]:
+    """A step that rank 0 begins late, at the start or out of a pause; and the longest time of a phase of it."""
+    mesh, timers = mesh_of(rank, world_size), Timers(1, CPU)
+
+    def be_late() -> None:
+        time.sleep(0.0 if rank else 4 * NAP)
+
+    meet(mesh)
+    if not paused:
+        be_late()
+    window = StepWindow(CPU, seq_length=1, world=mesh.world, timers=timers)
+    if paused:
+        with window.paused():
+            be_late()
+    with timers("forward-backward"):
+        time.sleep(NAP)
+        comm.all_reduce(torch.zeros(1), mesh.replicas)
+    window.add(StepMetrics(*(torch.zeros(()) for _ in range(5))), samples=1)
+    record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
+    return record, record.timings["forward-backward"].longest
+
+
+@pytest.mark.parametrize("paused", [False, True])
+def test_nobody_waits_in_a_step_for_a_rank_that_has_yet_to_begin(pool: Pool, paused: bool) -> None:
+    """The clocks of all ranks start together, so that no phase, and no wait, is longer than the step."""
+    for record, longest in pool.run(3, a_late_start, paused):
+        assert NAP <= record.seconds_per_step < 2 * NAP
+        assert longest <= record.seconds_per_step * 1.2
+        assert record.communication["dp"] < SOON
+        assert record.communication["world"] == 0.0
+
+
 def a_window(rank: int, world_size: int, alone: bool) -> TrainRecord | None:
     """Three steps of which the last rank spends ``NAP`` more on its own, 3 ``NAP`` of it waiting for data."""
     mesh, timers = mesh_of(rank, world_size), Timers(1, CPU)

@@ -74,6 +74,7 @@ def test_a_line_of_many_ranks() -> None:
         ({"slowest_excess": None}, "slow", False),
         ({"communication": {"tp": 0.03}, "communication_share": 0.004}, "comm 0% data", True),
         ({"communication": {}, "communication_share": None}, "comm", False),
+        ({"communication": {"tp": 9.0, "dp": 1.0}, "communication_share": 0.9}, "comm 90% (tp81 dp9)", True),
         ({"goodput": 0.996}, "goodput", False),
         ({"goodput": 0.996, "starts": 2}, "goodput 99.6%", True),
         ({"run_seconds": 599.0}, "goodput", False),

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.optim.schedule import Rates
+from megatron.parallel import comm
 from megatron.parallel.comm import Group
 from megatron.training.goodput import Goodput
 from megatron.training.metrics import StepMetrics, StepWindow, device_name, memory_bytes
@@ -32,6 +33,12 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(time, "perf_counter", clock)
     return clock
+
+
+@pytest.fixture
+def nobody_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups of several ranks that are all in the same place."""
+    monkeypatch.setattr(comm, "all_reduce", lambda x, group, op="sum": x)
 
 
 def step(loss: float, grad_norm: float = 1.0, skipped: bool = False, loss_scale: float = 1.0) -> StepMetrics:
@@ -100,7 +107,7 @@ def test_one_rank_alone_has_nobody_to_wait_for(clock: Clock) -> None:
     assert (record.memory_rank, record.slowest_rank, record.slowest_excess) == (None, None, None)
 
 
-def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(clock: Clock) -> None:
+def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(clock: Clock, nobody_else: None) -> None:
     timers = Timers(1, CPU)
     group = Group((0, 1), 0, None, "tp")
 
@@ -120,7 +127,7 @@ def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(c
     assert record.timings == {"optimizer": Timing(1.0)}
 
 
-def test_waits_that_nobody_sees_are_not_told_as_none(clock: Clock) -> None:
+def test_waits_that_nobody_sees_are_not_told_as_none(clock: Clock, nobody_else: None) -> None:
     window = StepWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), sees_waits=False)
     clock.now += 1.0
     window.add(step(3.0), samples=1)
