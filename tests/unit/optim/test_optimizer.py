@@ -166,6 +166,7 @@ def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
             solo.buckets.buckets[0].buffer[0] = torch.nan
         outcome = solo.optimizer.update(RATES, torch.ones(()), value)
         assert (outcome.skipped.item(), outcome.nonfinite.item()) == (1, nonfinite)
+        assert outcome.clip.isfinite()
         after = state(solo)
         assert [name for name in before if not torch.equal(before[name], after[name])] == []
     assert solo.optimizer.steps_applied() == steps == 6
