@@ -63,7 +63,8 @@ def _refusal(spelling: str, words: list[str], doubtful: set[str]) -> Problem:
         return Problem("E001", f"{' '.join(words)}: belongs to no flag")
     plain = spelling.lower().replace("_", "-")
     if plain in other_names.OTHERWISE:
-        why, fixes = other_names.OTHERWISE[plain]
+        why, ways = other_names.OTHERWISE[plain]
+        fixes = tuple(way.replace("{}", " ".join(words) or "N") for way in ways)
         return Problem("E001", f"{spelling}: no such flag; {why}", fixes)
     meant = other_names.SAME.get(plain)
     reason = None if meant else why_not(spelling)

@@ -138,6 +138,7 @@ IGNORED = {
     "--per-dataset-sequences-path": _MAPPED,
     "--mid-level-dataset-surplus": "every dataset of a blend is laid out for 0.005 more samples than its share",
     "--null-tokenizer-pad-id": "no id of the NullTokenizer is padding",
+    "--use-precision-aware-optimizer": "--exp-avg-dtype and --exp-avg-sq-dtype alone say it",
     "--group-query-attention": "--num-query-groups alone says it",
     "--no-position-embedding": "--position-embedding-type alone says it",
     "--dataloader-type": "samples come in the one order of --dataloader-type single",
@@ -273,6 +274,7 @@ OTHER_DEFAULTS = {
     "--overlap-grad-reduce": ("off", "the numbers are the same, and it is not slower"),
     "--eval-iters": ("100", "evaluation is asked for"),
     "--log-interval": ("100", "a line every ten steps"),
+    "--profile-ranks": ("none", "a profile that is asked for is recorded"),
 }
 
 # Prefix -> what all flags that start so belong to.
@@ -387,7 +389,7 @@ OTHERS = """
 --run-workload-inspector-server --sample-rate --short-seq-prob --skip-train --softmax-type --spec --start-eval-at-iter
 --suggested-communication-unit-size --swin-backbone-type --symmetric-ar-type --te-precision-config-file
 --tensor-parallel-num-weight-shards --test-mode --titles-data-path --train-sync-interval --use-kitchen-attention
---use-legacy-static-engine --use-mup --use-one-sent-docs --use-precision-aware-optimizer
+--use-legacy-static-engine --use-mup --use-one-sent-docs
 --use-same-sampling-seed-across-dp-ranks --use-torch-optimizer-for-cpu-offload --v-head-dim --wgrad-deferral-limit
 --window-attn-skip-freq --yarn-correction-range-round-to-int
 """

@@ -48,6 +48,7 @@ class Option:
             (``--disable-bias-linear`` stores ``False`` in ``add_bias_linear``).
         limits: the numbers allowed.
         parse: turns the text of a flag into the value; raises ValueError. Default: by the field's type.
+        example: a value that is often good, of an option whose default is none.
     """
 
     help: str
@@ -55,6 +56,7 @@ class Option:
     aliases: Mapping[str, Any] | None = None
     limits: Limits = Limits()
     parse: Callable[[str], Any] | None = None
+    example: float | None = None
 
 
 def option(
@@ -64,6 +66,7 @@ def option(
     choices: Sequence[str] | None = None,
     aliases: Mapping[str, Any] | None = None,
     parse: Callable[[str], Any] | None = None,
+    example: float | None = None,
     **limits: float,
 ) -> Any:
     """A dataclass field with a help text; the flag is ``--field-name`` (booleans also ``--no-field-name``).
@@ -74,8 +77,9 @@ def option(
         choices: words allowed.
         aliases: extra flags and the constants they store.
         parse: reads the flag's text.
+        example: offered in place of a number that is not allowed.
         limits: ``at_least``, ``above``, ``at_most``, ``below``.
 
     """
-    record = Option(help, tuple(choices) if choices else None, aliases, Limits(**limits), parse)
+    record = Option(help, tuple(choices) if choices else None, aliases, Limits(**limits), parse, example)
     return field(default=default, metadata={"option": record})

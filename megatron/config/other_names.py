@@ -84,6 +84,17 @@ SAME = {
 }
 """A flag of others -> ours, which takes the same value."""
 
+_ALL_SINKS = "console, metrics.jsonl, TensorBoard and Weights & Biases get the same numbers"
+
+_TO_TENSORBOARD = (
+    "--log-batch-size-to-tensorboard",
+    "--no-log-batch-size-to-tensorboard",
+    "--log-learning-rate-to-tensorboard",
+    "--no-log-learning-rate-to-tensorboard",
+    "--no-log-learnig-rate-to-tensorboard",  # so it was spelled
+    "--log-loss-scale-to-tensorboard",
+)
+
 OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
     "--dtype": ("a format is a flag by itself", ("--bf16", "--fp16", "--params-dtype fp32")),
     "--mixed-precision": ("a format is a flag by itself", ("--bf16", "--fp16", "--params-dtype fp32")),
@@ -98,11 +109,19 @@ OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
     "--num-train-epochs": ("a run's length is said in steps or samples", ("--train-iters N", "--train-samples N")),
     "--data-impl": ("token files are memory-mapped, and nothing else", ("drop --data-impl",)),
     "--dataset-impl": ("token files are memory-mapped, and nothing else", ("drop --dataset-impl",)),
+    "--nproc": ("the launcher starts the ranks", ("torchrun --nproc-per-node {} pretrain_gpt.py",)),
+    "--nproc-per-node": ("it belongs to the launcher", ("torchrun --nproc-per-node {} pretrain_gpt.py",)),
+    "--wandb-mode": (
+        "the environment says it, before the command",
+        ("WANDB_MODE=offline", "WANDB_MODE=online", "WANDB_MODE=disabled"),
+    ),
+    **{flag: (_ALL_SINKS, (f"drop {flag}",)) for flag in _TO_TENSORBOARD},
 }
-"""A flag of others that says what is said in another way here -> which way, and what to paste."""
+"""A flag of others that says what is said in another way here -> which way, and what to paste; ``{}`` is the value."""
 
 HARMLESS = {
     "--data-impl": (("mmap", "infer"), "token files are memory-mapped, and nothing else"),
     "--dataset-impl": (("mmap", "infer"), "token files are memory-mapped, and nothing else"),
+    **dict.fromkeys(_TO_TENSORBOARD, ((), _ALL_SINKS)),
 }
 """An older flag -> the values that ask for what is done anyhow, and why they may be ignored."""

@@ -49,7 +49,7 @@ class PrecisionConfig:
         choices=("fp64", "fp32", "bf16", "fp16"),
         aliases={"--bf16": "bf16", "--fp16": "fp16", "--fp64": "fp64"},
     )
-    loss_scale: float | None = option(None, "Constant loss scale for fp16. Default: dynamic.", above=0)
+    loss_scale: float | None = option(None, "Constant loss scale for fp16. Default: dynamic.", above=0, example=65536)
     initial_loss_scale: float = option(4294967296.0, "First dynamic loss scale.", above=0)
     min_loss_scale: float = option(1.0, "The dynamic scale never falls below this.", above=0)
     loss_scale_window: int = option(1000, "Good steps after which the dynamic scale doubles.", at_least=1)
@@ -76,7 +76,10 @@ class TrainingConfig:
     eval_iters: int = option(0, "Global batches of one evaluation; 0 turns evaluation off.", at_least=0)
     exit_interval: int | None = option(None, "Stop cleanly after a step that is a multiple of this.", at_least=1)
     exit_duration_in_mins: float | None = option(
-        None, "Stop cleanly, with exit status 124, after the step that ends this long after the start.", above=0
+        None,
+        "Stop cleanly, with exit status 124, after the step that ends this long after the start.",
+        above=0,
+        example=60,
     )
     seed: int = option(1234, "Seed of initialisation, dropout and sample order.", at_least=0, below=2**32)
     device: str = option("auto", "Where to compute.", choices=("auto", "cpu", "cuda"))
@@ -149,7 +152,9 @@ class OptimizerConfig:
     lr_decay_samples: int | None = option(None, "Samples until min_lr. Default: the whole run.", at_least=1)
     lr_wsd_decay_iters: int | None = option(None, "Steps of WSD's final decay.", at_least=1)
     lr_wsd_decay_samples: int | None = option(None, "Samples of WSD's final decay.", at_least=1)
-    lr_warmup_fraction: float | None = option(None, "Warm-up as a share of the decay length.", at_least=0, below=1)
+    lr_warmup_fraction: float | None = option(
+        None, "Warm-up as a share of the decay length.", at_least=0, below=1, example=0.01
+    )
     lr_warmup_iters: int = option(0, "Warm-up steps.", at_least=0)
     lr_warmup_samples: int = option(0, "Warm-up samples.", at_least=0)
     lr_warmup_init: float = option(0.0, "Learning rate at the start of the warm-up.", at_least=0)
@@ -187,12 +192,17 @@ class OptimizerConfig:
         "Default: 1 for matrices, 0 for biases, norms and other vectors.",
     )
     ema_decay: float | None = option(
-        None, "Keep an exponential moving average of the weights with this decay per step.", above=0, below=1
+        None,
+        "Keep an exponential moving average of the weights with this decay per step.",
+        above=0,
+        below=1,
+        example=0.999,
     )
     skip_spikes: float | None = option(
         None,
         "Skip an update whose loss or gradient norm lies this many standard deviations above the mean of those before.",
         above=0,
+        example=6,
     )
     spike_window: int = option(128, "Steps before, over which skip_spikes takes mean and deviation.", at_least=2)
 

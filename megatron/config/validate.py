@@ -74,11 +74,20 @@ def _within(setting: Setting, value: Any) -> bool:
 
 
 def _beyond(setting: Setting, value: Any) -> Problem:
-    limits, shown = setting.option.limits, setting.spell(value).partition(" ")[2]
-    nearest = next((b for b in (limits.at_least, limits.at_most) if b is not None and not setting.kind.many), None)
-    better = setting.default if setting.default is not None else nearest
-    fixes = (setting.spell(setting.kind.scalar(better)),) if better is not None else ()
-    return Problem("E600", f"{setting.name} {shown}: must be {limits}", fixes)
+    shown = setting.spell(value).partition(" ")[2]
+    sentence = f"{setting.name} {shown}: must be {setting.option.limits}"
+    return Problem("E600", sentence, (setting.spell(_better(setting, value)),))
+
+
+def _better(setting: Setting, value: Any) -> Any:
+    """The upper limit in place of more, else the default, an example, or the lower limit: the first that there is."""
+    limits, default = setting.option.limits, setting.default
+    if setting.kind.many:
+        return default or tuple(item if limits.hold(item) else limits.at_least for item in value)
+    if limits.at_most is not None and value > limits.at_most:
+        return setting.kind.scalar(limits.at_most)
+    usual = default if default is not None else setting.option.example
+    return setting.kind.scalar(limits.at_least if usual is None else usual)
 
 
 class _UnknownError(Exception):

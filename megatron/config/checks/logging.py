@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from os.path import exists, isdir  # unlike pathlib's they answer for a name of any length
+from pathlib import Path
 
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
@@ -18,4 +20,15 @@ def empty_names(config: RunConfig, world_size: int) -> Iterator[Problem]:
             yield Problem("E702", f"{flag} '' names nothing", (f"drop {flag}", f"{flag} NAME"))
 
 
-CHECKS = (empty_names,)
+def run_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """The run's folder is one, or can become one. Whether rank 0 may write there is seen when it does."""
+    if not config.logging.run_dir:
+        return
+    folder = Path(str(config.logging.run_dir))
+    there = next(path for path in (folder, *folder.parents) if exists(path))
+    if not isdir(there):
+        what = "it" if there == folder else str(there)
+        yield Problem("E701", f"--run-dir {folder}: {what} is a file, no folder", (f"--run-dir {there}-run",))
+
+
+CHECKS = (empty_names, run_folder)

@@ -93,6 +93,7 @@ CASES = (
     Case("--num-layers 0 --hidden-size -64 --micro-batch-size 0"),
     Case("--hidden-dropout 1 --adam-beta1 1.0 --rotary-percent 0 --clip-grad -1"),
     Case("--rampup-batch-size 0 8 100 --global-batch-size 16"),
+    Case("--profile-ranks -1 --run-dir runs/a --timing-log-level 3 --exit-duration-in-mins -5"),
     Case("--seed -1 --lr-warmup-fraction 1"),
     # shape
     Case("--hidden-size 100 --num-attention-heads 12"),
@@ -235,8 +236,11 @@ CASES = (
     Case("--load hf:tests/golden/hf_llama --vocab-size 500 --tensor-model-parallel-size 8 --lr fast", ranks=8),
     # where a run reports to
     Case("--run-dir= --wandb-project= --tensorboard-dir="),
+    Case("--run-dir README.md"),
+    Case("--run-dir README.md/runs/a --wandb-mode offline --nproc 2"),
     # profiles
     Case("--profile --run-dir runs/a --profile-step-start 20"),
+    Case("--profile --run-dir runs/a --profile-step-start 20 --profile-step-end 41"),
     Case("--profile-memory --run-dir runs/a --profile-ranks 1 --profile-step-start 5 --profile-step-end 4"),
     Case("--run-dir runs/a --profile-ranks 1 8 9", ranks=8),
     Case("--profile"),

@@ -88,6 +88,8 @@ def test_defaults_are_those_of_megatron_or_differ_for_a_reason() -> None:
         words = setting.spell(setting.default).split()[1:]
         if default == "None" or setting.default is None:
             return default == "None" or setting.default is None
+        if default == "[]":
+            return setting.default == ()
         if setting.kind.scalar in (int, float):
             return float(default) == float(words[0])
         return default == (str(setting.default) if setting.kind.scalar is bool else words[0])
@@ -120,6 +122,13 @@ def test_a_script_of_megatron_runs() -> None:
     assert set(re.findall(r"--[\w-]+", ignored)) == set(script.split()) & set(table.IGNORED)
     assert len(parsed.summary().splitlines()) <= 15 - len(("train", "valid")), "those of the data are added to a run's"
     assert "each rank holds 0.88 MB of masters and moments, not 0.44 MB: DP 2 does not share them" in parsed.notes
+
+
+def test_a_precision_aware_optimizer_is_said_by_the_formats_of_its_moments() -> None:
+    parsed = parse([*RUN, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"], {})
+    (note,) = parsed.notes
+    assert "--exp-avg-dtype and --exp-avg-sq-dtype alone say it" in note
+    assert parsed.config.optimizer.exp_avg_dtype == "bf16"
 
 
 def test_the_data_of_a_script_of_megatron(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config import other_names
 from megatron.config.arguments import parse
-from megatron.config.problems import UserError
+from megatron.config.problems import Problem, UserError
 from megatron.config.settings import SPELLINGS
 from tests.unit.config.test_megatron_flags import NAMES
 
@@ -21,8 +21,44 @@ def test_they_are_names_of_others_and_lead_to_ours() -> None:
     assert set(other_names.HARMLESS) <= set(other_names.OTHERWISE)
     for name, (_, fixes) in other_names.OTHERWISE.items():
         offered = set(re.findall(r"--[\w-]+", " ".join(fixes)))
-        assert offered
-        assert offered <= {*SPELLINGS, name}
+        assert fixes
+        assert offered <= {*SPELLINGS, name, "--nproc-per-node"}
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("--nproc 2", "--nproc: no such flag; the launcher starts the ranks"),
+        ("--nproc_per_node=2", "--nproc_per_node: no such flag; it belongs to the launcher"),
+    ],
+)
+def test_the_launchers_flags_are_given_to_the_launcher(words: str, told: str) -> None:
+    with pytest.raises(UserError) as error:
+        parse([*RUN, *words.split()], {})
+    assert error.value.problems == (Problem("E001", told, ("torchrun --nproc-per-node 2 pretrain_gpt.py",)),)
+
+
+def test_the_mode_of_wandb_is_said_by_the_environment() -> None:
+    with pytest.raises(
+        UserError, match=r"--wandb-mode: no such flag; the environment [^|]+ fix: WANDB_MODE=offline \|"
+    ):
+        parse([*RUN, "--wandb-mode", "offline"], {})
+
+
+@pytest.mark.parametrize(
+    "flag",
+    [
+        "--log-batch-size-to-tensorboard",
+        "--no-log-learnig-rate-to-tensorboard",
+        "--log-learning-rate-to-tensorboard",
+        "--log-loss-scale-to-tensorboard",
+        "--log-timers-to-tensorboard",
+        "--no-log-loss-scale-to-tensorboard",
+    ],
+)
+def test_what_megatron_asked_for_in_tensorboard_is_there_anyhow(flag: str) -> None:
+    (note,) = parse([*RUN, flag], {}).notes
+    assert note.startswith(f"ignored: {flag} because console, metrics.jsonl, TensorBoard and Weights & Biases get")
 
 
 @pytest.mark.parametrize("name", other_names.SAME)
