@@ -8,13 +8,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
+from megatron.config.checks.profiling import MOST_STEPS
+
 SIGNAL = signal.SIGUSR2
 FILE = "PROFILE"
 STEPS = 2
 """Steps of a profile where nobody says how many."""
-
-MOST_STEPS = 1000
-"""More would not fit into memory."""
 
 LOOK_SECONDS = 1.0
 """Between looks for the file: a look may be slow on the file systems of clusters."""

@@ -6,22 +6,21 @@ of the model and the communication of every mesh axis: whatever is marked by :fu
 
 from __future__ import annotations
 
-import gzip
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from megatron.config.checks.profiling import MOST_STEPS
 from megatron.config.run import ProfilingConfig
 from megatron.parallel.ranges import span
-from megatron.training.profile_report import STEP, add_memory_track, report
+from megatron.training.profile_report import STEP, Account
+from megatron.training.trace_file import MemoryCurve, events_of, pack
 
 FOLDER = "profiles"
 """In the run's folder."""
@@ -70,8 +69,10 @@ class Profiler:
         """Record the ``steps`` steps that follow step ``after``, as a running job was asked to; 0 changes nothing."""
         if not steps:
             return
-        ranks = " ".join(map(str, self.config.profile_ranks))
-        self._say(f"asked for a profile of steps {after + 1} to {after + steps}, recorded on --profile-ranks {ranks}")
+        if self.rank == 0:
+            ranks = " ".join(map(str, self.config.profile_ranks))
+            steps_told = f"steps {after + 1} to {after + steps}"
+            self._say(f"asked for a profile of {steps_told}, recorded on --profile-ranks {ranks}")
         if self._folder is not None:
             self._windows.append(range(after + 1, after + 1 + steps))
 
@@ -86,7 +87,7 @@ class Profiler:
                 yield
             complete = True
         finally:
-            if self._recording is not None and not (complete and self._wants(number + 1)):
+            if self._recording is not None and not (complete and self._goes_on(self._recording, number + 1)):
                 self._finish(number)
 
     def close(self, number: int) -> None:
@@ -96,6 +97,10 @@ class Profiler:
 
     def _wants(self, number: int) -> bool:
         return any(number in window for window in self._windows)
+
+    def _goes_on(self, recording: Recording, number: int) -> bool:
+        """Whether step ``number`` belongs to it too; else a wish that is left begins another one."""
+        return self._wants(number) and number - recording.first < MOST_STEPS
 
     def _start(self, number: int) -> None:
         try:
@@ -183,34 +188,30 @@ class Recording:
 
         Raises:
             OSError: when the disk refuses.
+            ValueError: when it cut the trace off.
         """
         name, written = str(stem), []
         if self.snapshot:
             written.append(Path(f"{name}_memory.pickle"))
             torch.cuda.memory._dump_snapshot(str(written[-1]))
-        trace = self._export(Path(f"{name}.json"))
-        peak = add_memory_track(trace["traceEvents"]) if self.config.profile_memory and not self.snapshot else None
-        table, packed = Path(f"{name}.txt"), Path(f"{name}.json.gz")
-        table.write_text(report(trace["traceEvents"], last - self.first + 1, peak))
-        packed.write_bytes(gzip.compress(json.dumps(trace).encode(), compresslevel=3))
+        raw, table, packed = (Path(f"{name}.{suffix}") for suffix in ("json", "txt", "json.gz"))
+        curve = MemoryCurve()
+        try:
+            self.trace.export_chrome_trace(str(raw))
+            if not raw.exists():  # it only logs what went wrong
+                raise OSError(f"{raw} could not be written; is the disk full?")
+            curved = self.config.profile_memory and not self.snapshot
+            account = Account(curve.along(events_of(raw)) if curved else events_of(raw))
+            table.write_text(account.table(last - self.first + 1, curve.peak if curved else None))
+            pack(raw, packed, curve)
+        finally:
+            raw.unlink(missing_ok=True)
         return [packed, table, *written]
 
     def release(self) -> None:
         """Let a GPU's allocations go unrecorded again."""
         if self.snapshot:
             torch.cuda.memory._record_memory_history(enabled=None)
-
-    def _export(self, path: Path) -> dict[str, Any]:
-        """The trace, by way of a file that is there for a moment."""
-        try:
-            self.trace.export_chrome_trace(str(path))
-            if not path.exists():  # it only logs what went wrong
-                raise OSError(f"{path} could not be written; is the disk full?")
-            with path.open(encoding="utf-8", errors="replace") as file:
-                found: dict[str, Any] = json.load(file)  # fails on what a full disk cut off
-            return found
-        finally:
-            path.unlink(missing_ok=True)
 
     def _wait(self) -> None:
         if self.device.type == "cuda":

@@ -8,10 +8,17 @@ from megatron.config.batch import total_steps
 from megatron.config.problems import Problem
 from megatron.config.run import ProfilingConfig, RunConfig
 
+MOST_STEPS = 20
+"""Of one profile. The profiler keeps every event of them in memory: 6 MB a step for 2 layers and 4 micro-batches."""
+
 
 def window(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The last step is not before the first."""
+    """The last step is not before the first, and not too far from it."""
     p = config.profiling
+    if _asked(p) and p.profile_step_end - p.profile_step_start > MOST_STEPS:
+        steps = p.profile_step_end - p.profile_step_start
+        sentence = f"a profile of {steps:,} steps; its events are kept in memory, so {MOST_STEPS} are the most"
+        yield Problem("E706", sentence, (f"--profile-step-end {p.profile_step_start + MOST_STEPS}",))
     if _asked(p) and p.profile_step_end <= p.profile_step_start:
         sentence = f"a profile from step {p.profile_step_start} on that ends before step {p.profile_step_end} has none"
         yield Problem("E705", sentence, (f"--profile-step-end {p.profile_step_start + 2}",))

@@ -241,6 +241,7 @@ CASES = (
     # profiles
     Case("--profile --run-dir runs/a --profile-step-start 20"),
     Case("--profile --run-dir runs/a --profile-step-start 20 --profile-step-end 41"),
+    Case("--profile --run-dir runs/a --profile-step-start 20 --profile-step-end 41"),
     Case("--profile-memory --run-dir runs/a --profile-ranks 1 --profile-step-start 5 --profile-step-end 4"),
     Case("--run-dir runs/a --profile-ranks 1 8 9", ranks=8),
     Case("--profile"),

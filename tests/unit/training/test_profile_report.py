@@ -7,11 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.config.memory import shown
-from megatron.training.profile_report import add_memory_track, report, tally
+from megatron.training.profile_report import Account, Row, Tally
 
 
 def event(name: str, ts: float, dur: float, cat: str = "cpu_op", tid: int = 1) -> dict[str, Any]:
     return {"ph": "X", "name": name, "ts": ts, "dur": dur, "cat": cat, "pid": 1, "tid": tid}
+
+
+def tally(events: list[dict[str, Any]]) -> dict[str, Row]:
+    found = Tally()
+    for one in events:
+        found.add(one)
+    return found.rows()
 
 
 def test_time_of_a_call_is_not_that_of_its_caller() -> None:
@@ -49,7 +56,7 @@ def test_own_times_add_up_to_the_time_in_which_anything_runs(events: list[dict[s
 
 
 def test_the_table_has_shares_of_the_steps() -> None:
-    text = report(
+    text = Account(
         [
             event("step 7", 0, 10_000, "user_annotation"),
             event("optimizer", 0, 5_000, "user_annotation"),
@@ -59,10 +66,8 @@ def test_the_table_has_shares_of_the_steps() -> None:
             event("gloo:all_reduce", 6_000, 100, "user_annotation", tid=9),
             event("aten::mm", 0, 500),
             {"ph": "M", "name": "process_name"},
-        ],
-        steps=1,
-        peak_bytes=2_000_000,
-    )
+        ]
+    ).table(steps=1, peak_bytes=2_000_000)
     rows = {line.split("  ")[1]: line.split()[-2:] for line in text.splitlines() if line.startswith("  ")}
     assert text.startswith("1 step, 10.000 ms each")
     assert rows == {
@@ -76,25 +81,13 @@ def test_the_table_has_shares_of_the_steps() -> None:
 
 
 def test_what_a_gpu_did_is_beside_what_the_host_did() -> None:
-    text = report(
+    text = Account(
         [
             event("step 1", 0, 10_000, "user_annotation"),
             event("optimizer", 0, 1_000, "user_annotation"),
             event("optimizer", 500, 8_000, "gpu_user_annotation", tid=7),
             event("gemm", 500, 7_000, "kernel", tid=7),
-        ],
-        steps=1,
-    )
+        ]
+    ).table(steps=1)
     assert ["optimizer", "10.0%", "1.000", "8.000"] in [line.split() for line in text.splitlines()]
     assert ["gemm", "1", "7.000"] in [line.split() for line in text.splitlines()]
-
-
-def test_allocations_become_a_curve() -> None:
-    allocation = {"ph": "i", "name": "[memory]", "pid": 1, "args": {"Total Allocated": 400, "Bytes": 400}}
-    events: list[dict[str, Any]] = [
-        event("aten::mm", 0, 1),
-        {**allocation, "ts": 1},
-        {**allocation, "ts": 2, "args": {"Total Allocated": 100, "Bytes": -300}},
-    ]
-    assert add_memory_track(events) == 400
-    assert [(e["ts"], e["args"]) for e in events if e["ph"] == "C"] == [(1, {"bytes": 400}), (2, {"bytes": 100})]

@@ -75,7 +75,7 @@ def test_a_file_that_says_something_else_is_told(tmp_path: Path, clock: Clock, t
     assert asked.take() == 0
     assert list(tmp_path.iterdir()) == []
     (sentence,) = told
-    assert sentence.startswith("no profile: PROFILE may be empty, for 2 steps, or hold a number of steps up to 1000")
+    assert sentence.startswith("no profile: PROFILE may be empty, for 2 steps, or hold a number of steps up to 20")
     assert len(sentence) < 250
 
 

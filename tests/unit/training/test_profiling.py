@@ -205,6 +205,20 @@ def test_wishes_and_the_chosen_steps_go_together(tmp_path: Path, asked: dict[int
     assert recorded(config, tmp_path, range(1, 10), asked) == found
 
 
+def test_one_profile_has_so_many_steps_and_the_next_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiling, "MOST_STEPS", 3)
+    found = recorded(ProfilingConfig(), tmp_path, range(1, 10), {1: 3, 3: 3, 4: 3})
+    assert found == ["step_000002-000004", "step_000005-000007"]
+
+
+def test_a_profile_whose_layers_cannot_be_marked_leaves_no_profiler_running(tmp_path: Path) -> None:
+    told: list[str] = []
+    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, torch.nn.Sequential(), warn=told.append)
+    with patch.object(profiling, "LayerRanges", side_effect=RuntimeError("no hooks")), profiler.step(10):
+        assert not torch.autograd._profiler_enabled()
+    assert told == ["no profile on rank 0, training goes on: RuntimeError: no hooks"]
+
+
 def test_hooks_are_gone_after_a_profile(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
     profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, model, lambda text: None)
