@@ -12,7 +12,7 @@ from megatron.training.records import TrainRecord
 
 # Dense peak of bf16 and fp16 with fp32 accumulation in FLOP/s, from the makers' data sheets (their figures "with
 # sparsity" halved), by words of the name the driver reports; the first row that matches counts. Products that the
-# name does not tell apart are left out: no MFU is better than a wrong one.
+# name does not tell apart are left out: no MFU is better than a wrong one. A rank of an MI250X is half of the product.
 PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -37,8 +37,11 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str, params_dtype: str) -> float | None:
-    """Dense peak of one device in FLOP/s; None for devices, device slices and dtypes that are not in the table."""
-    if params_dtype not in ("bf16", "fp16") or re.search(r"\bMIG\b", device_name):
+    """Dense peak of one device in FLOP/s; None for devices, device slices and dtypes that are not in the table.
+
+    A name with a slash is that of several products: AMD's driver says ``MI250X / MI250`` for either.
+    """
+    if params_dtype not in ("bf16", "fp16") or re.search(r"\bMIG\b|/", device_name):
         return None
     return next((peak for words, peak in PEAK_FLOPS if re.search(rf"\b{words}\b", device_name)), None)
 

@@ -26,6 +26,12 @@ def test_who_is_fullest_and_who_is_slowest() -> None:
     assert seen.data_wait == 0.03
 
 
+def test_the_share_of_waits_is_that_of_the_mean_step() -> None:
+    """0.4 s of two steps that took 1 and 3 s, whoever waited."""
+    seen = compare([RANK, replace(RANK, seconds=3.0)])
+    assert seen.communication_share == pytest.approx(0.4 / 4.0)
+
+
 def test_one_rank_is_compared_with_nobody() -> None:
     seen = compare([RANK])
     assert (seen.slowest_rank, seen.slowest_excess, seen.fullest_rank) == (0, 0.0, 0)

@@ -56,6 +56,15 @@ def test_signals_are_given_back(heard: list[int]) -> None:
     assert heard == [signal.SIGTERM]
 
 
+def test_one_rank_alone_asks_no_device(heard: list[int]) -> None:
+    """A tensor on a meta device has no value, so to read one would raise."""
+    request = StopRequest(Group(), torch.device("meta"))
+    assert (request.agreed(), request.profile_steps) == (0, 0)
+    signal.raise_signal(signal.SIGTERM)
+    assert request.agreed() == 128 + signal.SIGTERM
+    request.restore()
+
+
 @pytest.mark.parametrize(("since", "answer"), [(None, 0), (400.5, 0), (399.9, stop.TIME_IS_UP)])
 def test_the_clock_counts_from_where_it_is_told(
     heard: list[int], monkeypatch: pytest.MonkeyPatch, since: float | None, answer: int

@@ -28,6 +28,9 @@ from megatron.training.throughput import PEAK_FLOPS, Yardstick, peak_flops
         ("NVIDIA RTX A4000", "bf16", None),
         ("NVIDIA L40S", "bf16", 362e12),
         ("NVIDIA L40", "bf16", None),
+        ("AMD Instinct MI250X", "bf16", 191.5e12),
+        ("AMD Instinct MI250X / MI250", "bf16", None),  # 191.5 or 181.05
+        ("AMD Instinct MI250X/MI250", "bf16", None),
         ("cpu", "bf16", None),
         ("Some GPU of 2031", "bf16", None),
     ],
