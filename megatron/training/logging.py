@@ -20,6 +20,7 @@ from megatron.config.run import RunConfig
 from megatron.config.sources import to_dict, to_yaml
 from megatron.training import incidents, run_folder
 from megatron.training.console import evaluation_line, progress_line, timing_line
+from megatron.training.failure import sentence
 from megatron.training.health_plot import draw_health
 from megatron.training.history import read_history
 from megatron.training.metrics import device_name
@@ -223,7 +224,7 @@ class RunLog:
                 self.train(self._pending())
             except Exception as lost:  # a device that failed may not give its numbers away any more
                 warn(f"the steps since the last line are lost: {lost}")
-        self._event({"event": "error", **self._place, "text": f"{type(error).__name__}: {error}"})
+        self._event({"event": "error", **self._place, "text": sentence(error)})
 
     def _record(self, values: Mapping[str, object]) -> None:
         self._sinks.record({**values, "time": time.time()})

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import os
 import sys
-import traceback
 from collections.abc import Sequence
 
-from megatron.checkpoint.errors import CheckpointError
 from megatron.config.launch import Launch
 from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.config.summary import summary
 from megatron.data.errors import DataError
 from megatron.kernels.determinism import make_deterministic
-from megatron.parallel.mesh import everyone, first_to_fail, is_lost_contact, leave_distributed
+from megatron.parallel.mesh import everyone, first_to_fail, leave_distributed
+from megatron.training.failure import RefusedError, explain
 from megatron.training.goodput import Goodput
 from megatron.training.graphs import StepRunner
 from megatron.training.logging import RunLog, warn
 from megatron.training.loop import train
-from megatron.training.nonfinite import NonFiniteError
 from megatron.training.profile_request import ProfileRequests
 from megatron.training.profiling import Profiler
 from megatron.training.resume import begin, choose
@@ -28,14 +26,6 @@ from megatron.training.run_identity import new_run_id
 from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest
 from megatron.training.together import claimed
-
-
-class RefusedError(Exception):
-    """What was asked for cannot begin: the text of the error that says why, which is its cause."""
-
-
-EXPECTED = (RefusedError, UserError, DataError, CheckpointError, NonFiniteError)
-"""Errors whose text says all there is to say; others come with their traceback."""
 
 
 def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = None) -> int:
@@ -91,15 +81,19 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
         raise RefusedError(str(error)) from error
     trainer.run_id = trainer.run_id or new_run_id(world)
     place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
-    with RunLog(
-        config,
-        world_size=world.size,
-        device=trainer.device,
-        enabled=world.rank == 0,
-        run_id=trainer.run_id,
-        data=data_facts(trainer.data),
-        **place,
-    ) as log:
+    try:
+        log = RunLog(
+            config,
+            world_size=world.size,
+            device=trainer.device,
+            enabled=world.rank == 0,
+            run_id=trainer.run_id,
+            data=data_facts(trainer.data),
+            **place,
+        )
+    except UserError as error:
+        raise RefusedError(str(error)) from error
+    with log:
         for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
             log.note(text)
         profiler = Profiler(
@@ -118,15 +112,3 @@ def report(error: Exception) -> None:
     launch = Launch.read(os.environ)
     where = f"error on rank {launch.rank}" if launch.world_size > 1 else "error"
     print(f"{where}: {explain(error)}", file=sys.stderr, flush=True)
-
-
-def explain(error: Exception) -> str:
-    """What a person is told of an error."""
-    if isinstance(error, EXPECTED):
-        return str(error)
-    if is_lost_contact(error):
-        return (
-            "another rank ended without a word (killed, out of memory), or did not answer within "
-            f"--distributed-timeout-minutes; the launcher may know which\n  {error}"
-        )
-    return "".join(traceback.format_exception(error)).rstrip()

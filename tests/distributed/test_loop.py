@@ -148,6 +148,9 @@ def test_a_killed_rank_ends_the_others_with_a_sentence(tmp_path: Path) -> None:
     assert process.returncode == 1
     assert "error on rank 0: another rank ended without a word (killed, out of memory)" in told
     assert "gloo/transport" in told.partition("error on rank 0: ")[2].splitlines()[1]  # and not a traceback
+    (incident,) = [line for line in (tmp_path / "run" / "incidents.md").read_text().splitlines() if "error:" in line]
+    assert "error: another rank ended without a word" in incident
+    assert "gloo" not in incident
     assert column(tmp_path / "run", "iteration") == [1, 2]
 
 

@@ -1,0 +1,53 @@
+"""What a person is told of an error that ends a run: on the console, and in one line of its records."""
+
+from __future__ import annotations
+
+import re
+import traceback
+
+from megatron.checkpoint.errors import CheckpointError
+from megatron.config.problems import UserError
+from megatron.data.errors import DataError
+from megatron.parallel.mesh import is_lost_contact
+from megatron.training.nonfinite import NonFiniteError
+
+MOST_OF_A_CAUSE = 60
+"""Characters of a library's words that a sentence of ours takes over."""
+
+
+class RefusedError(Exception):
+    """What was asked for cannot begin: the text of the error that says why, which is its cause."""
+
+
+EXPECTED = (RefusedError, UserError, DataError, CheckpointError, NonFiniteError)
+"""Errors whose text says all there is to say; others come with their traceback."""
+
+LOST_CONTACT = (
+    "another rank ended without a word (killed, out of memory), or did not answer within "
+    "--distributed-timeout-minutes; the launcher may know which"
+)
+
+
+def explain(error: BaseException) -> str:
+    """All there is to say, for the console: of a bug, its traceback."""
+    if isinstance(error, EXPECTED):
+        return str(error)
+    if is_lost_contact(error):
+        return f"{LOST_CONTACT}\n  {error}"
+    return "".join(traceback.format_exception(error)).rstrip()
+
+
+def sentence(error: BaseException) -> str:
+    """The same in short, for the records: no traceback, and of what torch.distributed saw of a lost rank a clause."""
+    if isinstance(error, EXPECTED):
+        return str(error)
+    if is_lost_contact(error):
+        return f"{LOST_CONTACT} ({_cause(str(error))})"
+    return f"{type(error).__name__}: {error}"
+
+
+def _cause(text: str) -> str:
+    """The last clause of the first line: ``[file:line] Read error [address]: Connection reset by peer``."""
+    line = next(iter(text.strip().splitlines()), "no reason is given")
+    clause = re.sub(r"\[[^]]*\](:\d+)?", "", line).split(": ")[-1].strip(" .:")
+    return clause if len(clause) <= MOST_OF_A_CAUSE else f"{clause[:MOST_OF_A_CAUSE].rstrip()}..."
