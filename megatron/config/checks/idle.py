@@ -6,7 +6,7 @@ without work, as evaluation turned off does with its interval, a remark is enoug
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 
 from megatron.config.problems import Problem
@@ -231,10 +231,14 @@ def _check(rule: Rule) -> Callable[[RunConfig, int], Iterator[Problem]]:
     return check
 
 
-def remarks(config: RunConfig) -> list[str]:
-    """A line on every option that is set and has, harmlessly, no effect."""
-    found = ((rule.idle(config), rule.needs) for rule in HARMLESS)
-    return [f"{_list(idle)} has no effect without {needs}" for idle, needs in found if idle]
+def remarks(config: RunConfig, said: Collection[str]) -> list[str]:
+    """A line on every option that is set and has, harmlessly, no effect; of those in ``said``, not of a preset's."""
+    found = (([name for name in rule.idle(config) if name in said], rule.needs) for rule in HARMLESS)
+    return [
+        f"{_list(idle)} {'has' if len(idle) == 1 else 'have'} no effect without {needs}"
+        for idle, needs in found
+        if idle
+    ]
 
 
 def _list(names: list[str]) -> str:

@@ -121,4 +121,11 @@ def loss_scale(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E406", sentence, fixes)
 
 
+def unseen(config: RunConfig) -> Iterator[str]:
+    """A line on what only the start of a run can tell, because the names of parameters are not known before."""
+    for name in ("lr_factors", "weight_decay_factors"):
+        if getattr(config.optimizer, name):
+            yield f"{flag(name)}: whether its patterns name parameters is not checked here, but when the run starts"
+
+
 CHECKS = (rates, factors, said_once, schedule, weight_decay, loss_scale)

@@ -159,6 +159,22 @@ def test_notes_tell_what_was_ignored_and_why() -> None:
     assert accepted().notes == ()
 
 
+def test_notes_on_options_without_effect_count_them_and_leave_out_those_of_a_preset() -> None:
+    sgd = accepted("--preset", "tiny-llama", "--optimizer", "sgd")
+    assert sgd.config.optimizer.adam_beta2 == 0.95  # of the preset
+    assert not any("no effect" in note for note in sgd.notes)
+    (note,) = accepted("--optimizer", "sgd", "--adam-beta2", "0.95", "--adam-eps", "1e-6").notes
+    assert note == "--adam-beta2 and --adam-eps have no effect without optimizer adam"
+
+
+def test_a_check_says_that_it_does_not_know_the_names_of_parameters() -> None:
+    factors = ["--lr-factors", "nobody*=0.5", "--check-config"]
+    assert accepted(*factors).notes == (
+        "--lr-factors: whether its patterns name parameters is not checked here, but when the run starts",
+    )
+    assert accepted(*factors[:-1]).notes == ()
+
+
 def test_megatron_without_biases_is_told_which_gelu() -> None:
     assert any("exact form" in note for note in accepted("--disable-bias-linear").notes)
     assert not any("exact form" in note for note in accepted("--disable-bias-linear", "--swiglu").notes)
