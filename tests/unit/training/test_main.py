@@ -157,6 +157,16 @@ def test_a_failure_as_a_person_meets_it(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     command = [sys.executable, "pretrain_gpt.py", *FLAGS.split(), "--run-dir"]
     failed = subprocess.run([*command, str(tmp_path / "file")], cwd=ROOT, capture_output=True, text=True)
-    assert failed.returncode == 1
-    assert failed.stderr.startswith(f"error: E701 the run folder {tmp_path / 'file'} cannot be written: ")
+    assert failed.returncode == 2
+    assert failed.stderr.startswith(f"E701 --run-dir {tmp_path / 'file'}: it is a file, no folder\n  fix: --run-dir ")
     assert "Traceback" not in failed.stderr
+
+
+def test_a_run_folder_that_cannot_be_written_is_refused_before_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: list[str]
+) -> None:
+    monkeypatch.setattr(main, "train", lambda *arguments: pytest.fail("it began"))
+    (tmp_path / "config.yaml").mkdir()
+    assert main.run(tiny_run(tmp_path)) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: E701 the run folder {tmp_path} cannot be written: Is a directory\n  fix: --run-dir")
