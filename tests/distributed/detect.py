@@ -19,7 +19,7 @@ from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
-from megatron.training.agreement import check_same_data
+from megatron.training.agreement import check_same_data, check_same_kernels
 from megatron.training.checkpointing import consumed_digest
 from megatron.training.health import HealthRecord
 from megatron.training.nonfinite import explain_nonfinite
@@ -105,6 +105,16 @@ def compare_data(rank: int, world_size: int) -> bool:
     try:
         check_same_data(build_data(DataConfig(mock_data=True), training, 31, world_size), mesh.world)
     except DataError:
+        return True
+    return False
+
+
+def compare_kernels(rank: int, world_size: int) -> bool:
+    """The last rank computes with other kernels; whether this rank hears of it."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    try:
+        check_same_kernels("compiled" if rank == world_size - 1 else "torch", mesh.world)
+    except UserError:
         return True
     return False
 
@@ -215,6 +225,7 @@ DETECTORS: dict[str, Detector] = {
     "beginning": Detector(2, find_the_beginning, (), lambda ranks: list(ranks) == [True, True]),
     "ranks": Detector(2, tell_of_ranks, (), lambda ranks: list(ranks) == 2 * [[_times_of(0), _times_of(1)]]),
     "data": Detector(2, compare_data, (), lambda ranks: list(ranks) == [True, True]),
+    "kernels": Detector(2, compare_kernels, (), lambda ranks: list(ranks) == [True, True]),
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
     "health": Detector(2, report, (TP2_SP,), partial(reports_like_one_process, TP2_SP)),

@@ -15,6 +15,7 @@ from megatron.layers import linear, loss
 from megatron.layers.dropout import dropout_attention, dropout_rows
 from megatron.model.gpt import GPTChunk
 from megatron.optim import clip
+from megatron.optim.optimizer import Clock
 from megatron.parallel import comm
 from megatron.parallel.build import BuildContext
 from megatron.parallel.comm import Group
@@ -119,10 +120,10 @@ def deferred(run: Callable[[GradSink, int], None] = lambda sink, i: sink.run(0, 
     """No fault by itself: weight gradients wait until ``run`` asks for those of micro-batch ``i`` of the run."""
     original, done = step.forward_backward, iter(range(1000))
 
-    def forward_backward(chunk: GPTChunk, batch: MicroBatch, seed: Tensor) -> None:
+    def forward_backward(chunk: GPTChunk, batch: MicroBatch, seed: Tensor, clock: Clock) -> None:
         i, sink = next(done), chunk.context.sink
         with sink.deferring(0, i):
-            original(chunk, batch, seed)
+            original(chunk, batch, seed, clock)
         run(sink, i)
 
     return patch.object(step, "forward_backward", forward_backward)

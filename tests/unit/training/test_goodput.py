@@ -100,7 +100,9 @@ def test_a_run_that_was_killed_and_continued(tmp_path: Path) -> None:
     productive = 0.0
     for record in history.values():
         productive += record["iteration-time"]
-        assert record["goodput"] * record["run-seconds"] == pytest.approx(productive, rel=0.01)
+        assert record["goodput"] * record["run-seconds"] == pytest.approx(
+            productive, rel=0.01, abs=0.01
+        )  # between a line and the save after it
         assert record["run-seconds"] > productive
 
 

@@ -81,8 +81,7 @@ def test_memory_is_a_curve_that_goes_up_and_down(tmp_path: Path) -> None:
     start(tiny_run(tmp_path, f"--profile-memory {WINDOW}"))
     path = tmp_path / "profiles" / of_steps(3, 4)[0]
     counters = [event["args"]["bytes"] for event in trace(path) if event.get("ph") == "C"]
-    assert max(counters) > 4 * 8 * 16  # one layer's activations of one micro-batch, in fp32
-    assert min(counters) < max(counters) / 2
+    assert max(counters) - min(counters) > 4 * 8 * 16  # one layer's activations of one micro-batch, in fp32
     assert "allocated since the recording began, at most" in path.with_name(of_steps(3, 4)[1]).read_text()
 
 
