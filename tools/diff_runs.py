@@ -1,7 +1,7 @@
 """Name the first option, step and sample in which two runs differ: ``python tools/diff_runs.py RUN_DIR RUN_DIR``.
 
-Runs may be over, killed or going on. Times, memory and the environment are told where they explain something, and not
-counted as differences.
+Runs may be over, killed or going on. Options that only say how to compute, such as the layout, and the environment are
+told, as they may explain a difference, and are none themselves.
 """
 
 from __future__ import annotations
@@ -45,9 +45,10 @@ def main(argv: Sequence[str]) -> int:
         print(line)
     for line in (*told_samples(a, b, steps, arguments.data), *told_facts(changed_facts(a, b))):
         print(line)
-    if steps.differs_at or steps.digest_differs_at or any(change.counts for change in options):
-        return DIFFERENT
-    return EQUAL if steps.steps else UNREADABLE
+    if not steps.steps:
+        return UNREADABLE
+    differ = steps.differs_at or steps.digest_differs_at or any(change.counts for change in options)
+    return DIFFERENT if differ else EQUAL
 
 
 def parser() -> argparse.ArgumentParser:
@@ -74,7 +75,8 @@ def told_options(a: RunFolder, b: RunFolder, changes: Sequence[Change]) -> Itera
     counted = [change for change in changes if change.counts]
     yield f"options: {len(counted)} differ" if counted else "options: equal"
     yield from (f"  {change}" for change in counted)
-    if rest := [change.name for change in changes if not change.counts]:
+    yield from (f"  not counted: {change}" for change in changes if not (change.counts or change.of_one_start))
+    if rest := [change.name for change in changes if change.of_one_start]:
         yield f"  of one start, not counted: {' '.join(rest)}"
 
 

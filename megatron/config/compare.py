@@ -145,7 +145,7 @@ def compare(
     then, unreadable, unknown = _read(saved, name)
     before, after = _values(then) | unreadable, _values(now)
     changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
-    roles = {field: _role(field, before, after) for field in changed}
+    roles = {field: role_of(field, before, after) for field in changed}
     if _schedule(then, begin) == _schedule(now, begin):  # the same lengths, said in another way or of no effect
         same_lengths = {field for names in LENGTHS for field in names} - unreadable.keys()
         roles |= dict.fromkeys(same_lengths & roles.keys(), Role.FREE)
@@ -216,7 +216,7 @@ def ways_out(role: Role, options: CheckpointConfig, own: bool) -> Iterator[str]:
         yield f"{named}--resume-mode weights-only"
 
 
-def _role(name: str, before: Values, after: Values) -> Role:
+def role_of(name: str, before: Values, after: Values) -> Role:
     """What a change of an option decides, which may depend on its values and on other options."""
     if name == "max_position_embeddings" and after["position_embedding_type"] != "learned_absolute":
         return Role.FREE  # no tensor has that length, and no sample of the data is longer

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from megatron.config.compare import ROLES, Role
+from megatron.config.compare import Role, role_of
 from megatron.config.settings import SETTINGS
 from megatron.training.run_folder import CONFIG, DIFF, ENVIRONMENT, METRICS
 
@@ -118,12 +118,21 @@ def _take(lines: dict[int, dict[str, Any]], line: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Change:
-    """Something that has two values; those that do not ``count`` may differ between equal runs."""
+    """Something that has two values.
+
+    Attributes:
+        name: what they are called.
+        a: one value.
+        b: the other.
+        counts: whether runs that differ in it are different; what it does to their numbers is seen in these.
+        of_one_start: whether the next start of either run may have another value anyhow.
+    """
 
     name: str
     a: Any
     b: Any
     counts: bool = True
+    of_one_start: bool = False
 
     def __str__(self) -> str:
         numbers = [x for x in (self.a, self.b) if isinstance(x, float) and math.isfinite(x)]
@@ -132,15 +141,19 @@ class Change:
 
 
 def changed_options(a: RunFolder, b: RunFolder) -> list[Change]:
-    """Options that differ, in the order of docs/flags.md, those that this version does not know last."""
+    """Options that differ, in the order of docs/flags.md, those that this version does not know last.
+
+    Those count that decide model, data, batch or schedule; not how they are computed, and what is told of it.
+    """
     if a.options is None or b.options is None:
         return []
     left, right = a.options_as_now(), b.options_as_now()
     found = []
     for name in dict.fromkeys((*SETTINGS, *left, *right)):
         if left.get(name) != right.get(name):
-            flag = SETTINGS[name].flag if name in SETTINGS else name
-            found.append(Change(flag, left.get(name), right.get(name), ROLES.get(name) is not Role.START))
+            flag, role = (SETTINGS[name].flag, role_of(name, left, right)) if name in SETTINGS else (name, None)
+            counts, of_one_start = role not in (Role.FREE, Role.START), role is Role.START
+            found.append(Change(flag, left.get(name), right.get(name), counts, of_one_start))
     return found
 
 

@@ -38,6 +38,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "short": f"{data}/x --exit-interval 4",
         "lr": f"{data}/x --lr 1.1e-2",
         "seed": f"{data}/x --seed 7",
+        "twice": f"{data}/x --micro-batch-size 2",
         "other": f"{data}/y",
     }.items():
         start(tiny_run(root / name, flags))
@@ -69,7 +70,37 @@ def test_equal_runs(runs: Path, capsys: pytest.CaptureFixture[str], other: str, 
     status, lines = told(runs, "plain", other, capsys)
     assert steps in lines
     assert any(line.startswith("samples: the same up to step") for line in lines)
-    assert status == (0 if other != "again" else 1)  # --log-interval is an option of the run
+    assert status == 0
+    assert ("  not counted: --log-interval: 1 | 2" in lines) is (other == "again")
+
+
+def test_another_way_to_compute_is_equal_within_a_tolerance(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its options are told and do not count; its numbers do, as far as they are apart."""
+    status, lines = told(runs, "plain", "twice", capsys, "--tolerance", "1e-4")
+    assert lines[:3] == [
+        "options: equal",
+        "  not counted: --micro-batch-size: 1 | 2",
+        "  of one start, not counted: --run-dir",
+    ]
+    assert status == 0
+    assert told(runs, "plain", "twice", capsys)[0] == 1
+    assert told(runs, "twice", "lr", capsys, "--tolerance", "1.0")[0] == 1  # for --lr
+
+
+@pytest.mark.parametrize("other", ["plain", "lr"])
+def test_without_a_step_in_common_there_is_nothing_to_compare(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], other: str
+) -> None:
+    shutil.copytree(runs / other, tmp_path / "late")
+    path = tmp_path / "late" / "metrics.jsonl"
+    late = [text for text in path.read_text().splitlines() if json.loads(text)["iteration"] > 3]
+    path.write_text("\n".join(late) + "\n")
+    shutil.copytree(runs / "plain", tmp_path / "early")
+    early = tmp_path / "early" / "metrics.jsonl"
+    early.write_text("".join(t for t in early.read_text().splitlines(True) if json.loads(t)["iteration"] <= 3))
+    status, lines = told(tmp_path, "early", "late", capsys)
+    assert status == 2
+    assert "steps: not compared, no log line is of the same step; the last are of 3 | 6" in lines
 
 
 def test_another_learning_rate(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

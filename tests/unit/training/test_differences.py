@@ -100,12 +100,13 @@ def test_lines_that_a_crash_cut_off_are_told(tmp_path: Path) -> None:
     assert (list(run.lines), run.missing) == ([1], [f"{path / 'metrics.jsonl'}: 2 lines cannot be read"])
 
 
-def test_options_are_those_of_the_run_and_of_one_start(tmp_path: Path) -> None:
+def test_options_are_those_of_the_run_and_of_how_it_is_computed_and_of_one_start(tmp_path: Path) -> None:
     a = read_run(folder(tmp_path / "a", []))
-    b = read_run(folder(tmp_path / "b", [], "--lr 2e-2 --exit-interval 3 --seed 7"))
+    b = read_run(folder(tmp_path / "b", [], "--lr 2e-2 --exit-interval 3 --seed 7 --kernels torch"))
     assert changed_options(a, b) == [
-        Change("--exit-interval", None, 3, counts=False),
+        Change("--exit-interval", None, 3, counts=False, of_one_start=True),
         Change("--seed", 1234, 7),
+        Change("--kernels", ("auto",), ("torch",), counts=False),
         Change("--lr", 0.01, 0.02),
     ]
 
