@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,6 +23,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.training.agreement import check_same_data, check_same_kernels
 from megatron.training.checkpointing import consumed_digest
 from megatron.training.health import HealthRecord
+from megatron.training.metrics import StepWindow
 from megatron.training.nonfinite import explain_nonfinite
 from megatron.training.ranks import RankTimes, gather
 from megatron.training.replicas_check import check_replicas
@@ -36,6 +38,7 @@ from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report
 
 TOLERANCE = 1e-8
+LATE_SECONDS = 1.0
 
 
 @dataclass(frozen=True)
@@ -140,6 +143,14 @@ def _times_of(rank: int) -> RankTimes:
     return RankTimes(1.0 + rank, {"dp": 0.5 + rank}, {"optimizer": 0.25}, 10 + rank, 20)
 
 
+def begin_a_window(rank: int, world_size: int) -> float:
+    """The last rank comes late; when, by the machine's clock, this one was let into its window of steps."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    time.sleep(LATE_SECONDS if rank == world_size - 1 else 0.0)
+    StepWindow(torch.device("cpu"), 8, world=mesh.world)
+    return time.monotonic()
+
+
 def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     """Cross-entropy of logits around +-1000, whose exponentials do not exist: the sum, and this rank's part of dx."""
     mesh = Mesh(Layout.from_config(ParallelConfig(tensor_model_parallel_size=world_size), world_size), rank)
@@ -224,6 +235,7 @@ DETECTORS: dict[str, Detector] = {
     "name": Detector(2, name_the_run, (), lambda ranks: len(set(ranks)) == 1),
     "beginning": Detector(2, find_the_beginning, (), lambda ranks: list(ranks) == [True, True]),
     "ranks": Detector(2, tell_of_ranks, (), lambda ranks: list(ranks) == 2 * [[_times_of(0), _times_of(1)]]),
+    "window": Detector(2, begin_a_window, (), lambda ranks: max(ranks) - min(ranks) < LATE_SECONDS / 2),
     "data": Detector(2, compare_data, (), lambda ranks: list(ranks) == [True, True]),
     "kernels": Detector(2, compare_kernels, (), lambda ranks: list(ranks) == [True, True]),
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
