@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NoReturn, TextIO
 
 from megatron.config.problems import Problem
 
@@ -76,9 +76,17 @@ def _is_srun_step(environ: Mapping[str, str]) -> bool:
 
 def leave(status: int) -> NoReturn:
     """End the process; after a failure at once, because torch.distributed could wait for ranks that are gone."""
+    for stream in (sys.stdout, sys.stderr):
+        _flush(stream)
     if status == 0:
         sys.exit()
-    for stream in (sys.stdout, sys.stderr):
-        with suppress(OSError):  # a full disk; the status tells more
-            stream.flush()
     os._exit(status)
+
+
+def _flush(stream: TextIO) -> None:
+    """Write what waits. What nobody takes is dropped: Python would try once more and make 120 of the status."""
+    try:
+        stream.flush()
+    except OSError:  # a full disk, a pipe that nobody reads; the status tells more
+        with suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import subprocess
 import sys
 
 import pytest
@@ -61,3 +62,16 @@ def test_a_console_on_a_full_disk_does_not_change_the_status(monkeypatch: pytest
     monkeypatch.setattr(sys, "stdout", FullDisk())
     leave(143)
     assert statuses == [143]
+
+
+@pytest.mark.parametrize("said", ["", "word\n"])
+@pytest.mark.parametrize("status", [0, 143])
+def test_a_pipe_that_nobody_reads_does_not_change_the_status(said: str, status: int) -> None:
+    """Whether something was not written yet or the pipe was found broken before."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    code = f"import sys; from megatron.config.launch import leave; sys.stdout.write({said!r} * 3); leave({status})"
+    waits = os.environ | {"PYTHONUNBUFFERED": ""}
+    ended = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, env=waits, check=False)
+    os.close(writing)
+    assert (ended.returncode, ended.stderr) == (status, b"")
