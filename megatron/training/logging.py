@@ -30,7 +30,7 @@ from megatron.training.sinks import Background, Sink, Sinks
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.throughput import Yardstick
 from megatron.training.wandb_journal import Journal
-from megatron.training.wandb_sink import Wandb, folder_of
+from megatron.training.wandb_sink import Wandb, journal_of
 
 
 class LayerReport(Protocol):
@@ -124,8 +124,8 @@ class RunLog:
     def _open_wandb(self, config: RunConfig, run_id: str, iteration: int) -> Sink:
         """Open the client, and the journal, which goes on where that fails."""
         options = config.logging
-        journal = Journal(folder_of(options) / f"journal-{run_id}.jsonl", iteration, warn)
-        client = partial(Wandb, options, to_dict(config), run_id, iteration, journal.past, _say)
+        journal = Journal(journal_of(options, run_id), iteration, warn)
+        client = partial(Wandb, options, to_dict(config), run_id, iteration, journal.past, say)
         self._sinks.add("Weights & Biases", partial(Background, client, flushes=False))
         return journal
 
@@ -142,27 +142,27 @@ class RunLog:
         self._pending = None
         if not self.enabled:
             return
-        _say(progress_line(record, self.yardstick, _width()))
+        say(progress_line(record, self.yardstick, _width()))
         if (times := timing_line(record)) is not None:
-            _say(times)
+            say(times)
         self._record({**record.values(), **self.yardstick.values(record), "world-size": self._world_size})
 
     def evaluation(self, record: EvaluationRecord) -> None:
         """Report an evaluation."""
         if self.enabled:
-            _say(evaluation_line(record))
+            say(evaluation_line(record))
             self._record(record.values())
 
     def health(self, report: LayerReport) -> None:
         """Report on single layers."""
         if self.enabled:
-            _say(report.line())
+            say(report.line())
             self._record(report.values())
 
     def checkpoint(self, path: Path, size: int, seconds: float) -> None:
         """Report a checkpoint of ``size`` bytes that took ``seconds``."""
         if self.enabled:
-            _say(f"saved {path}: {shown(size)} in {seconds:.1f}s, {shown(size / seconds)}/s")
+            say(f"saved {path}: {shown(size)} in {seconds:.1f}s, {shown(size / seconds)}/s")
             self._event({"event": "checkpoint", **self._place, "path": str(path), "bytes": size, "seconds": seconds})
 
     def warning(self, text: str) -> None:
@@ -174,13 +174,13 @@ class RunLog:
     def stopped(self, why: str) -> None:
         """Say why the run ends before its last step."""
         if self.enabled:
-            _say(why)
+            say(why)
             self._event({"event": "stop", **self._place, "text": why})
 
     def note(self, text: str) -> None:
         """Say something that is no number."""
         if self.enabled:
-            _say(text)
+            say(text)
             self._event({"event": "note", **self._place, "text": text})
 
     def flush(self) -> None:
@@ -201,9 +201,9 @@ class RunLog:
         metrics, title = folder / run_folder.METRICS, folder.resolve().name
         try:
             draw_history(read_history(metrics), title, folder / run_folder.LOSS_CURVE)
-            _say(f"loss curve: {folder / run_folder.LOSS_CURVE}")
+            say(f"loss curve: {folder / run_folder.LOSS_CURVE}")
             if draw_health(metrics, title, folder / run_folder.HEALTH):
-                _say(f"health of every layer: {folder / run_folder.HEALTH}")
+                say(f"health of every layer: {folder / run_folder.HEALTH}")
         except Exception as error:  # a picture is not worth the run's exit status
             warn(f"no picture was drawn: {error}")
 
@@ -233,7 +233,7 @@ class RunLog:
         self._sinks.event({**values, "time": time.time()})
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     """Print. A console that takes nothing (a log on a full disk, a pipe that nobody reads) does not stop the run."""
     with suppress(OSError):
         print(text, flush=True)

@@ -54,7 +54,7 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
         window.add(metrics, samples)
         read = partial(window.read, iteration=t.iteration, consumed_samples=t.consumed_samples, rates=rates)
         log.stepped(t.iteration, t.consumed_samples, partial(read, alone=True))  # told even if the run fails before
-        examine(t, vitals, metrics, log)
+        examine(t, vitals, metrics, window, log)
 
         told = stop.agreed()
         profiler.ask(t.iteration, stop.profile_steps)
@@ -85,21 +85,25 @@ def window_of(trainer: Trainer) -> StepWindow:
         timers=t.timers,
         goodput=t.goodput,
         timing_option=logging.timing_log_option,
-        sees_waits=t.config.compute.cuda_graph != "step",
+        recorded=t.config.compute.cuda_graph,
     )
 
 
-def examine(trainer: Trainer, vitals: Vitals | None, metrics: StepMetrics, log: RunLog) -> None:
+def examine(trainer: Trainer, vitals: Vitals | None, metrics: StepMetrics, window: StepWindow, log: RunLog) -> None:
     """Report on every layer if it was watched, and compare the copies of the weights when that is due; collective.
 
     Raises:
         UserError: when copies of a weight differ.
 
     """
-    if vitals is not None:
-        log.health(vitals.report(metrics))
-    if _every(trainer.config.logging.check_weight_hash_across_dp_replicas_interval, trainer.iteration):
-        check_replicas(trainer)
+    compare = _every(trainer.config.logging.check_weight_hash_across_dp_replicas_interval, trainer.iteration)
+    if vitals is None and not compare:
+        return
+    with window.paused():
+        if vitals is not None:
+            log.health(vitals.report(metrics))
+        if compare:
+            check_replicas(trainer)
 
 
 def evaluations_due(trainer: Trainer) -> list[str]:

@@ -16,7 +16,7 @@ from megatron.parallel.mesh import everyone, first_to_fail, leave_distributed
 from megatron.training.failure import RefusedError, explain
 from megatron.training.goodput import Goodput
 from megatron.training.graphs import StepRunner
-from megatron.training.logging import RunLog, warn
+from megatron.training.logging import RunLog, say, warn
 from megatron.training.loop import train
 from megatron.training.profile_request import ProfileRequests
 from megatron.training.profiling import Profiler
@@ -26,6 +26,7 @@ from megatron.training.run_identity import new_run_id
 from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest
 from megatron.training.together import claimed
+from megatron.training.wandb_sink import notes_on_the_journal
 
 
 def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = None) -> int:
@@ -79,6 +80,7 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
         notes = [*notes, *trainer.notes, *begin(trainer, origin)]
     except (UserError, DataError) as error:
         raise RefusedError(str(error)) from error
+    notes = [*notes, *notes_on_the_journal(config.logging, trainer.run_id)]
     trainer.run_id = trainer.run_id or new_run_id(world)
     place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
     try:
@@ -96,8 +98,9 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
     with log:
         for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
             log.note(text)
+        tell = log.note if log.enabled else say  # each recording rank tells of its own profile
         profiler = Profiler(
-            config.profiling, config.logging.run_dir, world.rank, trainer.device, trainer.chunk, log.note, warn
+            config.profiling, config.logging.run_dir, world.rank, trainer.device, trainer.chunk, tell, warn
         )
         try:
             return train(trainer, take_step, log, stop, profiler)

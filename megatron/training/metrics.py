@@ -20,7 +20,7 @@ from megatron.parallel.comm import Group
 from megatron.training.goodput import Goodput
 from megatron.training.ranks import RankTimes, compare, gather
 from megatron.training.records import TrainRecord
-from megatron.training.timers import Timers
+from megatron.training.timers import RECORDED, Timers
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class StepWindow:
         timers: Timers | None = None,
         goodput: Goodput | None = None,
         timing_option: str = "minmax",
-        sees_waits: bool = True,
+        recorded: str = "none",
     ) -> None:
         """Begin a window; collective over ``world``.
 
@@ -69,12 +69,12 @@ class StepWindow:
             timers: of this rank; None for those that cost nothing.
             goodput: is told of the time that goes into steps; None for that of a run that begins.
             timing_option: what is told of each timer: ``max``, ``minmax`` or ``all``.
-            sees_waits: whether the meter of ``world`` sees them; not inside a step that is replayed as a graph.
+            recorded: what is replayed as a graph, by ``--cuda-graph``: its waits and phases are not seen, and not told.
 
         """
         self.device, self.seq_length, self.world = device, seq_length, world or Group()
         self.timers, self.goodput = timers or Timers(0, device), goodput or Goodput()
-        self._timing_option, self._sees_waits = timing_option, sees_waits
+        self._timing_option, self._recorded = timing_option, recorded
         self._steps: list[Tensor] = []
         self._samples: list[int] = []
         self._meet()
@@ -153,7 +153,8 @@ class StepWindow:
         mine = RankTimes(record.seconds_per_step, waits, self.timers.read(steps), *memory_bytes(self.device))
         with self.world.meter.paused():
             ranks = compare(gather(mine, world, self.device))
-        several, seen = world.size > 1, self.world.size > 1 and self._sees_waits
+        several, seen = world.size > 1, self.world.size > 1 and self._recorded != "step"
+        timings = ranks.timings(self._timing_option) if self.timers.level else {}
         return replace(
             record,
             memory_bytes=ranks.memory_bytes,
@@ -165,7 +166,7 @@ class StepWindow:
             communication_share=ranks.communication_share if seen else None,
             slowest_rank=ranks.slowest_rank if several and seen else None,
             slowest_excess=ranks.slowest_excess if several and seen else None,
-            timings=ranks.timings(self._timing_option) if self.timers.level else {},
+            timings={name: timing for name, timing in timings.items() if name not in RECORDED[self._recorded]},
         )
 
     def _count(self) -> float:

@@ -122,7 +122,7 @@ class Tally:
         rows = [Row() for _ in self._names]
         for thread in self._threads.values():
             around: list[tuple[float, Row]] = []  # the end of each, and its row
-            for index in np.lexsort((-np.array(thread.duration), thread.begin)):
+            for index in np.lexsort((-np.array(thread.duration), np.array(thread.begin))):
                 begin, duration, row = thread.begin[index], thread.duration[index], rows[thread.name[index]]
                 while around and around[-1][0] <= begin:
                     around.pop()

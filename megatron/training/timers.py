@@ -33,6 +33,13 @@ PHASES: dict[str, Phase] = {
 }
 """Every timer there is; a new one begins here. All ranks have the same, so that they can compare them."""
 
+RECORDED: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "optimizer": ("optimizer-clip-main-grad", "optimizer-inner-step", "optimizer-copy-main-to-model-params"),
+    "step": tuple(name for name in PHASES if name != "batch-generator"),
+}
+"""Phases that nobody times where a CUDA graph is replayed, by ``--cuda-graph``; the few eager steps would mislead."""
+
 
 class Timers:
     """Times the phases of a step up to a level; those above it cost a look into a table.

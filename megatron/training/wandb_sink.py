@@ -24,6 +24,22 @@ def folder_of(options: LoggingConfig) -> Path:
     return Path(options.wandb_save_dir or options.run_dir or ".") / "wandb"
 
 
+def journal_of(options: LoggingConfig, run_id: str) -> Path:
+    """The journal of the run ``run_id``."""
+    return folder_of(options) / f"journal-{run_id}.jsonl"
+
+
+def notes_on_the_journal(options: LoggingConfig, run_id: str) -> list[str]:
+    """What to say where an earlier start's journal should be and is not; ``run_id`` is empty for a run that begins."""
+    if not run_id or options.wandb_project is None or journal_of(options, run_id).exists():
+        return []
+    return [
+        f"Weights & Biases: {folder_of(options)} has no journal of this run, {run_id}. If its earlier starts reported "
+        "from another folder (--wandb-save-dir, --run-dir), name that one: else rows that they had not handed over are "
+        "missing, and offline the steps that are taken again are there twice"
+    ]
+
+
 class Wandb:
     """One row per log step, over iterations; the values of an evaluation or a health report go into its row."""
 
@@ -58,6 +74,8 @@ class Wandb:
         for step in sorted(step for step in past.rows if self._reported < step <= iteration):
             self._report(past.rows[step], step)
         past.rows.clear()  # of a long run they are many
+        if past.starts or iteration:
+            self._run.summary["error"] = ""  # that of the start before, which this one goes on from
         self._say_where(say)
 
     def _last_step(self, files: Path, run_id: str, journaled: int) -> int:

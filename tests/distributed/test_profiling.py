@@ -7,7 +7,7 @@ import io
 import json
 import os
 import signal
-from contextlib import redirect_stderr
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
@@ -22,8 +22,8 @@ from tests.runs import before_step, column, tiny_run
 WISHES = ("signal", "file", "nothing")
 
 
-def run_rank(rank: int, world_size: int, config: RunConfig, wish: str, wishing: int) -> tuple[int, str]:
-    """A rank's exit status and what it wrote to stderr; rank ``wishing`` wants a profile in step 2."""
+def run_rank(rank: int, world_size: int, config: RunConfig, wish: str, wishing: int) -> tuple[int, str, list[str]]:
+    """A rank's exit status, what it wrote to stderr, and of profiles; rank ``wishing`` wants one in step 2."""
 
     def ask(trainer: Trainer) -> None:
         if wish == "signal" and rank == wishing:
@@ -33,8 +33,11 @@ def run_rank(rank: int, world_size: int, config: RunConfig, wish: str, wishing: 
 
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     looks = patch("megatron.training.profile_request.LOOK_SECONDS", 0.0)
-    with patch.dict(os.environ, place), before_step(2, ask), looks, redirect_stderr(io.StringIO()) as told:
-        return main.run(config), told.getvalue()
+    told = redirect_stderr(io.StringIO()), redirect_stdout(io.StringIO())
+    with patch.dict(os.environ, place), before_step(2, ask), looks, told[0] as err, told[1] as out:
+        status = main.run(config)
+    lines = [line.partition(":")[0] for line in out.getvalue().splitlines() if "profile of" in line]
+    return status, err.getvalue(), lines
 
 
 def kept(folder: Path) -> list[str]:
@@ -49,10 +52,14 @@ def ranges(path: Path) -> set[str]:
 @pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2 --sequence-parallel", ""], ids=["tp2-sp", "dp2"])
 def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: Path, layout: str) -> None:
     for wish in WISHES:
-        flags = f"--profile-ranks {'0 1' if wish == 'signal' else '1'} {layout}"
+        ranks = "0 1" if wish == "signal" else "1"
+        flags = f"--profile-ranks {ranks} {layout}"
         config = tiny_run(tmp_path / wish, flags, world_size=2)
         wishing = 1 if wish == "signal" else 0  # only rank 0 looks for the file
-        assert pool.run(2, run_rank, config, wish, wishing) == [(0, ""), (0, "")]
+        recorded = "profile of steps 3 to 4"
+        asked = f"asked for a {recorded}, recorded on --profile-ranks {ranks}"
+        told = {"signal": [[asked, recorded], [recorded]], "file": [[asked], [recorded]], "nothing": [[], []]}
+        assert pool.run(2, run_rank, config, wish, wishing) == [(0, "", lines) for lines in told[wish]]
     assert kept(tmp_path / "signal") == [f"step_000003-000004_rank_{rank}.json.gz" for rank in (0, 1)]
     assert kept(tmp_path / "file") == ["step_000003-000004_rank_1.json.gz"]
     assert kept(tmp_path / "nothing") == []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.data.masks import Columns, Masks
 from megatron.training.checkpointing import state
 from megatron.training.graphs import StepRunner
+from megatron.training.health import Vitals
 from megatron.training.history import read_history
 from megatron.training.logging import RunLog
 from megatron.training.loop import train
@@ -96,6 +98,24 @@ def test_layers_are_reported_at_their_interval_and_change_nothing(tmp_path: Path
     assert column(tmp_path / "watched", "lm loss") == column(tmp_path / "plain", "lm loss")
     assert (tmp_path / "watched" / "health.png").exists()
     assert not (tmp_path / "plain" / "health.png").exists()
+
+
+def test_looking_at_layers_and_copies_does_not_count_as_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both take a thousand seconds here, by the clock of the window."""
+    late, now, report = [0.0], time.perf_counter, Vitals.report
+
+    def slow(result: Any) -> Any:
+        late[0] += 1000.0
+        return result
+
+    monkeypatch.setattr("megatron.training.metrics.time.perf_counter", lambda: now() + late[0])
+    monkeypatch.setattr(Vitals, "report", lambda vitals, metrics: slow(report(vitals, metrics)))
+    monkeypatch.setattr("megatron.training.loop.check_replicas", slow)
+    trained(tmp_path, "--log-health-interval 2 --check-weight-hash-across-dp-replicas-interval 3")
+    assert late[0] == 5 * 1000.0
+    assert max(column(tmp_path, "iteration-time")) < 500.0
 
 
 def test_weights_that_differ_are_not_saved(tmp_path: Path) -> None:

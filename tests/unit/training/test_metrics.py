@@ -10,8 +10,10 @@ import torch
 from megatron.optim.schedule import Rates
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
+from megatron.training import metrics
 from megatron.training.goodput import Goodput
 from megatron.training.metrics import StepMetrics, StepWindow, device_name, memory_bytes
+from megatron.training.ranks import RankTimes
 from megatron.training.records import EvaluationRecord, Timing
 from megatron.training.timers import Timers
 
@@ -128,11 +130,51 @@ def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(c
 
 
 def test_waits_that_nobody_sees_are_not_told_as_none(clock: Clock, nobody_else: None) -> None:
-    window = StepWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), sees_waits=False)
+    window = StepWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), recorded="step")
     clock.now += 1.0
     window.add(step(3.0), samples=1)
     record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0), alone=True)
     assert (record.communication, record.communication_share) == ({}, None)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "told"),
+    [
+        ("none", {"batch-generator", "forward-backward", "optimizer", "optimizer-inner-step"}),
+        ("optimizer", {"batch-generator", "forward-backward", "optimizer"}),
+        ("step", {"batch-generator"}),
+    ],
+)
+def test_phases_of_the_few_steps_that_were_not_replayed_are_not_told_as_those_of_all(
+    clock: Clock, recorded: str, told: set[str]
+) -> None:
+    timers = Timers(2, CPU)
+    window = StepWindow(CPU, seq_length=1, timers=timers, recorded=recorded)
+    for name in ("batch-generator", "forward-backward", "optimizer", "optimizer-inner-step"):
+        with timers(name):
+            clock.now += 1.0
+    window.add(step(3.0), samples=1)
+    assert window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0)).timings.keys() == told
+
+
+def test_asking_the_ranks_is_no_communication_of_the_next_steps(
+    clock: Clock, nobody_else: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    group = Group((0, 1), 0, None, "world")
+
+    def gather(mine: RankTimes, world: Group, device: torch.device) -> list[RankTimes]:
+        with world.waiting(torch.zeros(())):
+            clock.now += 1.0
+        return [mine, mine]
+
+    monkeypatch.setattr(metrics, "gather", gather)
+    window = StepWindow(CPU, seq_length=1, world=group)
+    for _ in range(2):
+        with group.waiting(torch.zeros(())):
+            clock.now += 0.25
+        window.add(step(3.0), samples=1)
+        record = window.read(iteration=1, consumed_samples=1, rates=Rates(0.0, 0.0))
+        assert record.communication == {"world": 0.25}
 
 
 def test_steps_count_towards_goodput_before_a_pause_ends_and_once(clock: Clock) -> None:

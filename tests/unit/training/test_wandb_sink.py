@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from megatron.config.run import LoggingConfig
 from megatron.training import wandb_sink
 from megatron.training.wandb_journal import Journal, Past
-from megatron.training.wandb_sink import Wandb
+from megatron.training.wandb_sink import Wandb, journal_of, notes_on_the_journal
 
 
 class Client:
@@ -177,6 +177,41 @@ def test_a_run_taken_back_says_from_where_on_it_reports(tmp_path: Path) -> None:
     with patch.object(Wandb, "_say_where", lambda run, say: said.append((run._reported, run._begin))):
         sink(client, tmp_path, 1)
     assert said == [(3, 1)]
+
+
+def test_steps_that_are_taken_again_are_reported_as_they_are_taken_now(tmp_path: Path) -> None:
+    """A start hands over what came before it, and nothing of what it is about to do anew."""
+    client = Client(offline=False)
+    first = sink(client, tmp_path)
+    for number in (1, 2, 3):
+        first.record(step(number))
+    client.crash(0)
+    second = sink(client, tmp_path, 2)
+    for number in (3, 4):
+        second.record(step(number) | {"lm loss": 9.0})
+    second.close(False)
+    assert [(number, row["lm loss"]) for number, row in client.kept] == [(1, 0.5), (2, 1.0), (3, 9.0), (4, 9.0)]
+
+
+def test_the_error_of_a_start_is_not_that_of_the_next(tmp_path: Path) -> None:
+    client = Client(offline=False)
+    first = sink(client, tmp_path).client
+    assert first is not None
+    assert client.summary == {}
+    first.event({"event": "error", "text": "no more of this"})
+    assert client.summary == {"error": "no more of this"}
+    sink(client, tmp_path)
+    assert client.summary == {"error": ""}
+
+
+def test_a_journal_that_is_elsewhere_is_missed(tmp_path: Path) -> None:
+    here, elsewhere = (LoggingConfig(wandb_project="p", run_dir=str(tmp_path / name)) for name in "ab")
+    Journal(journal_of(here, "run12345"), 0, pytest.fail).close(False)
+    assert notes_on_the_journal(here, "run12345") == []
+    assert notes_on_the_journal(elsewhere, "") == []  # it begins
+    assert notes_on_the_journal(LoggingConfig(run_dir="b"), "run12345") == []  # nobody asks for it
+    (note,) = notes_on_the_journal(elsewhere, "run12345")
+    assert note.startswith(f"Weights & Biases: {tmp_path}/b/wandb has no journal of this run, run12345. ")
 
 
 def test_files_that_cannot_be_read_count_as_whole(tmp_path: Path) -> None:
