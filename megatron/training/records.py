@@ -119,6 +119,7 @@ class TrainRecord:
             "tokens-per-second": self.tokens_per_second,
             "tokens-per-second-per-gpu": self.tokens_per_second / self.world_size,
             "skipped-iterations": list(self.skipped),
+            "skipped-iterations-count": len(self.skipped),
             "spikes-skipped": len(self.spikes),
             "mem-max-allocated-bytes": self.memory_bytes,
             **self._where_it_applies(),

@@ -10,7 +10,6 @@ from typing import Protocol
 Values = Mapping[str, object]
 """Numbers and words by name, as the records give them."""
 
-COUNTED = "skipped-iterations"
 PATIENCE_SECONDS = 30.0
 CAPACITY = 10_000  # records that wait for a sink; some megabytes
 
@@ -179,14 +178,12 @@ class Background:
 def scalars(values: Values) -> dict[str, float]:
     """The numbers among ``values``, as one curve each.
 
-    Skipped iterations count; other lists, one number per rank, are left out. The name of one of several validation sets
-    goes into the names of its values, after ``validation``, as in Megatron-LM.
+    Words and lists are left out. The name of one of several validation sets goes into the names of its values, after
+    ``validation``, as in Megatron-LM.
     """
     of = values.get("validation-set")
     found: dict[str, float] = {}
     for name, value in values.items():
-        if isinstance(value, list) and name == COUNTED:
-            found[name] = len(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool):
+        if isinstance(value, int | float) and not isinstance(value, bool):
             found[name.replace("validation", f"validation-{of}") if of else name] = value
     return found

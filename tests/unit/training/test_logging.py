@@ -98,6 +98,7 @@ def test_metric_names_are_those_of_megatron_lm(tmp_path: Path) -> None:
         "hfu",
         "mem-max-allocated-bytes",
         "skipped-iterations",
+        "skipped-iterations-count",
         "time",
     }
     places = {"iteration", "consumed-samples", "consumed-tokens", "time"}

@@ -13,6 +13,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig, TrainingConfig
 from megatron.training.health import HealthRecord
 from megatron.training.records import EvaluationRecord, Timing, TrainRecord
+from megatron.training.sinks import scalars
 from megatron.training.throughput import Yardstick
 from megatron.training.timers import PHASES
 
@@ -41,6 +42,16 @@ def test_every_metric_of_training_is_documented() -> None:
     general = {re.sub(r"^communication-tp$", "communication-AXES", name) for name in told}
     general = {re.sub(f"^({'|'.join(sorted(PHASES, key=len, reverse=True))})-time", "TIMER-time", n) for n in general}
     assert general == names(METRICS)
+
+
+def test_what_is_documented_as_a_list_is_one_and_all_else_is_the_same_number_everywhere() -> None:
+    """No name stands for a list in one place and for a number in another."""
+    values = everything().values()
+    lists = {re.sub("^.*-time-", "TIMER-time-", name) for name, value in values.items() if isinstance(value, list)}
+    assert lists == {name for cell, rest in METRICS if "list of" in rest for name in names([(cell, rest)])}
+    shown = scalars(values)
+    assert {name: values[name] for name in shown} == shown
+    assert (shown["skipped-iterations-count"], shown["spikes-skipped"]) == (1, 1)
 
 
 def test_every_metric_of_an_evaluation_is_documented() -> None:

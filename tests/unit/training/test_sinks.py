@@ -165,9 +165,10 @@ def test_numbers_are_told_from_words_and_sets_by_name() -> None:
         "mfu": None,
         "text": "x",
         "skipped-iterations": [1, 2],
+        "skipped-iterations-count": 2,
         "flag": True,
         "x-time-by-rank": [0.5],
     }
-    assert scalars(values) == {"iteration": 3, "lm loss": 2.5, "skipped-iterations": 2}
+    assert scalars(values) == {"iteration": 3, "lm loss": 2.5, "skipped-iterations-count": 2}
     of_one = {"validation-set": "wiki", "lm loss validation": 2.0, "lm loss validation ppl": 7.4, "iteration": 3}
     assert scalars(of_one) == {"lm loss validation-wiki": 2.0, "lm loss validation-wiki ppl": 7.4, "iteration": 3}

@@ -89,6 +89,7 @@ def step(number: int) -> dict[str, object]:
         "consumed-samples": 4 * number,
         "lm loss": number / 2,
         "skipped-iterations": [],
+        "skipped-iterations-count": 0,
         "time": 1,
     }
 
@@ -109,7 +110,7 @@ def test_a_step_and_its_evaluation_are_one_row(tmp_path: Path) -> None:
         "samples vs steps": 8,
         "lm loss": 1.0,
         "lm loss validation": 2.0,
-        "skipped-iterations": 0,
+        "skipped-iterations-count": 0,
         "restarts": 0,
     }
     assert client.exit_code == 0
