@@ -30,6 +30,7 @@ from megatron.training.sinks import Background, Sink, Sinks
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.throughput import Yardstick
 from megatron.training.wandb_journal import Journal
+from megatron.training.wandb_mode import turned_off
 from megatron.training.wandb_sink import Wandb, journal_of
 
 
@@ -118,7 +119,9 @@ class RunLog:
         if options.tensorboard_dir is not None:
             make = partial(TensorBoard, Path(options.tensorboard_dir), to_yaml(config), *begin)
             self._sinks.add("TensorBoard", partial(Background, make))
-        if options.wandb_project is not None:
+        if options.wandb_project is not None and turned_off():
+            say("Weights & Biases is turned off by WANDB_MODE=disabled")
+        elif options.wandb_project is not None:
             self._sinks.add("the journal for Weights & Biases", partial(self._open_wandb, config, run_id, begin[0]))
 
     def _open_wandb(self, config: RunConfig, run_id: str, iteration: int) -> Sink:

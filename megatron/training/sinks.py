@@ -34,6 +34,10 @@ class BehindError(Exception):
     """A sink does not take what it is given."""
 
 
+class NotOpenedError(Exception):
+    """A sink could not be made; the words are those of the error that kept it from it."""
+
+
 class Sinks:
     """Many sinks as one. One that raises is warned of and gets no more until the run is started again."""
 
@@ -47,7 +51,7 @@ class Sinks:
         try:
             self._sinks[name] = make()
         except Exception as error:  # whatever it is, the run can do without
-            self._lost(name, error)
+            self._lost(name, NotOpenedError(said(error)))
 
     def record(self, values: Values) -> None:
         """Hand numbers to every sink."""
@@ -82,12 +86,13 @@ class Sinks:
 
     def _lost(self, name: str, error: Exception) -> None:
         self._sinks.pop(name, None)
-        self._warn(f"{name} gets no more of this run: {said(error)}; training goes on")
+        what = "nothing" if isinstance(error, NotOpenedError) else "no more"
+        self._warn(f"{name} gets {what} of this run: {said(error)}; training goes on")
 
 
-def said(error: Exception) -> str:
-    """The error's own words, or its kind where it has none."""
-    return str(error).strip() or type(error).__name__
+def said(error: BaseException) -> str:
+    """The error's own words in one line, or its kind where it has none."""
+    return " ".join(str(error).split()).rstrip(".") or f"it ended by {type(error).__name__}"
 
 
 class Background:
@@ -169,10 +174,14 @@ class Background:
     def _work(self, make: Callable[[], Sink]) -> None:
         try:
             sink = make()
+        except BaseException as error:  # told to the run at its next call, which no library shall end by sys.exit
+            self._error = NotOpenedError(said(error))
+            return
+        try:
             while (job := self._jobs.get()) is not None:
                 job(sink)
-        except BaseException as error:  # told to the run at its next call, which no library shall end by sys.exit
-            self._error = error if isinstance(error, Exception) else BehindError(f"it ended by {type(error).__name__}")
+        except BaseException as error:  # as above
+            self._error = error if isinstance(error, Exception) else BehindError(said(error))
 
 
 def scalars(values: Values) -> dict[str, float]:

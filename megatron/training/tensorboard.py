@@ -64,7 +64,11 @@ def _writer(folder: Path, purge_step: int) -> Any:
         raise ModuleNotFoundError(
             f"it needs a package that is not installed ({error.name}): pip install tensorboard"
         ) from error
-    return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
+    try:
+        return SummaryWriter(str(folder), purge_step=purge_step, flush_secs=FLUSH_SECONDS)
+    except OSError as error:
+        why = f"{folder} cannot be written ({error.strerror or error})"
+        raise OSError(f"{why}: --tensorboard-dir ANOTHER_FOLDER") from error
 
 
 def _as_code(text: str) -> str:

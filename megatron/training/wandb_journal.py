@@ -39,9 +39,13 @@ class Journal:
         Raises:
             OSError: when the file cannot be read or written.
         """
-        path.parent.mkdir(parents=True, exist_ok=True)
-        self.past = read_past(path)
-        self._file = JsonLines(path, warn)
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self.past = read_past(path)
+            self._file = JsonLines(path, warn)
+        except OSError as error:
+            reason = f"{path} cannot be written ({error.strerror}), and without it nothing is reported"
+            raise OSError(f"{reason}: --wandb-save-dir ANOTHER_FOLDER") from error
         self._file.write({"start": iteration})
 
     def record(self, values: Values) -> None:

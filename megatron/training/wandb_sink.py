@@ -9,12 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from megatron.config.run import LoggingConfig
-from megatron.training.sinks import Values, scalars
+from megatron.training.sinks import NotOpenedError, Values, scalars
 from megatron.training.wandb_files import last_step_on_disk
 from megatron.training.wandb_journal import Past, Row, row_of
+from megatron.training.wandb_mode import check_mode, refusal
 
 TIMEOUT_SECONDS = 25.0  # for the first and the last answer of the server; less than a sink's patience
 
@@ -63,8 +65,7 @@ class Wandb:
             say: told where the curve is to be found.
 
         Raises:
-            ModuleNotFoundError: when the package is missing.
-            Exception: what wandb raises where nobody is logged in or its server does not answer.
+            NotOpenedError: when the package is missing, nobody is logged in, or the server does not answer.
         """
         self._run = _open(options, config, run_id)
         self._begin, self._step = iteration, iteration
@@ -89,12 +90,19 @@ class Wandb:
 
     def _say_where(self, say: Callable[[str], None]) -> None:
         if self._run.disabled:
-            say("Weights & Biases is turned off: the journal is kept, and a later start hands all of it over")
+            say(
+                "Weights & Biases is turned off by its settings: once it is on, a start hands over what the journal has"
+            )
             return
-        offline = f"files in {self._run.dir}, which `wandb sync` sends"
-        say(f"Weights & Biases: {offline if self._run.offline else self._run.url}")
+        say(f"Weights & Biases: {self._how_to_send() if self._run.offline else self._run.url}")
         if self._reported > self._begin:
-            say(f"Weights & Biases has this run up to step {self._reported}: until then it gets nothing anew")
+            reported = self._reported
+            say(f"Weights & Biases has this run up to step {reported} and continues there from step {reported + 1}")
+
+    def _how_to_send(self) -> str:
+        """The command that sends the files of all starts: each has a folder, named by the time and the run."""
+        folder = quote(str(Path(self._run.dir).parent.parent))
+        return f"offline, a folder for each start; all are sent by: wandb sync {folder}/offline-run-*-{self._run.id}"
 
     def record(self, values: Values) -> None:
         """Add to the row of the step, and hand over the row before it."""
@@ -135,12 +143,21 @@ class Wandb:
 
 
 def _open(options: LoggingConfig, config: Mapping[str, Any], run_id: str) -> Any:
+    """Open the run.
+
+    Raises:
+        NotOpenedError: with what mends it.
+    """
     try:
-        import wandb
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            f"it needs a package that is not installed ({error.name}): pip install wandb"
-        ) from error
+        return _opened(options, config, run_id)
+    except Exception as error:  # the client's own are of many kinds
+        raise NotOpenedError(refusal(error, journal_of(options, run_id))) from error
+
+
+def _opened(options: LoggingConfig, config: Mapping[str, Any], run_id: str) -> Any:
+    import wandb
+
+    check_mode()
     settings = wandb.Settings(
         init_timeout=TIMEOUT_SECONDS,
         finish_timeout=TIMEOUT_SECONDS,

@@ -3,6 +3,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -258,14 +259,16 @@ def test_missing_packages_cost_a_warning_each(tmp_path: Path) -> None:
     assert told.status == 0
     assert column(tmp_path / "run", "iteration") == [1, 2, 3, 4, 5, 6]
     warnings = [record["text"] for record in records(tmp_path / "run", "text") if record["event"] == "warning"]
-    assert sorted(warnings) == [
-        f"{name} gets no more of this run: it needs a package that is not installed ({module}): "
-        f"pip install {package}; training goes on"
-        for name, module, package in (
-            ("TensorBoard", "torch.utils.tensorboard", "tensorboard"),
-            ("Weights & Biases", "wandb", "wandb"),
-        )
-    ]
+    client, board = sorted(warnings, key=len, reverse=True)
+    assert board == (
+        "TensorBoard gets nothing of this run: it needs a package that is not installed (torch.utils.tensorboard): "
+        "pip install tensorboard; training goes on"
+    )
+    assert client.startswith(
+        "Weights & Biases gets nothing of this run: it needs a package that is not installed (wandb): "
+        f"pip install wandb; {tmp_path}/run/wandb/journal-"
+    )
+    assert client.endswith(".jsonl keeps what it misses, and the run's next start hands it over; training goes on")
     assert told.err.count("pip install") == 2
 
 
@@ -276,5 +279,23 @@ def test_places_that_cannot_be_written_cost_a_warning_each(tmp_path: Path) -> No
     )
     told = start(config)
     assert told.status == 0
-    said = sorted(line.split(" gets no more")[0] for line in told.err.splitlines())
-    assert said == ["warning: TensorBoard", "warning: the journal for Weights & Biases"]
+    journal, board = sorted(told.err.splitlines(), key=len, reverse=True)
+    assert board == (
+        f"warning: TensorBoard gets nothing of this run: {tmp_path}/file cannot be written (File exists): "
+        "--tensorboard-dir ANOTHER_FOLDER; training goes on"
+    )
+    assert re.fullmatch(
+        "warning: the journal for Weights & Biases gets nothing of this run: "
+        rf"{tmp_path}/file/wandb/journal-\w{{8}}.jsonl cannot be written \(Not a directory\), and without it "
+        "nothing is reported: --wandb-save-dir ANOTHER_FOLDER; training goes on",
+        journal,
+    )
+
+
+def test_weights_and_biases_that_is_turned_off_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    with patch.dict(sys.modules, wandb=None):
+        told = start(tiny_run(tmp_path / "run", "--wandb-project p"))
+    assert (told.status, told.err) == (0, "")
+    assert "Weights & Biases is turned off by WANDB_MODE=disabled\n" in told.out
+    assert not (tmp_path / "run/wandb").exists()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from megatron.training.sinks import Background, BehindError, Sinks, Values, scalars
+from megatron.training.sinks import Background, BehindError, Sinks, Values, said, scalars
 
 
 class Kept:
@@ -67,7 +67,8 @@ def test_a_sink_that_fails_is_warned_of_once_and_the_others_get_everything(at: s
     sinks.add("bad", (lambda: Background(bad)) if background else bad)
     sinks.add("good", lambda: good)
     use(sinks)
-    assert warnings == [f"bad gets no more of this run: {at} does not work; training goes on"]
+    what = "nothing" if at == "make" else "no more"
+    assert warnings == [f"bad gets {what} of this run: {at} does not work; training goes on"]
     assert good.calls == EVERYTHING
 
 
@@ -120,13 +121,13 @@ def test_a_sink_that_hangs_holds_up_one_flush_and_the_end_for_no_longer_than_its
 
 def test_a_library_that_exits_ends_its_thread_only() -> None:
     def leave() -> Kept:
-        raise SystemExit(1)
+        raise SystemExit
 
     warnings = list[str]()
     sinks = Sinks(warnings.append)
     sinks.add("x", lambda: Background(leave))
     sinks.close(False)
-    assert warnings == ["x gets no more of this run: it ended by SystemExit; training goes on"]
+    assert warnings == ["x gets nothing of this run: it ended by SystemExit; training goes on"]
 
 
 def test_a_sink_that_caught_up_is_waited_for_again() -> None:
@@ -172,3 +173,15 @@ def test_numbers_are_told_from_words_and_sets_by_name() -> None:
     assert scalars(values) == {"iteration": 3, "lm loss": 2.5, "skipped-iterations-count": 2}
     of_one = {"validation-set": "wiki", "lm loss validation": 2.0, "lm loss validation ppl": 7.4, "iteration": 3}
     assert scalars(of_one) == {"lm loss validation-wiki": 2.0, "lm loss validation-wiki ppl": 7.4, "iteration": 3}
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
+        (ValueError("two\n  lines.\n"), "two lines"),
+        (KeyboardInterrupt(), "it ended by KeyboardInterrupt"),
+    ],
+)
+def test_what_an_error_says_fits_into_a_sentence(error: BaseException, told: str) -> None:
+    assert said(error) == told

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from megatron.config.run import LoggingConfig
 from megatron.training import wandb_sink
+from megatron.training.sinks import NotOpenedError
 from megatron.training.wandb_journal import Journal, Past
 from megatron.training.wandb_sink import Wandb, journal_of, notes_on_the_journal
 
@@ -26,7 +27,7 @@ class Client:
         self.waiting: list[tuple[int, dict[str, Any]]] = []
         self.asked: dict[str, Any] = {}
         self.summary: dict[str, Any] = {}
-        self.url, self.dir, self.disabled, self.exit_code = "URL", "DIR", False, None
+        self.url, self.dir, self.id, self.disabled, self.exit_code = "URL", "DIR", "run12345", False, None
 
     @property
     def starting_step(self) -> int:
@@ -231,5 +232,22 @@ def test_files_that_cannot_be_read_count_as_whole(tmp_path: Path) -> None:
 
 def test_a_missing_package_is_named_with_the_way_to_get_it(tmp_path: Path) -> None:
     options = LoggingConfig(wandb_project="p", wandb_save_dir=str(tmp_path))
-    with patch.dict(sys.modules, wandb=None), pytest.raises(ModuleNotFoundError, match="pip install wandb"):
+    with (
+        patch.dict(sys.modules, wandb=None),
+        pytest.raises(NotOpenedError, match=r"pip install wandb; .*/journal-run12345"),
+    ):
         Wandb(options, {}, "run12345", 0, Past(), lambda text: None)
+
+
+def test_a_run_taken_back_is_told_from_where_on_it_reports_and_how_its_files_are_sent() -> None:
+    run, told = object.__new__(Wandb), list[str]()
+    run._run = SimpleNamespace(
+        disabled=False, offline=True, dir="/a b/wandb/offline-run-1-run12345/files", id="run12345"
+    )
+    run._begin, run._reported = 20, 60
+    run._say_where(told.append)
+    assert told == [
+        "Weights & Biases: offline, a folder for each start; all are sent by: "
+        "wandb sync '/a b/wandb'/offline-run-*-run12345",
+        "Weights & Biases has this run up to step 60 and continues there from step 61",
+    ]

@@ -1,0 +1,38 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.training.wandb_mode import check_mode, refusal, turned_off
+
+KEPT = "; j keeps what it misses, and the run's next start hands it over"
+
+
+def test_a_mode_that_is_none_is_refused_with_those_there_are() -> None:
+    with pytest.raises(ValueError, match="WANDB_MODE=foo is none of its modes, which are online, offline, disabled"):
+        check_mode({"WANDB_MODE": "foo"})
+    for variables in ({}, {"WANDB_MODE": ""}, {"WANDB_MODE": "offline"}, {"WANDB_MODE": "dryrun"}):
+        check_mode(variables)
+
+
+def test_it_is_off_where_it_is_disabled() -> None:
+    assert turned_off({"WANDB_MODE": "disabled"})
+    assert not turned_off({"WANDB_MODE": "offline"})
+    assert not turned_off({})
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ModuleNotFoundError("No", name="x"), "it needs a package that is not installed (x): pip install wandb"),
+        (
+            RuntimeError("No API key configured. Use `wandb login` to log in."),
+            "nobody is logged in: wandb login, or WANDB_MODE=offline",
+        ),
+        (TimeoutError("It took\n  too long."), "It took too long: WANDB_MODE=offline keeps the report on this disk"),
+        (TimeoutError(), "TimeoutError: WANDB_MODE=offline keeps the report on this disk"),
+    ],
+)
+def test_what_kept_the_client_from_opening_comes_with_what_mends_it(error: Exception, told: str) -> None:
+    assert refusal(error, Path("j")) == told + KEPT
