@@ -2,11 +2,13 @@
 
     python -m benchmarks.gpu                        # on a machine with a GPU
     python -m benchmarks.gpu --cases 1B-s2048 --skip-tests --minutes 4
+    python -m benchmarks.gpu --cases                # the tests alone
     python -m benchmarks.gpu --rehearse             # in miniature, on a CPU
 
 First the tests of `tests/gpu`; then, case by case, the speed of a training step, eager and at its best, beside that of
-`transformers` at its best. What is found goes to `gpu.json`, `gpu.md` and `gpu_profiles.txt` under `--output`, after
-every case, so that a run that is ended keeps what it has.
+`transformers` at its best. What is found goes to `gpu.json`, `gpu.md` and `gpu_profile_CASE.txt` under `--output`,
+after every case, so that a run that is ended keeps what it has. A later run on the same machine adds to it: what it
+does not measure again stays.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,11 +35,18 @@ CASES = ("124M-s1024", "1B-s2048", "1B-s4096", "8B-shape-s8192")
 SPEEDUP = 1.2
 """Times as fast as `transformers` at its best: what is aimed at."""
 
-TESTS_SHARE = 0.3
-"""Of the time, at most."""
+TESTS_SECONDS = 120.0
+"""For the tests, at most, where cases follow."""
+
+CASE_SECONDS = 90.0
+"""What a case needs for a verdict: rather fewer cases than none that has one."""
+
+ALONE = "of time"
+TESTS = {ALONE: ["tests/gpu/test_timers.py"], "others": ["tests/gpu", "--ignore=tests/gpu/test_timers.py"]}
+"""What pytest is told, in this order."""
 
 TEST_PROCESSES = 6
-"""That share the GPU for the tests."""
+"""That share the GPU for the other tests."""
 
 GRACE = 20.0
 """Seconds that a case may take beyond its share before it is ended."""
@@ -44,24 +55,40 @@ Values = dict[str, Any]
 
 
 def test(seconds: float, rehearse: bool, log: Path) -> str:
-    """Run the tests for one GPU; returns their summary, and leaves all of their output in ``log``."""
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-m", "gpu", "-q", "--tb=short", "--show-capture=no"]
+    """Run the tests for one GPU; returns their summary, and leaves all of their output in ``log``.
+
+    Those that measure time come first and alone; the others share the GPU.
+    """
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-v", "--tb=short", "--show-capture=no"]
     environment = os.environ | ({"REHEARSE": "1"} if rehearse else {})
-    if importlib.util.find_spec("xdist") is not None:
-        command += ["-n", str(TEST_PROCESSES)]  # most of their time goes into compiling, on the host
-        cores = str(max(1, (os.cpu_count() or 1) // TEST_PROCESSES))  # each would take all of them
-        environment |= {"OMP_NUM_THREADS": cores, "TORCHINDUCTOR_COMPILE_THREADS": cores}
-    with log.open("w") as out:
+    end, told = time.monotonic() + seconds, []
+    log.write_text("")
+    for name, tests in TESTS.items():
+        together: list[str] = []
+        if name != ALONE and importlib.util.find_spec("xdist") is not None:
+            together = ["-n", str(TEST_PROCESSES)]  # most of their time goes into compiling, on the host
+            cores = str(max(1, (os.cpu_count() or 1) // TEST_PROCESSES))  # each would take all of them
+            environment |= {"OMP_NUM_THREADS": cores, "TORCHINDUCTOR_COMPILE_THREADS": cores}
+        told.append(f"{name}: {_tested([*command, *tests, *together], environment, end - time.monotonic(), log)}")
+    return "; ".join(told)
+
+
+def _tested(command: Sequence[str], environment: Mapping[str, str], seconds: float, log: Path) -> str:
+    """The summary of a run of pytest, or what was through after ``seconds``."""
+    before = log.stat().st_size
+    with log.open("a") as out:
         tests = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=out, stderr=out, start_new_session=True)
         try:
-            tests.wait(seconds)
+            tests.wait(max(seconds, 0.0))
         except subprocess.TimeoutExpired:
-            return f"ended after {seconds:.0f} s, before they were through: see {log.name}"
+            through = Counter(re.findall(r"\b(PASSED|FAILED|ERROR)\b", log.read_text()[before:]))
+            counts = ", ".join(f"{count} {word.lower()}" for word, count in through.items()) or "none through"
+            return f"ended after {seconds:.0f} s, by then {counts}: see {log.name}"
         finally:
             if tests.poll() is None:  # their workers, too, would share the GPU with what is measured next
                 os.killpg(tests.pid, signal.SIGKILL)
                 tests.wait()
-    told = log.read_text().strip().splitlines()
+    told = log.read_text()[before:].strip().splitlines()
     return told[-1].strip("= ") if told else "no output"
 
 
@@ -154,11 +181,14 @@ def table(case: Mapping[str, Any]) -> list[str]:
 def write(folder: Path, told: Mapping[str, Any]) -> None:
     """The files of results."""
     folder.mkdir(parents=True, exist_ok=True)
-    profiles = [(c["case"], name, text) for c in told["cases"] for name, text in c.get("profiles", {}).items()]
-    shown = "\n\n".join(f"==== {case}, {name}: one step\n\n{text}" for case, name, text in profiles)
-    (folder / "gpu_profiles.txt").write_text(shown + "\n")
+    for case in told["cases"]:
+        if "profiles" in case:
+            shown = "\n\n".join(f"==== {name}: one step\n\n{text}" for name, text in case["profiles"].items())
+            (folder / f"gpu_profile_{case['case']}.txt").write_text(shown + "\n")
     kept = [{key: value for key, value in case.items() if key != "profiles"} for case in told["cases"]]
-    (folder / "gpu.json").write_text(json.dumps(dict(told) | {"cases": kept}, indent=1) + "\n")
+    part = folder / "gpu.json.part"
+    part.write_text(json.dumps(dict(told) | {"cases": kept}, indent=1) + "\n")
+    part.replace(folder / "gpu.json")
     rehearsed = " (a rehearsal in miniature: the figures mean nothing)" if told["rehearsed"] else ""
     lines = [
         f"# One GPU{rehearsed}",
@@ -166,11 +196,29 @@ def write(folder: Path, told: Mapping[str, Any]) -> None:
         ", ".join(f"{key} {value}" for key, value in told["machine"].items()) + ".",
         "bf16, fused AdamW; a step is all its micro-batches and the update. Medians. MFU is 6N + 12Lhs over the dense",
         "peak of the data sheet. Ours keeps fp32 masters and gradients; transformers with bf16 weights keeps neither.",
+        "transformers runs eagerly and with the whole model compiled (`torch.compile(model, dynamic=False)`, without",
+        "`reduce-overhead`), first at the micro-batch size that is named first, then, as far as time allows, at the",
+        "other: the tables say what was tried.",
         "",
         f"Tests (`tests/gpu`): {told['tests']}",
     ]
     lines += [line for case in told["cases"] for line in table(case)]
     (folder / "gpu.md").write_text("\n".join(lines) + "\n")
+
+
+def earlier(folder: Path, where: Mapping[str, str], rehearsed: bool) -> Values:
+    """What an earlier run left in the folder, if it was on the same machine; else a new beginning."""
+    new: Values = {"machine": dict(where), "rehearsed": rehearsed, "tests": "left out", "cases": []}
+    try:
+        told: Values = json.loads((folder / "gpu.json").read_text())
+    except FileNotFoundError:
+        return new
+    except ValueError:
+        told = {}
+    if all(told.get(key) == new[key] for key in ("machine", "rehearsed")):
+        return told
+    print(f"the results in {folder} are of another machine, a rehearsal, or unreadable, and are replaced", flush=True)
+    return new
 
 
 def main(argv: Sequence[str]) -> int:
@@ -188,17 +236,25 @@ def main(argv: Sequence[str]) -> int:
         print("there is no GPU here; --rehearse runs everything in miniature on a CPU", file=sys.stderr)
         return 2
     args.output.mkdir(parents=True, exist_ok=True)
-    told: Values = {"machine": where, "rehearsed": args.rehearse, "tests": "left out", "cases": []}
+    told = earlier(args.output, where, args.rehearse)
     if not args.skip_tests:
-        share = 1.0 if not args.cases else TESTS_SHARE
-        told["tests"] = test(share * (end - time.monotonic()), args.rehearse, args.output / "gpu_tests.txt")
+        left = end - time.monotonic()
+        log = args.output / "gpu_tests.txt"
+        told["tests"] = test(min(left, TESTS_SECONDS) if args.cases else left, args.rehearse, log)
         print(f"tests: {told['tests']}", flush=True)
     for number, case in enumerate(args.cases):
-        seconds = (end - time.monotonic()) / (len(args.cases) - number) - 5
+        left, needed = end - time.monotonic(), 10.0 if args.rehearse else CASE_SECONDS
+        if number and left < needed:
+            print(f"{case}: left out, as {left:.0f} s are too few; --skip-tests --cases {case} measures it alone")
+            continue
+        fitting = max(1, min(len(args.cases) - number, int(left / needed)))
+        seconds = max(10.0, left / fitting - 5)
         print(f"{case}: {seconds:.0f} s", flush=True)
-        told["cases"].append(measure(case, max(seconds, 10.0), args.rehearse))
+        found = measure(case, seconds, args.rehearse)
+        measured = {other["case"]: other for other in told["cases"]} | {case: found}
+        told["cases"] = [measured[name] for name in CASES if name in measured]
         write(args.output, told)
-        for line in verdict(told["cases"][-1], standings(told["cases"][-1])):
+        for line in verdict(found, standings(found)):
             print(f"  {line}", flush=True)
     write(args.output, told)
     print((args.output / "gpu.md").read_text())

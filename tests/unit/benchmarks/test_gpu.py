@@ -7,12 +7,13 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_case
+from benchmarks import gpu, gpu_case, gpu_contestants
 
 TOLD: dict[str, Any] = {
     "case": "1B-s2048",
@@ -69,7 +70,7 @@ def test_transformers_gets_no_mask_from_the_compiler_and_so_its_flash_kernel(
 
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=spy))
     losses = [
-        gpu_case.Theirs(4, compiled=compiled).make(gpu_case.REHEARSAL[name], torch.device("cpu"))()
+        gpu_contestants.Theirs(4, compiled=compiled).make(gpu_contestants.REHEARSAL[name], torch.device("cpu"))()
         for compiled in (True, False)
     ]
     assert all(torch.isfinite(loss) for loss in losses)
@@ -101,16 +102,18 @@ def test_the_whole_command_runs_in_miniature(
     assert "failure" not in case
     assert {"best", "transformers"} <= set(case["final"])
     assert all(trial["error"] is None for trial in case["trials"])
-    assert "one step" in (tmp_path / "gpu_profiles.txt").read_text()
+    assert "one step" in (tmp_path / "gpu_profile_1B-s2048.txt").read_text()
     assert "a rehearsal" in capsys.readouterr().out
 
 
 def test_tests_that_take_too_long_end_with_all_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, told = tmp_path / "python", tmp_path / "pid"
-    script.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {told}\nwait\n")
+    script.write_text(f"#!/bin/sh\necho test_a PASSED\necho test_b FAILED\nsleep 60 &\necho $! > {told}\nwait\n")
     script.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(script))
-    assert gpu.test(1.0, True, tmp_path / "log.txt") == "ended after 1 s, before they were through: see log.txt"
+    monkeypatch.setattr(gpu, "TESTS", {gpu.ALONE: []})
+    told_of = gpu.test(1.0, True, tmp_path / "log.txt")
+    assert told_of == "of time: ended after 1 s, by then 1 passed, 1 failed: see log.txt"
     state = Path("/proc", told.read_text().strip(), "status")
     assert not state.exists() or "zombie" in state.read_text()
 
@@ -123,24 +126,139 @@ def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_cases_are_those_that_are_measured() -> None:
-    assert tuple(gpu_case.CASES) == tuple(gpu_case.REHEARSAL) == gpu.CASES
-    assert all(case.samples % size == 0 for case in gpu_case.CASES.values() for size in case.micro_batches)
+    assert tuple(gpu_contestants.CASES) == tuple(gpu_contestants.REHEARSAL) == gpu.CASES
+    assert all(len(case.micro_batches) == 2 for case in gpu_contestants.CASES.values())
+    assert all(case.samples % size == 0 for case in gpu_contestants.CASES.values() for size in case.micro_batches)
 
 
 def test_a_later_flag_takes_the_place_of_an_earlier_one() -> None:
-    setting = gpu_case.Ours(2, "--kernels torch").changed("--cuda-graph step").changed("--kernels auto attention=torch")
+    setting = (
+        gpu_contestants.Ours(2, "--kernels torch")
+        .changed("--cuda-graph step")
+        .changed("--kernels auto attention=torch")
+    )
     assert setting.more == "--kernels auto attention=torch --cuda-graph step"
-    config = setting.changed("--cuda-graph none").config(gpu_case.CASES["8B-shape-s8192"], torch.device("cpu"))
+    config = setting.changed("--cuda-graph none").config(gpu_contestants.CASES["8B-shape-s8192"], torch.device("cpu"))
     assert (config.model.num_layers, config.compute.kernels) == (8, ("auto", "attention=torch"))
 
 
 def test_a_setting_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def out_of_memory(self: gpu_case.Ours, case: gpu_case.Case, device: torch.device) -> gpu_case.Step:
+    def out_of_memory(
+        self: gpu_contestants.Ours, case: gpu_contestants.Case, device: torch.device
+    ) -> gpu_contestants.Step:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
     name, out = "1B-s2048", tmp_path / "case.json"
-    bench = gpu_case.Bench(name, gpu_case.REHEARSAL[name], torch.device("cpu"), 60.0, out)
-    monkeypatch.setattr(gpu_case.Ours, "make", out_of_memory)
-    assert bench.attempt(gpu_case.Ours(2)).median == float("inf")
+    bench = gpu_case.Bench(name, gpu_contestants.REHEARSAL[name], torch.device("cpu"), 60.0, out)
+    monkeypatch.setattr(gpu_contestants.Ours, "make", out_of_memory)
+    assert bench.attempt(gpu_contestants.Ours(2)).median == float("inf")
     (trial,) = json.loads(out.read_text())["trials"]
     assert "out of memory" in trial["error"]
+
+
+class Clock:
+    """A device on which every setting takes the time that it is told to; the clock moves with it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, build: float) -> None:
+        self.now, self.built, self.build = 0.0, list[str](), build
+        for kind in (gpu_contestants.Ours, gpu_contestants.Theirs):
+            monkeypatch.setattr(kind, "make", lambda setting, *_: self._make(setting))
+        monkeypatch.setattr(
+            gpu_case, "time", SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
+        )
+        monkeypatch.setattr(gpu_case, "profile", lambda bench, step: "")
+
+    def _make(self, setting: Any) -> Any:
+        self.built.append(setting.name)
+        self.now += self.build
+        pace = 0.2 if "auto" in setting.name else 0.3
+
+        def step() -> torch.Tensor:
+            self.now += pace
+            return torch.zeros(())
+
+        return step
+
+
+def bench_of(out: Path, seconds: float) -> gpu_case.Bench:
+    return gpu_case.Bench("1B-s2048", gpu_contestants.REHEARSAL["1B-s2048"], torch.device("cpu"), seconds, out)
+
+
+@pytest.mark.parametrize(("seconds", "turns"), [(1000.0, True), (45.0, True), (30.0, False)])
+def test_what_a_verdict_needs_comes_first_and_the_turns_get_their_time(
+    seconds: float, turns: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, out = Clock(monkeypatch, build=8.0), tmp_path / "case.json"
+    gpu_case.run(bench_of(out, seconds))
+    told = json.loads(out.read_text())
+    assert [(t["whose"], t["name"].split()[-1]) for t in told["trials"]][:3] == [
+        ("ours", "torch"),
+        ("transformers", "eager"),
+        ("ours", "auto"),
+    ]
+    assert set(told["winners"]) == {"best", "transformers", "eager"}
+    assert ("final" in told) == turns
+    assert clock.now < seconds + 12.0, "one trial beyond the time, at most"
+    assert len(clock.built) == len(set(clock.built)), "what still stands is not built again"
+    assert any("no time" in note for note in told["notes"]) == (seconds < 1000)
+
+
+def test_what_runs_out_of_memory_beside_others_is_tried_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, build=1.0)
+    bench, made = bench_of(tmp_path / "case.json", 100.0), gpu_contestants.Ours.make
+    bench.challenge("best", gpu_contestants.Ours(2))
+
+    def make(setting: gpu_contestants.Ours, *rest: Any) -> gpu_contestants.Step:
+        if bench.steps:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return made(setting, *rest)
+
+    monkeypatch.setattr(gpu_contestants.Ours, "make", make)
+    assert bench.attempt(gpu_contestants.Ours(4)).error is None
+
+
+def test_what_does_not_fit_together_takes_turns_without_the_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Clock(monkeypatch, build=1.0)
+    bench = bench_of(tmp_path / "case.json", 100.0)
+    for name, setting in {"best": gpu_contestants.Ours(2, "--kernels auto"), "eager": gpu_contestants.Ours(2)}.items():
+        bench.challenge(name, setting)
+        bench.results[setting].peak_bytes = 60
+    bench.room = 100.0
+    gpu_case.leave_out(bench)
+    assert list(bench.winners) == ["best"]
+    assert "not all fit" in str(bench.told["notes"])
+
+
+def test_a_later_run_keeps_what_it_does_not_measure(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(gpu, "measure", lambda case, seconds, rehearse: TOLD | {"case": case})
+    monkeypatch.setattr(gpu, "test", lambda seconds, rehearse, log: f"all passed within {seconds:.0f} s")
+    for argv in (["--cases", "1B-s4096"], ["--skip-tests", "--cases", "124M-s1024"]):
+        assert gpu.main(["--rehearse", "--output", str(tmp_path), *argv]) == 0
+    told = json.loads((tmp_path / "gpu.json").read_text())
+    assert [case["case"] for case in told["cases"]] == ["124M-s1024", "1B-s4096"]
+    assert told["tests"] == "all passed within 120 s"
+    monkeypatch.setattr(gpu, "machine", lambda: {"device": "another"})
+    assert gpu.main(["--rehearse", "--output", str(tmp_path), "--skip-tests", "--cases", "1B-s2048"]) == 0
+    told = json.loads((tmp_path / "gpu.json").read_text())
+    assert ([case["case"] for case in told["cases"]], told["tests"]) == (["1B-s2048"], "left out")
+    assert "are replaced" in capsys.readouterr().out
+
+
+def test_rather_fewer_cases_than_none_with_a_verdict(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    now, given = [0.0], list[float]()
+
+    def measure(case: str, seconds: float, rehearse: bool) -> gpu.Values:
+        given.append(seconds)
+        now[0] += seconds
+        return TOLD | {"case": case}
+
+    monkeypatch.setattr(gpu, "measure", measure)
+    monkeypatch.setattr(gpu, "machine", lambda: {"device": "some"})
+    monkeypatch.setattr(gpu, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    assert gpu.main(["--minutes", "5", "--skip-tests", "--output", str(tmp_path)]) == 0
+    assert len(given) == 3
+    assert all(85 < seconds < 100 for seconds in given)
