@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -77,19 +78,29 @@ def save_figure(figure: Figure, out: Path) -> None:
         ValueError: when matplotlib does not know the kind of file ``out`` is named as.
         OSError: when ``out`` cannot be written.
     """
+    if out.is_dir():
+        raise OSError(f"{out} cannot be written: it is a folder")
+    if not out.suffix:  # matplotlib would write to another name
+        raise ValueError(f"{out}: its name does not end with the kind of picture: .png, .pdf or .svg")
     partial = out.with_name(f".partial-{out.name}")
     try:
         figure.savefig(partial)
         os.replace(partial, out)
+    except OSError as error:
+        raise OSError(f"{out} cannot be written: {error.strerror}") from error
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
 
 
-def smooth(values: np.ndarray) -> np.ndarray:
-    """A running mean ``[n]`` of ``values`` ``[n]`` whose width grows from 1 at the (steep) start to n/15."""
+def smooth(values: np.ndarray, least: int = 0) -> np.ndarray:
+    """A running mean ``[n]`` of ``values`` ``[n]`` whose width grows from 1 at the (steep) start to n/15.
+
+    ``least`` is how many neighbours on either side it takes at the end where n is small.
+    """
     n = len(values)
     at = np.arange(n)
-    half = np.minimum(at // 4, n // FEW)
+    half = np.minimum(at // 4, max(n // FEW, least))
     low, high = at - half, np.minimum(at + half, n - 1) + 1
     for _ in range(2):  # a second pass takes the corners off the first
         total = np.concatenate([[0.0], np.cumsum(values)])

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 COLORS = ("#2563eb", "#ea580c", "#15803d", "#be185d", "#7c3aed", "#a16207", "#0e7490", "#4b5563")
 DASHES = ("-", "--", ":", "-.")
 """Of the runs after as many as there are colours."""
+MARKS = "sD^v"
+SIZES = (11.0, 9.0, 7.0, 5.0)
+"""Of the points on validation data: hollow, and ever smaller, so that equal ones of several runs are all seen."""
+WIDTHS = (4.0, 2.2, 1.6, 1.1)
+"""Of the lines, for the same reason."""
 
 
 class Look(NamedTuple):
@@ -26,12 +31,16 @@ class Look(NamedTuple):
 
     color: str
     dashes: str
+    mark: str
+    size: float
+    width: float
 
 
 def draw_runs(runs: Mapping[str, History], out: Path) -> None:
     """Draw the loss of each run over tokens (raw faint, smoothed bold, validation as points) above its learning rate.
 
-    Runs are named by the keys. ``out`` is replaced only once the picture is complete.
+    Runs are named by the keys; the number beside a name is the last of its smoothed loss, of short runs too. ``out`` is
+    replaced only once the picture is complete.
 
     Raises:
         ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
@@ -49,16 +58,21 @@ def draw_runs(runs: Mapping[str, History], out: Path) -> None:
         loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
         for (name, history), look in zip(runs.items(), looks()):
             _draw_loss(loss, name, history, look)
-            rate.plot(*_rates(history), color=look.color, linestyle=look.dashes, linewidth=1.4)
+            rate.plot(*_rates(history), color=look.color, linestyle=look.dashes, linewidth=look.width)
         scale_loss(loss, [value for history in runs.values() for value in _finite_losses(history)])
         _label(loss, rate, list(runs.values()))
-        figure.legend(handles=loss.get_legend_handles_labels()[0], loc="outside lower left", ncols=columns, fontsize=9)
+        handles = loss.get_legend_handles_labels()[0]
+        legend = figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=9)
+        legend.set_title("training loss at the end, smoothed", prop={"size": 9})
+        legend.set_alignment("left")
         save_figure(figure, out)
 
 
 def looks() -> Iterator[Look]:
     """One for each run, all different until the dashes run out."""
-    yield from cycle([Look(color, dashes) for dashes in DASHES for color in COLORS])
+    lines = cycle([(color, dashes) for dashes in DASHES for color in COLORS])
+    for (color, dashes), (mark, size, width) in zip(lines, cycle(zip(MARKS, SIZES, WIDTHS))):
+        yield Look(color, dashes, mark, size, width)
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
@@ -83,18 +97,16 @@ def _short_name(path: Path, others: Sequence[Path]) -> str:
 
 def _draw_loss(axes: Axes, name: str, history: History, look: Look) -> None:
     points = [(p.tokens, p.loss) for p in history.train if np.isfinite(p.loss)]
-    color, dashes = look
+    color, dashes, mark, size, width = look
     if not points:
         axes.plot([], [], color=color, linestyle=dashes, label=f"{name}: no finite loss")
         return
     tokens, losses = np.array(points).T
-    smoothed, few = smooth(losses), len(points) < FEW
-    if not few:
-        axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8)
-    label, marker = f"{name}: {smoothed[-1]:.3f}", "o" * few
-    axes.plot(tokens, smoothed, color=color, linestyle=dashes, linewidth=2, marker=marker, markersize=4, label=label)
+    smoothed, dots = smooth(losses, least=1), "o" * (len(points) < FEW)
+    axes.plot(tokens, losses, color=color, alpha=0.25, linewidth=0.8, marker=dots, markersize=3)
+    axes.plot(tokens, smoothed, color=color, linestyle=dashes, linewidth=width, label=f"{name}: {smoothed[-1]:.3f}")
     if evaluated := _validation(history):
-        axes.plot(*np.array(evaluated).T, "s", color=color, markersize=5, markeredgecolor="white")
+        axes.plot(*np.array(evaluated).T, mark, color=color, markersize=size, fillstyle="none", markeredgewidth=1.5)
 
 
 def _validation(history: History) -> list[tuple[int, float]]:
@@ -111,9 +123,9 @@ def _rates(history: History) -> tuple[list[int], list[float]]:
 
 
 def _label(loss: Axes, rate: Axes, histories: Sequence[History]) -> None:
-    squares = "; squares: validation" if any(map(_validation, histories)) else ""
+    marks = "; hollow marks: validation" if any(map(_validation, histories)) else ""
     loss.set_title(f"{len(histories)} runs", loc="left", fontweight="bold")
-    loss.set_title(f"training loss, smoothed, and its last value{squares}", loc="right", color=MUTED, fontsize=10)
+    loss.set_title(f"bold: training loss, smoothed{marks}", loc="right", color=MUTED, fontsize=10)
     loss.set_ylabel("loss per token (nats)")
     rate.set_ylabel("learning rate")
     rate.set_ylim(bottom=0)

@@ -187,6 +187,20 @@ def test_the_tool_fails_with_a_sentence(
     assert len(captured.err.splitlines()) == 1
 
 
+@pytest.mark.parametrize("out", ["none/x.png", "file/x.png", "folder", "x", "x.foo"])
+def test_what_cannot_be_written_is_told_by_the_name_that_was_given(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], out: str
+) -> None:
+    folder = run_dir(tmp_path / "run")
+    (tmp_path / "folder").mkdir()
+    (tmp_path / "file").touch()
+    assert main([str(folder), "--out", str(tmp_path / out)]) == 1
+    (told,) = capsys.readouterr().err.splitlines()
+    assert "partial" not in told
+    assert str(tmp_path / out) in told or "Format 'foo' is not supported" in told
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["file", "folder", "metrics.jsonl", "run"]
+
+
 def test_the_tool_answers_at_once_and_without_torch() -> None:
     code = "import sys, tools.plot_run; sys.exit('torch' in sys.modules or 'matplotlib' in sys.modules)"
     start = time.monotonic()

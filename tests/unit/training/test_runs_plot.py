@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from matplotlib import rc_context
 from matplotlib.axes import Axes
@@ -29,17 +31,17 @@ def test_every_run_is_named_in_the_picture(tmp_path: Path) -> None:
     with rc_context({"svg.fonttype": "none"}):
         draw_runs({"first": history(5), "second": history(5, loss=2.0)}, tmp_path / "a.svg")
     text = (tmp_path / "a.svg").read_text()
-    for words in ("first: 2.950", "second: 1.950", ">2 runs<", "; squares: validation", "learning rate", "tokens"):
+    for words in ("first: 2.95", "second: 1.95", ">2 runs<", "; hollow marks: validation", "learning rate", "tokens"):
         assert words in text
     assert [path.name for path in tmp_path.iterdir()] == ["a.svg"]
 
 
-@pytest.mark.parametrize(("points", "raw"), [(29, 0), (30, 1)])
-def test_raw_is_faint_and_smoothed_is_bold(axes: Axes, points: int, raw: int) -> None:
+@pytest.mark.parametrize(("points", "dots"), [(29, "o"), (30, "")])
+def test_raw_is_faint_and_smoothed_is_bold(axes: Axes, points: int, dots: str) -> None:
     runs_plot._draw_loss(axes, "run", history(points), next(looks()))
-    *faint, bold, validation = axes.lines
-    assert len(faint) == raw
-    assert all((line.get_alpha() or 1) < 0.5 < line.get_linewidth() < bold.get_linewidth() for line in faint)
+    faint, bold, validation = axes.lines
+    assert faint.get_marker() == dots
+    assert (faint.get_alpha() or 1) < 0.5 < faint.get_linewidth() < bold.get_linewidth()
     assert list(bold.get_xdata()) == [100 * i for i in range(1, points + 1)]
     assert {line.get_color() for line in axes.lines} == {"#2563eb"}
     assert (validation.get_marker(), list(validation.get_ydata())) == ("s", [2.5])
@@ -52,12 +54,48 @@ def test_a_run_without_a_finite_loss_is_named_too(axes: Axes) -> None:
 
 def test_several_validation_sets_are_left_to_pictures_of_one_run(axes: Axes) -> None:
     runs_plot._draw_loss(axes, "run", history(3, evaluated="validation wiki"), next(looks()))
-    assert len(axes.lines) == 1
+    assert [line.get_label() for line in axes.lines][1:] == ["run: 2.970"]
+
+
+def spiky(points: int) -> History:
+    """A loss of 3 but for the last step's."""
+    made = history(points, loss=3.0)
+    return History([replace(p, loss=9.0 if p is made.train[-1] else 3.0) for p in made.train], made.evaluations)
+
+
+@pytest.mark.parametrize("points", [5, 29, 30, 300])
+def test_the_number_beside_a_run_is_smoothed_however_short_the_run(axes: Axes, points: int) -> None:
+    runs_plot._draw_loss(axes, "run", spiky(points), next(looks()))
+    number = float(str(axes.lines[1].get_label()).removeprefix("run: "))
+    assert 3.0 < number < 8.0
+    assert number == pytest.approx(np.asarray(axes.lines[1].get_ydata())[-1], abs=1e-3)
+
+
+def test_the_legend_says_what_its_numbers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles = list[str]()
+    monkeypatch.setattr(
+        runs_plot, "save_figure", lambda figure, out: titles.extend(x.get_title().get_text() for x in figure.legends)
+    )
+    draw_runs({"a": history(5), "b": history(300)}, tmp_path / "a.png")
+    assert titles == ["training loss at the end, smoothed"]
+
+
+def test_equal_points_of_several_runs_are_all_seen(axes: Axes) -> None:
+    """What is drawn later leaves the outlines of what is below it: hollow, and smaller or of another shape."""
+    for look, name in zip(looks(), "abcd"):
+        runs_plot._draw_loss(axes, name, history(5), look)
+    points = axes.lines[2::3]
+    assert {line.get_fillstyle() for line in points} == {"none"}
+    sizes = [line.get_markersize() for line in points]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert len({line.get_marker() for line in points}) == 4
+    widths = [line.get_linewidth() for line in axes.lines[1::3]]
+    assert widths == sorted(set(widths), reverse=True)
 
 
 def test_many_runs_look_different() -> None:
     found = [look for look, _ in zip(looks(), range(33))]
-    assert len(set(found)) == 32
+    assert len({(look.color, look.dashes) for look in found}) == 32
     assert found[32] == found[0]
 
 
