@@ -61,10 +61,15 @@ def draw_runs(runs: Mapping[str, History], out: Path) -> None:
             rate.plot(*_rates(history), color=look.color, linestyle=look.dashes, linewidth=look.width)
         scale_loss(loss, [value for history in runs.values() for value in _finite_losses(history)])
         _label(loss, rate, list(runs.values()))
-        handles = loss.get_legend_handles_labels()[0]
-        legend = figure.legend(handles=handles, loc="outside lower left", ncols=columns, fontsize=9)
-        legend.set_title("training loss at the end, smoothed", prop={"size": 9})
-        legend.set_alignment("left")
+        figure.legend(
+            handles=loss.get_legend_handles_labels()[0],
+            loc="outside lower left",
+            ncols=columns,
+            fontsize=9,
+            title="training loss at the end, smoothed",
+            title_fontsize=9,
+            alignment="left",
+        )
         save_figure(figure, out)
 
 
