@@ -98,13 +98,18 @@ def measure(case: str, seconds: float, rehearse: bool) -> Values:
         out = Path(folder, "case.json")
         command = [sys.executable, "-m", "benchmarks.gpu_case", case, "--seconds", f"{seconds:.0f}", "--out", str(out)]
         try:
-            status = subprocess.run(
+            ended = subprocess.run(
                 [*command, *["--rehearse"] * rehearse], cwd=ROOT, timeout=seconds + GRACE, check=False
             ).returncode
+            failure = str(ended) if ended else None
         except subprocess.TimeoutExpired:
-            status = "ended: out of time"
-        found: Values = json.loads(out.read_text()) if out.exists() else {"case": case}
-    return found if status == 0 else found | {"failure": str(status)}
+            failure = "ended: out of time"
+        found: Values = {"case": case}
+        try:
+            found |= json.loads(out.read_text()) if out.exists() else {}
+        except ValueError as error:
+            failure = f"{failure or 0}, and what it told cannot be read: {error}"
+    return found | ({"failure": failure} if failure else {})
 
 
 def machine() -> dict[str, str]:

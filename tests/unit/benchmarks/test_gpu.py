@@ -106,6 +106,26 @@ def test_the_whole_command_runs_in_miniature(
     assert "a rehearsal" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(("status", "left"), [(0, '{"case": "1B-s2048", "tri'), (-9, ""), (0, None), (-9, "{}")])
+def test_a_case_that_left_half_a_file_fails_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, status: int, left: str | None
+) -> None:
+    def ended(command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        if left is not None:
+            Path(command[command.index("--out") + 1]).write_text(left)
+        return subprocess.CompletedProcess(command, status)
+
+    monkeypatch.setattr(subprocess, "run", ended)
+    readable = left in (None, "{}")
+    found = gpu.measure("1B-s2048", 1.0, True)
+    assert ("cannot be read" in found.get("failure", "")) is not readable
+    assert found.get("failure", "0").startswith(str(status))
+    argv = ["--rehearse", "--skip-tests", "--cases", "1B-s2048", "8B-shape-s8192", "--output", str(tmp_path)]
+    assert gpu.main(argv) == 0
+    told = json.loads((tmp_path / "gpu.json").read_text())
+    assert len(told["cases"]) == 2
+
+
 def test_tests_that_take_too_long_end_with_all_their_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     script, told = tmp_path / "python", tmp_path / "pid"
     script.write_text(f"#!/bin/sh\necho test_a PASSED\necho test_b FAILED\nsleep 60 &\necho $! > {told}\nwait\n")
