@@ -167,6 +167,16 @@ def test_the_tool_draws_into_the_folder(tmp_path: Path, capsys: pytest.CaptureFi
     assert (tmp_path / "b.png").exists()
 
 
+def test_the_tool_draws_the_health_of_a_run_into_its_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = '{"iteration": 3, "health/grad-norm/layers.0": 0.5, "health/grad-norm/layers.1": 0.25}\n'
+    folder = run_dir(tmp_path / "run", extra=report)
+    assert main([str(folder), "--out", str(tmp_path / "b.png")]) == 0
+    assert not (folder / "health.png").exists()
+    assert main([str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines()[1:] == [str(folder / "loss.png"), str(folder / "health.png")]
+    assert (folder / "health.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_tool_says_what_it_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(run_dir(tmp_path / "run", extra='{"iter'))]) == 0
     assert f"line 4 of {tmp_path / 'run' / 'metrics.jsonl'}" in capsys.readouterr().err
