@@ -121,4 +121,5 @@ def test_saving_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(loop, "save", slowly)
     start(tiny_run(tmp_path, f"--train-iters 3 --save {tmp_path}/saved --save-interval 1 --log-interval 3"))
     (record,) = records(tmp_path)
-    assert record["iteration-time"] < 0.6 < 0.8 < record["run-seconds"] / 3
+    assert record["iteration-time"] < 0.6
+    assert record["run-seconds"] > 2.0  # two saves come before the line
