@@ -37,4 +37,4 @@ def refusal(error: Exception, journal: Path) -> str:
         fix = "WANDB_MODE=offline"
     else:
         fix = "WANDB_MODE=offline keeps the report on this disk"
-    return f"{why}: {fix}; {journal} keeps what it misses, and the run's next start hands it over"
+    return f"{why}: {fix}; {journal} keeps what it misses for a start that goes on from this run's checkpoints"

@@ -16,7 +16,7 @@ from megatron.config.run import LoggingConfig
 from megatron.training.sinks import NotOpenedError, Values, scalars
 from megatron.training.wandb_files import last_step_on_disk
 from megatron.training.wandb_journal import Past, Row, row_of
-from megatron.training.wandb_mode import check_mode, refusal
+from megatron.training.wandb_mode import check_mode, refusal, turned_off
 
 TIMEOUT_SECONDS = 25.0  # for the first and the last answer of the server; less than a sink's patience
 
@@ -33,7 +33,7 @@ def journal_of(options: LoggingConfig, run_id: str) -> Path:
 
 def notes_on_the_journal(options: LoggingConfig, run_id: str) -> list[str]:
     """What to say where an earlier start's journal should be and is not; ``run_id`` is empty for a run that begins."""
-    if not run_id or options.wandb_project is None or journal_of(options, run_id).exists():
+    if not run_id or options.wandb_project is None or turned_off() or journal_of(options, run_id).exists():
         return []
     return [
         f"Weights & Biases: {folder_of(options)} has no journal of this run, {run_id}. If its earlier starts reported "

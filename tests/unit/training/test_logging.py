@@ -268,7 +268,9 @@ def test_missing_packages_cost_a_warning_each(tmp_path: Path) -> None:
         "Weights & Biases gets nothing of this run: it needs a package that is not installed (wandb): "
         f"pip install wandb; {tmp_path}/run/wandb/journal-"
     )
-    assert client.endswith(".jsonl keeps what it misses, and the run's next start hands it over; training goes on")
+    assert client.endswith(
+        ".jsonl keeps what it misses for a start that goes on from this run's checkpoints; training goes on"
+    )
     assert told.err.count("pip install") == 2
 
 

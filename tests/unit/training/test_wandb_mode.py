@@ -6,7 +6,7 @@ import pytest
 
 from megatron.training.wandb_mode import check_mode, refusal, turned_off
 
-KEPT = "; j keeps what it misses, and the run's next start hands it over"
+KEPT = "; j keeps what it misses for a start that goes on from this run's checkpoints"
 
 
 def test_a_mode_that_is_none_is_refused_with_those_there_are() -> None:
