@@ -29,8 +29,8 @@ def main(argv: Sequence[str]) -> int:
         "--out",
         type=Path,
         metavar="FILE",
-        help=f"picture to write; .png, .pdf or .svg (default: RUN_DIR/{LOSS_CURVE}, and {HEALTH} if layers were watched; "
-        f"of several runs ./{COMPARISON})",
+        help=f"picture to write; .png, .pdf or .svg (default: RUN_DIR/{LOSS_CURVE}, and {HEALTH} where layers were "
+        f"watched; of several runs ./{COMPARISON})",
     )
     arguments = parser.parse_args(argv)
     folders: list[Path] = arguments.run_dirs
