@@ -21,7 +21,7 @@ from megatron.data.dataset import Dataset, Sample
 from megatron.data.digest import PLACES_PER_BLOCK, digest
 from megatron.data.errors import DataError
 from megatron.data.files.open_files import allow_many
-from megatron.data.masks import Masks
+from megatron.data.masks import Masks, document_boundaries
 from megatron.data.sampler import micro_batches
 from megatron.data.splits import kind_of, spoken, titled
 from megatron.data.stretches import generators, lay_out, readers
@@ -151,6 +151,7 @@ class DataSource:
             step,
             None if columns.positions is None else tensor(columns.positions),
             None if columns.documents is None else tensor(columns.documents),
+            None if columns.documents is None else tensor(document_boundaries(columns.documents)),
         )
 
     def _dataset(self, split: str, places: range) -> Dataset:

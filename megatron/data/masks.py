@@ -91,6 +91,13 @@ def document_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
     return ended
 
 
+def document_boundaries(documents: NDArray[np.int64]) -> NDArray[np.int32]:
+    """Where runs of equal ids begin in the rows of ``documents [b, s]`` laid end to end, and where the last ends."""
+    begins = np.ones(documents.shape, dtype=np.bool_)
+    np.not_equal(documents[:, 1:], documents[:, :-1], out=begins[:, 1:])
+    return np.append(np.flatnonzero(begins), documents.size).astype(np.int32)
+
+
 def document_positions(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
     """The place of each of ``tokens [b, s]`` in its document, or in the part of it that is in the sample."""
     places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)

@@ -51,6 +51,7 @@ class Sight:
         window: tokens that a query sees, itself the last; None for all before it.
         documents: int64 ``[B, keys]``, what each token belongs to, runs of equal ids; None where a sample is one.
         first_query: place of the first query among the keys.
+        known: the :attr:`boundaries`, where somebody knows them already.
     """
 
     keys: int
@@ -58,6 +59,7 @@ class Sight:
     window: int | None = None
     documents: Tensor | None = None
     first_query: int = 0
+    known: Tensor | None = None
 
     @cached_property
     def mask(self) -> Tensor | None:
@@ -68,8 +70,10 @@ class Sight:
     def boundaries(self) -> Tensor:
         """Where documents begin in the samples laid end to end, and where the last ends: int32 ``[documents + 1]``.
 
-        Waits for the device, once per micro-batch: how many there are decides the shape.
+        Where they are not known, waits for the device, once per micro-batch: how many there are decides the shape.
         """
+        if self.known is not None:
+            return self.known
         if self.documents is None:
             raise ValueError("there are no documents")
         begins_BS = torch.ones_like(self.documents, dtype=torch.bool)

@@ -143,7 +143,8 @@ class GPTChunk(nn.Module):
         s, device = batch.tokens.shape[1], batch.tokens.device
         rotation = self.rotary(s, batch.positions) if self.rotary is not None else None
         before, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
-        return Scene(batch, rotation, Sight(before + s, device, self.config.window_size, documents, before), cache)
+        sight = Sight(before + s, device, self.config.window_size, documents, before, batch.boundaries)
+        return Scene(batch, rotation, sight, cache)
 
     def _embed(self, embedding: Embedding, batch: MicroBatch) -> Tensor:
         x_SBH = embedding(batch.tokens, batch.positions)

@@ -20,6 +20,8 @@ class MicroBatch:
         step: the training step; keys dropout.
         positions: int64 ``[b, s]``, or None for 0..s-1 in every sample.
         documents: int64 ``[b, s]``, an id that changes where attention must not reach back; None for one document.
+        boundaries: int32 ``[number of documents + 1]``, where they begin in the samples laid end to end, and ``b s``;
+            None to be read off ``documents``, for which the host waits.
     """
 
     tokens: Tensor
@@ -29,6 +31,7 @@ class MicroBatch:
     step: int = 0
     positions: Tensor | None = None
     documents: Tensor | None = None
+    boundaries: Tensor | None = None
 
     @classmethod
     def of_tokens(cls, tokens: Tensor, positions: Tensor | None = None) -> MicroBatch:

@@ -15,8 +15,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from megatron.config.checks.graphs import no_gpu
-from megatron.config.problems import UserError
+from megatron.config.checks.graphs import EAGERLY, no_gpu
+from megatron.config.problems import Problem, UserError
+from megatron.kernels.operation import first_line
 from megatron.optim.optimizer import Outcome
 from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch
@@ -27,8 +28,8 @@ from megatron.training.step import train_step
 WARM_UP = 3
 """Eager steps before a recording: they compile, choose algorithms and allocate what lives on."""
 
-COLUMNS = tuple(f.name for f in fields(MicroBatch) if f.name != "step")
-"""The fields of a micro-batch that are tensors."""
+COLUMNS = tuple(f.name for f in fields(MicroBatch) if f.name not in ("step", "boundaries"))
+"""The fields of a micro-batch that are tensors of a fixed shape; what would read the other one is refused (E910)."""
 
 Inputs = Sequence[Any]
 """Tensors, some of which may be None."""
@@ -62,10 +63,19 @@ class CudaRecorder:
         around.wait_stream(self._stream)
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
-        """Capture ``work``. Only this thread is watched: NCCL's own looks at its events at any time."""
+        """Capture ``work``. Only this thread is watched: NCCL's own looks at its events at any time.
+
+        Raises:
+            UserError: when something in it cannot be captured, or the memory does not suffice.
+
+        """
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
-            result = work()
+        try:
+            with torch.cuda.graph(graph, stream=self._stream, capture_error_mode="thread_local"):
+                result = work()
+        except RuntimeError as error:
+            sentence = f"--cuda-graph could not record what it shall repeat: {first_line(error)}"
+            raise UserError([Problem("E911", sentence, (EAGERLY,))]) from error
         return result, graph.replay
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.config.arguments import parse
 from megatron.config.run import RunConfig
+from megatron.data.masks import document_boundaries
 from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.metrics import StepMetrics
@@ -78,7 +79,8 @@ def batches_of(trainer: Trainer, count: int = 2, seed: int = 0, documents: bool 
         counts = (torch.rand(shape, generator=generator) > 0.2).float()
         ends = (torch.rand(shape, generator=generator) > 0.9).long().cumsum(1) if documents else None
         made = MicroBatch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous(), counts, first + torch.arange(shape[0]))
-        return on(replace(made, documents=ends), trainer.device)
+        boundaries = None if ends is None else torch.from_numpy(document_boundaries(ends.numpy()))
+        return on(replace(made, documents=ends, boundaries=boundaries), trainer.device)
 
     return [batch(at * shape[0]) for at in range(count)]
 

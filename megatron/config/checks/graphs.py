@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.kernels import wishes, word_problems
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 
@@ -50,4 +51,24 @@ def communication(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E909", sentence, ("--distributed-backend nccl", EAGERLY))
 
 
-CHECKS = (device, dropout, weight_decay, communication)
+def documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """flash-attn is called with as many sequences as there are documents: other ones in every step."""
+    words = config.compute.kernels
+    if config.compute.cuda_graph != "step" or not config.data.reset_attention_mask or any(word_problems(words)):
+        return
+    if wishes(words)["attention"].name in ("auto", "flash_attn"):
+        sentence = (
+            "--cuda-graph step would repeat the documents of one step in flash-attn, "
+            f"which --kernels {' '.join(words)} takes where it is installed"
+        )
+        masked = " ".join([*(word for word in words if not word.startswith("attention=")), "attention=torch"])
+        yield Problem("E910", sentence, (f"--kernels {masked}", "--cuda-graph optimizer", EAGERLY))
+
+
+def remarks(config: RunConfig) -> Iterator[str]:
+    """A line where every step is watched, and so none repeated."""
+    if config.compute.cuda_graph == "step" and config.logging.log_health_interval == 1:
+        yield "--log-health-interval 1: steps of a health report run eagerly, so --cuda-graph step repeats none"
+
+
+CHECKS = (device, dropout, weight_decay, communication, documents)

@@ -241,7 +241,6 @@ CASES = (
     # profiles
     Case("--profile --run-dir runs/a --profile-step-start 20"),
     Case("--profile --run-dir runs/a --profile-step-start 20 --profile-step-end 41"),
-    Case("--profile --run-dir runs/a --profile-step-start 20 --profile-step-end 41"),
     Case("--profile-memory --run-dir runs/a --profile-ranks 1 --profile-step-start 5 --profile-step-end 4"),
     Case("--run-dir runs/a --profile-ranks 1 8 9", ranks=8),
     Case("--profile"),
@@ -252,6 +251,7 @@ CASES = (
     Case("--cuda-graph step --device cpu --hidden-dropout 0.1"),
     Case("--cuda-graph optimizer --start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear"),
     Case("--cuda-graph step --distributed-backend gloo", ranks=2),
+    Case("--cuda-graph step --reset-attention-mask --eod-id 0 --kernels auto norm=torch"),
     # everything at once
     Case(
         "--preset tiny-llama --lr abc --hiden-size 100 --num-query-groups 3 --save x --global-batch-size 7"

@@ -208,6 +208,19 @@ def test_samples_that_fill_no_step_are_noted_and_not_counted() -> None:
     assert accepted(*argv, "960").notes == ()
 
 
+@pytest.mark.parametrize("words", ["auto", "flash_attn", "cudnn", "torch"])
+def test_documents_are_recorded_by_what_reads_a_mask(words: str) -> None:
+    argv = ("--cuda-graph", "step", "--reset-attention-mask", "--kernels", "compiled", f"attention={words}")
+    assert ("E910" in codes(*argv)) is (words in ("auto", "flash_attn"))
+
+
+@pytest.mark.parametrize(("interval", "told"), [(1, True), (2, False)])
+def test_recorded_steps_that_are_all_watched_are_noted(interval: int, told: bool) -> None:
+    dropless = ("--hidden-dropout", "0", "--attention-dropout", "0", "--device", "auto", "--run-dir", "runs/a")
+    notes = accepted("--cuda-graph", "step", "--log-health-interval", str(interval), *dropless).notes
+    assert any("--cuda-graph step repeats none" in note for note in notes) is told
+
+
 @pytest.mark.parametrize(("ranks", "told"), [(1, False), (4, True)])
 def test_what_a_distributed_optimizer_would_save_is_said(ranks: int, told: bool) -> None:
     notes = accepted("--use-distributed-optimizer", "--bf16", ranks=ranks).notes

@@ -303,6 +303,7 @@ def test_documents_of_a_sample(packed: DataConfig, flags: tuple[str, ...]) -> No
     assert (None if batch.positions is None else batch.positions.tolist()) == positions
     documents = [[0, 0, 0, 0, 1, 1, 2, 2, 2, 3, 3, 3]] if "reset_attention_mask" in flags else None
     assert (None if batch.documents is None else batch.documents.tolist()) == documents
+    assert (None if batch.boundaries is None else batch.boundaries.tolist()) == (documents and [0, 4, 6, 9, 12])
 
 
 def with_record(data: DataConfig, eod: int, pad: int | None = None) -> DataConfig:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from megatron.data.masks import Masks, document_ids, document_positions
+from megatron.data.masks import Masks, document_boundaries, document_ids, document_positions
 
 EOD, PAD = 3, 4
 FLAGS = ("reset_positions", "reset_attention", "drop_eod")
@@ -101,3 +101,12 @@ def test_what_is_told() -> None:
 def test_a_mask_of_documents_needs_their_end(flag: str) -> None:
     with pytest.raises(ValueError, match="end of a document"):
         Masks(**{flag: True})
+
+
+@settings(max_examples=50, deadline=None, derandomize=True)
+@given(st.lists(st.lists(st.integers(0, 2), min_size=5, max_size=5), min_size=1, max_size=3))
+def test_boundaries_are_where_documents_begin(rows: list[list[int]]) -> None:
+    flat = [(row, id) for row, ids in enumerate(rows) for id in ids]
+    begins = [i for i in range(len(flat)) if i == 0 or flat[i] != flat[i - 1]]
+    found = document_boundaries(np.array(rows))
+    assert (found.tolist(), found.dtype) == ([*begins, len(flat)], np.int32)

@@ -67,6 +67,19 @@ def test_boundaries_are_where_documents_begin(documents: list[list[int]]) -> Non
     assert found.dtype == torch.int32
 
 
+def test_boundaries_that_are_known_are_not_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which would wait for the device."""
+    double = installed(monkeypatch, FlashAttention())
+    documents, known = torch.tensor([[0, 0, 1, 1, 1]]), torch.tensor([0, 2, 5], dtype=torch.int32)
+    q, k, v = torch.randn(3, 5, 1, 2, 8)
+    attend = ATTENTION.candidates["flash_attn"].make()
+    expected = attend(q, k, v, Sight(5, CPU, documents=documents))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "nonzero", None)
+        assert torch.equal(attend(q, k, v, Sight(5, CPU, documents=documents, known=known)), expected)
+    assert double.calls == [("documents", False)] * 2
+
+
 def test_a_mask_is_made_once_and_only_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, FlashAttention())
     sight = Sight(5, CPU, window=2)

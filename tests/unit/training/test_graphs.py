@@ -211,3 +211,25 @@ def test_cuda_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
         recording(2.0, [torch.ones(())])
     aside = ["recording waits for main", "main waits for recording"]
     assert log == [*aside * WARM_UP, "capture begins", "capture ends", "replayed", "replayed"]
+
+
+def test_what_cannot_be_captured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of CUDA's, of many lines, becomes a sentence with a way out."""
+
+    @contextmanager
+    def capture(graph: object, **options: Any) -> Iterator[None]:
+        yield
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: Stream("recording", []))
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "graph", capture)
+
+    def work() -> Product:
+        raise RuntimeError("CUDA error: operation not permitted when stream is capturing\nmore\n")
+
+    with pytest.raises(UserError) as told:
+        CudaRecorder(torch.device("cuda", 0)).record(work)
+    (problem,) = told.value.problems
+    assert problem.code == "E911"
+    assert problem.sentence.endswith("RuntimeError: CUDA error: operation not permitted when stream is capturing")
+    assert problem.fixes == ("--cuda-graph none",)
