@@ -37,8 +37,9 @@ def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
         def run(*arguments: Any) -> Any:
             if limits.recompile_limit < MOST_SHAPES:  # torch keeps settings by thread, and backward has one of its own
                 limits.recompile_limit = MOST_SHAPES
-                if torch.are_deterministic_algorithms_enabled():
-                    inductor.deterministic = True  # or reductions would be cut as timing on the GPU suggests
+            wanted = torch.are_deterministic_algorithms_enabled()  # dynamo compiles anew for the next run of a process
+            if inductor.deterministic != wanted:
+                inductor.deterministic = wanted  # or reductions would be cut as timing on the GPU suggests
             return made(*arguments)
 
         return run

@@ -206,3 +206,19 @@ def test_without_a_compiler_there_is_a_reason(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CXX", "no-such-compiler")
     assert no_compiler(CPU, torch.float32) == "torch.compile needs a C++ compiler; there is no no-such-compiler"
     assert "triton" in str(no_compiler(torch.device("cuda"), torch.float32))
+
+
+def test_every_run_of_a_process_is_as_deterministic_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also one that follows a run that was not."""
+    import torch._inductor.config as inductor
+
+    seen: list[bool] = []
+    monkeypatch.setattr(torch, "compile", lambda function, **_: lambda: seen.append(inductor.deterministic))
+    run = compiled(lambda: None)()
+    try:
+        for wanted in (False, True, False):
+            torch.use_deterministic_algorithms(wanted)
+            run()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert seen == [False, True, False]
