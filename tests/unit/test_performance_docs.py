@@ -13,7 +13,7 @@ from megatron.training.throughput import Yardstick
 
 ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "docs" / "performance.md").read_text()
-OF_TOOLS = {"--write", "--tp", "--out"}
+OF_TOOLS = {"--write", "--tp", "--out", "--output", "--cases", "--skip-tests"}
 
 
 def table(heading: str) -> list[list[str]]:
