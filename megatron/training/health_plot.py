@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megatron.training.console import plain
-from megatron.training.plot import SKIPPED, STYLE, save_figure
+from megatron.training.plot import SKIPPED, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,19 +51,12 @@ def draw_health(metrics: Path, title: str, out: Path) -> bool:
     maps = read_health(metrics)
     if not maps:
         return False
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
-    with rc_context({**STYLE, "axes.grid": False}):
-        figure = Figure(figsize=(11, 8.4), dpi=150, layout="constrained")
+    with picture(out, 11, 8.4, grid=False) as figure:
         figure.suptitle(f"{title}: health of every layer", x=0.01, ha="left", fontweight="bold")
         for axes, (kind, label) in zip(figure.subplots(3, 2).flat, PANELS.items()):
             axes.set_title(label, loc="left", fontsize=10)
             if kind in maps:
                 _draw(figure, axes, maps[kind])
-        save_figure(figure, out)
     return True
 
 

@@ -12,7 +12,7 @@ import numpy as np
 from megatron.data.command_line import counted
 from megatron.data.files.inspect import Summary
 from megatron.training.console import compact
-from megatron.training.plot import MUTED, STYLE, save_figure
+from megatron.training.plot import MUTED, picture
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -30,13 +30,7 @@ def draw_lengths(summaries: Sequence[tuple[str, Summary]], out: Path) -> None:
         ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
         OSError: when ``out`` cannot be written.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
-    with rc_context(STYLE):
-        figure = Figure(figsize=(9, 1.4 + 2.6 * len(summaries)), dpi=150, layout="constrained")
+    with picture(out, 9, 1.4 + 2.6 * len(summaries)) as figure:
         panels = figure.subplots(len(summaries), 1, sharex=True, squeeze=False)[:, 0]
         shortest = min((summary.lengths.quantile(0) for _, summary in summaries if summary.lengths.total), default=1)
         longest = max((summary.lengths.quantile(1) for _, summary in summaries), default=1)
@@ -47,7 +41,6 @@ def draw_lengths(summaries: Sequence[tuple[str, Summary]], out: Path) -> None:
         panels[-1].set_xlabel("tokens of a document")
         handles = panels[0].get_legend_handles_labels()[0]
         figure.legend(handles=handles, loc="outside lower left", ncols=4, fontsize=9)
-        save_figure(figure, out)
 
 
 def _draw_panel(axes: Axes, summary: Summary, middle: float) -> None:

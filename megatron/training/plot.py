@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,7 +30,6 @@ STYLE: Any = {
     "axes.labelcolor": INK,
     "axes.spines.top": False,
     "axes.spines.right": False,
-    "axes.grid": True,
     "axes.axisbelow": True,
     "grid.color": GRID,
     "xtick.color": MUTED,
@@ -51,13 +50,7 @@ def draw_history(history: History, title: str, out: Path) -> None:
         ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
         OSError: when ``out`` cannot be written.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
-    with rc_context(STYLE):
-        figure = Figure(figsize=(9, 5.6), dpi=150, layout="constrained")
+    with picture(out, 9, 5.6) as figure:
         loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
         _draw_loss(loss, history)
         _draw_rate(rate, history)
@@ -68,16 +61,28 @@ def draw_history(history: History, title: str, out: Path) -> None:
         _label(loss, rate, history, title)
         if handles := loss.get_legend_handles_labels()[0]:
             figure.legend(handles=handles, loc="outside lower left", ncols=3, fontsize=9)
-        save_figure(figure, out)
 
 
-def save_figure(figure: Figure, out: Path) -> None:
-    """Save a picture; ``out`` is replaced only once it is complete.
+@contextmanager
+def picture(out: Path, width: float, height: float, grid: bool = True) -> Iterator[Figure]:
+    """A figure to draw on, in inches, which is then saved; ``out`` is replaced only once it is complete.
 
     Raises:
-        ValueError: when matplotlib does not know the kind of file ``out`` is named as.
+        ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
         OSError: when ``out`` cannot be written.
     """
+    try:
+        from matplotlib import rc_context
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
+    with rc_context({**STYLE, "axes.grid": grid}):
+        figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
+        yield figure
+        _save(figure, out)
+
+
+def _save(figure: Figure, out: Path) -> None:
     if out.is_dir():
         raise OSError(f"{out} cannot be written: it is a folder")
     if not out.suffix:  # matplotlib would write to another name

@@ -11,7 +11,7 @@ import numpy as np
 
 from megatron.training.console import compact, exponent
 from megatron.training.history import History
-from megatron.training.plot import FEW, MUTED, STYLE, save_figure, scale_loss, smooth
+from megatron.training.plot import FEW, MUTED, picture, scale_loss, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,15 +46,8 @@ def draw_runs(runs: Mapping[str, History], out: Path) -> None:
         ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
         OSError: when ``out`` cannot be written.
     """
-    try:
-        from matplotlib import rc_context
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ValueError("drawing needs matplotlib: pip install matplotlib") from error
     columns = 1 if max(map(len, runs)) > 40 else 2
-    with rc_context(STYLE):
-        height = 5.2 + 0.22 * (len(runs) / columns)  # the legend stands beneath
-        figure = Figure(figsize=(9, height), dpi=150, layout="constrained")
+    with picture(out, 9, 5.2 + 0.22 * (len(runs) / columns)) as figure:  # the legend stands beneath
         loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
         for (name, history), look in zip(runs.items(), looks()):
             _draw_loss(loss, name, history, look)
@@ -70,7 +63,6 @@ def draw_runs(runs: Mapping[str, History], out: Path) -> None:
             title_fontsize=9,
             alignment="left",
         )
-        save_figure(figure, out)
 
 
 def looks() -> Iterator[Look]:

@@ -10,7 +10,7 @@ from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from megatron.training import runs_plot
+from megatron.training import plot, runs_plot
 from megatron.training.history import EvaluationPoint, History, TrainPoint
 from megatron.training.runs_plot import draw_runs, looks, short_names
 from tools.plot_run import main
@@ -74,7 +74,7 @@ def test_the_number_beside_a_run_is_smoothed_however_short_the_run(axes: Axes, p
 def test_the_legend_says_what_its_numbers_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     titles = list[str]()
     monkeypatch.setattr(
-        runs_plot, "save_figure", lambda figure, out: titles.extend(x.get_title().get_text() for x in figure.legends)
+        plot, "_save", lambda figure, out: titles.extend(x.get_title().get_text() for x in figure.legends)
     )
     draw_runs({"a": history(5), "b": history(300)}, tmp_path / "a.png")
     assert titles == ["training loss at the end, smoothed"]
