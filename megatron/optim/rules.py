@@ -29,7 +29,7 @@ class Rule(Protocol):
     step_counts: list[Tensor]
     """Updates so far, 0-d fp32, one for each parameter; empty where the rule does not depend on them."""
 
-    def update(self, grads: Sequence[Tensor], lr: float | Tensor, weight_decay: float, skip: Tensor) -> None:
+    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
         """Move the parameters, unless ``skip`` (fp32 scalar, 0 or 1) is 1: then nothing changes."""
 
 
@@ -58,7 +58,7 @@ class SGD:
         self.state = {"momentum_buffer": [torch.zeros_like(p) for p in self.params]}
         self.step_counts: list[Tensor] = []
 
-    def update(self, grads: Sequence[Tensor], lr: float | Tensor, weight_decay: float, skip: Tensor) -> None:
+    def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
         """One step of :class:`Rule`."""
         if not self.params:
             return

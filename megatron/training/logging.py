@@ -103,8 +103,8 @@ class RunLog:
             kept = run_folder.prepare(folder, resolved_config, device, world_size, data)
             file = run_folder.JsonLines(metrics, warn=warn)
         except OSError as error:
-            sentence = f"the run folder {folder} cannot be written: {error.strerror}"
-            raise UserError([Problem("E701", sentence, ("--run-dir ANOTHER_FOLDER",))]) from error
+            refusal = f"the run folder {folder} cannot be written: {error.strerror}"
+            raise UserError([Problem("E701", refusal, ("--run-dir ANOTHER_FOLDER",))]) from error
         self._sinks.add(metrics.name, lambda: file)
         self._sinks.add(incidents.NAME, partial(incidents.Incidents, folder / incidents.NAME))
         if not used_before:
