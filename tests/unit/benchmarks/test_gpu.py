@@ -179,8 +179,9 @@ def test_a_setting_that_fails_ends_nothing(tmp_path: Path, monkeypatch: pytest.M
 class Clock:
     """A device on which every setting takes the time that it is told to; the clock moves with it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, build: float) -> None:
-        self.now, self.built, self.build = 0.0, list[str](), build
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, build: float, theirs: float | None = None) -> None:
+        self.now, self.built = 0.0, list[str]()
+        self.build = {gpu_contestants.Ours: build, gpu_contestants.Theirs: theirs or build}
         for kind in (gpu_contestants.Ours, gpu_contestants.Theirs):
             monkeypatch.setattr(kind, "make", lambda setting, *_: self._make(setting))
         monkeypatch.setattr(
@@ -190,7 +191,7 @@ class Clock:
 
     def _make(self, setting: Any) -> Any:
         self.built.append(setting.name)
-        self.now += self.build
+        self.now += self.build[type(setting)]
         pace = 0.2 if "auto" in setting.name else 0.3
 
         def step() -> torch.Tensor:
@@ -221,6 +222,42 @@ def test_what_a_verdict_needs_comes_first_and_the_turns_get_their_time(
     assert clock.now < seconds + 12.0, "one trial beyond the time, at most"
     assert len(clock.built) == len(set(clock.built)), "what still stands is not built again"
     assert any("no time" in note for note in told["notes"]) == (seconds < 1000)
+
+
+def test_no_size_is_tried_for_us_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Clock(monkeypatch, build=2.0, theirs=20.0)
+    bench = bench_of(tmp_path / "case.json", 55.0)
+    gpu_case.run(bench)
+    assert {setting.micro_batch for setting in bench.results} == {2}
+    assert "as transformers was not tried with such micro-batches" in str(bench.told["notes"])
+
+
+@pytest.mark.parametrize("seconds", [55.0, 500.0])
+def test_on_a_gpu_transformers_is_compiled_before_anything_is_refined(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order of trials where compiling takes long, with CUDA's functions replaced."""
+    clock, out = Clock(monkeypatch, build=8.0), tmp_path / "case.json"
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats"):
+        monkeypatch.setattr(torch.cuda, name, lambda: None)
+    for name in ("memory_allocated", "max_memory_allocated"):
+        monkeypatch.setattr(torch.cuda, name, lambda: 0)
+    bench = bench_of(out, seconds)
+    bench.device = torch.device("cuda", 0)
+    gpu_case.run(bench)
+    told = json.loads(out.read_text())
+    names = [trial["name"] for trial in told["trials"]]
+    assert names[:4] == [
+        "micro-batch 2 --kernels torch",
+        "micro-batch 2, bf16 weights, eager",
+        "micro-batch 2 --kernels auto",
+        "micro-batch 2, bf16 weights, compiled",
+    ]
+    assert ("micro-batch 4, bf16 weights, compiled" in names) is (seconds > 100)
+    assert any("--cuda-graph step" in name for name in names) is (seconds > 100)
+    assert set(told["final"]) == {"best", "transformers", "eager"}
+    assert gpu.verdict(told | {"goal": 0.5}, gpu.standings(told))[-1].endswith("goal 1.2: met")
+    assert clock.now < seconds
 
 
 def test_what_runs_out_of_memory_beside_others_is_tried_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
