@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from megatron.config.launch import Launch
 from megatron.config.problems import UserError
@@ -54,13 +55,11 @@ def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = No
 
 def join_and_train(config: RunConfig, notes: Sequence[str], started: float | None) -> int:
     """The run itself; returns its exit status."""
-    device, minutes = choose_device(config.training.device), config.training.exit_duration_in_mins
-    try:
+    with before_the_first_step():
+        device = choose_device(config.training.device)
         notes = [*notes, *make_deterministic(config.compute.deterministic, device)]
-    except UserError as error:
-        raise RefusedError(str(error)) from error
-    rank, world_size = join(config)
-    world = everyone(rank, world_size)
+        rank, world_size = join(config)
+    world, minutes = everyone(rank, world_size), config.training.exit_duration_in_mins
     stop = StopRequest(world, device, minutes, started, ProfileRequests(config.logging.run_dir, rank, warn))
     try:
         with claimed(config.checkpoint.save, world):
@@ -72,18 +71,15 @@ def join_and_train(config: RunConfig, notes: Sequence[str], started: float | Non
 def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest, started: float | None) -> int:
     """Begin where there is something to begin with, and train."""
     world = stop.world
-    try:
+    with before_the_first_step():
         origin = choose(config.checkpoint, world)
         trainer = build(config, world.rank, world.size, fresh=origin.fresh)
         trainer.goodput, stop.world = Goodput(started), trainer.mesh.world
         take_step = StepRunner(trainer)
         notes = [*notes, *trainer.notes, *begin(trainer, origin)]
-    except (UserError, DataError) as error:
-        raise RefusedError(str(error)) from error
-    notes = [*notes, *notes_on_the_journal(config.logging, trainer.run_id)]
-    trainer.run_id = trainer.run_id or new_run_id(world)
-    place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
-    try:
+        notes += notes_on_the_journal(config.logging, trainer.run_id)
+        trainer.run_id = trainer.run_id or new_run_id(world)
+        place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
         log = RunLog(
             config,
             world_size=world.size,
@@ -93,8 +89,6 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
             data=data_facts(trainer.data),
             **place,
         )
-    except UserError as error:
-        raise RefusedError(str(error)) from error
     with log:
         for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
             log.note(text)
@@ -106,6 +100,19 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
             return train(trainer, take_step, log, stop, profiler)
         finally:
             profiler.close(trainer.iteration)
+
+
+@contextmanager
+def before_the_first_step() -> Iterator[None]:
+    """What cannot begin with these flags and files is refused, which is no failure of a run.
+
+    Raises:
+        RefusedError: for errors in flags and data.
+    """
+    try:
+        yield
+    except (UserError, DataError) as error:
+        raise RefusedError(str(error)) from error
 
 
 def report(error: Exception) -> None:

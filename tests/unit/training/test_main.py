@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import pretrain_gpt
 from megatron.config.problems import Problem, UserError
@@ -51,6 +52,12 @@ def test_the_status_is_that_of_the_loop(
     assert note == "a note"
     assert summary.startswith("ranks      1 = ")
     assert summary.endswith("\ntrain      24 samples, 192 generated tokens over 31 ids")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_device_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.run(tiny_run(tmp_path, "--device cuda")) == 2
+    assert "E207 --device cuda" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("error", [USER, DataError("no such sample"), NonFiniteError("step 3 is not finite")])
