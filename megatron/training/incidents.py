@@ -36,7 +36,7 @@ class Incidents:
     def event(self, values: Values) -> None:
         """Tell of a start, a warning, an error, a stop."""
         kind = str(values["event"])
-        self._place = int(str(values.get("iteration", self._place)))
+        self._place = int(str(values["iteration"]))
         if kind == "start":
             ranks = "1 rank" if values["world-size"] == 1 else f"{values['world-size']} ranks"
             run = f", run {values['run-id']}" if values["run-id"] else ""

@@ -1,4 +1,4 @@
-"""Where a run's records go: a line on the console, a line of JSON in the run's folder, a picture at the end."""
+"""Where a run's records go: the console, its folder (and pictures there at the end), the sinks that are asked for."""
 
 from __future__ import annotations
 

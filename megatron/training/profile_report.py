@@ -134,6 +134,11 @@ class Tally:
         return dict(zip(self._names, rows))
 
 
+def is_layer(name: str) -> bool:
+    """Whether a module, or the range around its forward pass, is one of a numbered list: ``layers.3``."""
+    return name.rpartition(".")[2].isdecimal()
+
+
 def _sections(ranges: Iterable[str]) -> dict[str, list[str]]:
     """Names of ranges by what they are; those of the steps themselves left out."""
     phases, waits, layers, backends = [], [], [], []
@@ -142,7 +147,7 @@ def _sections(ranges: Iterable[str]) -> dict[str, list[str]]:
             waits.append(name)
         elif name.startswith(BACKENDS):
             backends.append(name)
-        elif name.rpartition(".")[2].isdecimal():
+        elif is_layer(name):
             layers.append(name)
         elif not name.startswith(STEP):
             phases.append(name)

@@ -6,7 +6,6 @@ of the model and the communication of every mesh axis: whatever is marked by :fu
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -19,7 +18,8 @@ from torch.profiler import ProfilerActivity, profile, record_function
 from megatron.config.checks.profiling import MOST_STEPS
 from megatron.config.run import ProfilingConfig
 from megatron.parallel.ranges import span
-from megatron.training.profile_report import STEP, Account
+from megatron.training.logging import say, warn
+from megatron.training.profile_report import STEP, Account, is_layer
 from megatron.training.trace_file import MemoryCurve, events_of, pack
 
 FOLDER = "profiles"
@@ -42,8 +42,8 @@ class Profiler:
         rank: int,
         device: torch.device,
         model: nn.Module,
-        say: Callable[[str], None] = print,
-        warn: Callable[[str], None] | None = None,
+        say: Callable[[str], None] = say,
+        warn: Callable[[str], None] = warn,
     ) -> None:
         """Record nothing yet.
 
@@ -54,11 +54,10 @@ class Profiler:
             device: where it computes.
             model: its layers become ranges, named as the model names them.
             say: told where a profile lies.
-            warn: told what went wrong; by default standard error is.
-
+            warn: told what went wrong.
         """
         self.config, self.rank, self.device, self.model = config, rank, device, model
-        self._say, self._warn = say, warn or self._print_warning
+        self._say, self._warn = say, warn
         self._folder = Path(run_dir) / FOLDER if run_dir is not None and rank in config.profile_ranks else None
         self._windows: list[range] = []
         if self._folder is not None and (config.profile or config.profile_memory):
@@ -134,10 +133,6 @@ class Profiler:
     def _give_up(self, error: Exception) -> None:
         self._windows = []
         self._warn(f"no profile on rank {self.rank}, training goes on: {type(error).__name__}: {error}")
-
-    @staticmethod
-    def _print_warning(text: str) -> None:
-        print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -226,7 +221,7 @@ class LayerRanges:
         self._open: list[record_function] = []
         self._handles = []
         for name, module in model.named_modules():
-            if name.rpartition(".")[2].isdecimal():
+            if is_layer(name):
                 self._handles.append(module.register_forward_pre_hook(self._entering(name)))
                 self._handles.append(module.register_forward_hook(self._left, always_call=True))
 

@@ -21,7 +21,7 @@ class Sink(Protocol):
         """Keep numbers of training or evaluation; ``iteration`` is among them."""
 
     def event(self, values: Values) -> None:
-        """Keep what happened, named by ``event``: a start, a warning, an error."""
+        """Keep what happened, named by ``event``: a start, a warning, an error; ``iteration`` is among them too."""
 
     def flush(self) -> None:
         """Bring what was recorded to where it outlives this process."""

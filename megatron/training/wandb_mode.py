@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from megatron.training.sinks import said
+
 MODES = ("online", "offline", "disabled")
 OLD_NAMES = ("run", "dryrun", "shared")  # and a mode for runs of several writers; the client takes them
 
@@ -28,7 +30,7 @@ def check_mode(variables: Mapping[str, str] = os.environ) -> None:
 
 def refusal(error: Exception, journal: Path) -> str:
     """Why the client could not be opened, what mends that, and what becomes of the numbers meanwhile."""
-    why = " ".join(str(error).split()).rstrip(".") or type(error).__name__
+    why = said(error)
     if isinstance(error, ModuleNotFoundError):
         why, fix = f"it needs a package that is not installed ({error.name})", "pip install wandb"
     elif "wandb login" in why:

@@ -187,7 +187,8 @@ def test_the_folder_tells_what_the_run_reads(tmp_path: Path) -> None:
     assert mock["train"]["fingerprint"] != train["fingerprint"]
 
 
-def test_the_environment_names_what_is_installed(tmp_path: Path) -> None:
+def test_the_environment_names_what_is_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run_folder, "PACKAGES", (*run_folder.PACKAGES, "no-such-package"))
     prepare(tmp_path, "", "cpu", 1)
     packages = json.loads((tmp_path / "environment.json").read_text())["packages"]
     assert packages["torch"] == importlib.metadata.version("torch")

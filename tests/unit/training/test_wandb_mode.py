@@ -31,7 +31,7 @@ def test_it_is_off_where_it_is_disabled() -> None:
             "nobody is logged in: wandb login, or WANDB_MODE=offline",
         ),
         (TimeoutError("It took\n  too long."), "It took too long: WANDB_MODE=offline keeps the report on this disk"),
-        (TimeoutError(), "TimeoutError: WANDB_MODE=offline keeps the report on this disk"),
+        (TimeoutError(), "it ended by TimeoutError: WANDB_MODE=offline keeps the report on this disk"),
     ],
 )
 def test_what_kept_the_client_from_opening_comes_with_what_mends_it(error: Exception, told: str) -> None:
