@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from megatron.kernels.operation import Candidate, Operation, Trial
+from megatron.kernels.operation import Candidate, Operation, Trial, not_installed
 
 CHUNK = 1 << 16
 """Elements that one block of apex's kernel takes, the size that apex itself asks for."""
@@ -82,7 +81,7 @@ def adam(
 def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or dtype == torch.float64:
         return "apex updates fp32 weights on GPUs"
-    return "apex's amp_C is not installed" if importlib.util.find_spec("amp_C") is None else None
+    return not_installed("amp_C")
 
 
 def _apex() -> Adam:

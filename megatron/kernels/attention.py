@@ -6,7 +6,6 @@ Shapes: S queries, T keys, B batch, N query heads, G key/value heads (N a multip
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -17,20 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.kernels.operation import Candidate, Operation, Trial
-
-HALF = (torch.bfloat16, torch.float16)
+from megatron.kernels.operation import HALF, Candidate, Operation, Trial, half_on_gpu, not_installed
 
 
 def attention_mask(
     seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device, first_query: int = 0
-) -> Tensor | None:
-    """Who may look at whom: causal, within the window, within the document. None when plain causal says it all.
+) -> Tensor:
+    """Who may look at whom, boolean ``[B or 1, 1, S, T]``: causal, within the window, within the document.
 
     Queries are the tokens from ``first_query`` on, keys all ``seq_length``.
     """
-    if window is None and documents_BS is None and first_query == 0:
-        return None
     if documents_BS is None:
         mask = torch.ones(1, 1, seq_length - first_query, seq_length, dtype=torch.bool, device=device)
     else:
@@ -63,7 +58,12 @@ class Sight:
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """:func:`attention_mask`; made only for those who ask, because at long sequences it is large."""
+        """:func:`attention_mask`, or None when plain causal says it all.
+
+        Made only for those who ask, because at long sequences it is large.
+        """
+        if self.window is None and self.documents is None and self.first_query == 0:
+            return None
         return attention_mask(self.keys, self.window, self.documents, self.device, self.first_query)
 
     @cached_property
@@ -109,12 +109,8 @@ def cudnn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, sight: Sight) -> Tenso
         return sdpa(q_SBND, k_TBGD, v_TBGD, sight)
 
 
-def _half_on_a_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    return device.type == "cuda" and dtype in HALF
-
-
 def _cudnn_missing(device: torch.device, dtype: torch.dtype) -> str | None:
-    if not _half_on_a_gpu(device, dtype):
+    if not half_on_gpu(device, dtype):
         return "cuDNN's attention takes bf16 and fp16 on GPUs"
     q = torch.empty(1, 4, 64, 64, device=device, dtype=dtype)
     k = q[:, :2]
@@ -123,9 +119,9 @@ def _cudnn_missing(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def _flash_missing(device: torch.device, dtype: torch.dtype) -> str | None:
-    if not _half_on_a_gpu(device, dtype):
+    if not half_on_gpu(device, dtype):
         return "flash-attn takes bf16 and fp16 on GPUs"
-    return None if importlib.util.find_spec("flash_attn") else "flash_attn cannot be imported"
+    return not_installed("flash_attn")
 
 
 def _flash() -> Attention:

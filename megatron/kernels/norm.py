@@ -6,7 +6,6 @@ Shapes: R any number of leading dimensions, W the width that is normalised.
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.compiling import compiled, no_compiler
-from megatron.kernels.operation import Candidate, Operation, Trial
+from megatron.kernels.operation import Candidate, Operation, Trial, not_installed
 
 Norm = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 """``norm(x_RW, weight_W, bias_W, eps) -> y_RW``; RMSNorm where there is no bias. Statistics in at least fp32."""
@@ -40,9 +39,7 @@ def add_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: flo
 def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or dtype == torch.float64:
         return "apex normalises fp32, bf16 and fp16 on GPUs"
-    wanted = ("apex", "fused_layer_norm_cuda")
-    absent = [name for name in wanted if importlib.util.find_spec(name) is None]
-    return f"{' and '.join(absent)} cannot be imported" if absent else None
+    return not_installed("apex", "fused_layer_norm_cuda")
 
 
 def _apex() -> Norm:

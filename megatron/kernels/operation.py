@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,10 +10,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+HALF = (torch.bfloat16, torch.float16)
+
 
 def runs_anywhere(device: torch.device, dtype: torch.dtype) -> str | None:
     """Nothing is missing."""
     return None
+
+
+def half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether numbers of 16 bits lie on a GPU: all that most fused kernels take."""
+    return device.type == "cuda" and dtype in HALF
+
+
+def not_installed(*modules: str) -> str | None:
+    """Which of the modules are not installed; None when all are. Imports none of them."""
+    absent = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(absent)} cannot be imported" if absent else None
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.kernels.operation import Candidate, Operation, Trial
+from megatron.kernels.operation import Candidate, Operation, Trial, half_on_gpu, not_installed
 
 WeightGradient = Callable[..., None]
 """``weight_gradient(target, x, dy, beta=1.0)``: ``target = beta * target + dy^T x``, with ``beta`` 0 or 1.
@@ -39,17 +38,14 @@ def _accumulate(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> Non
         torch.addmm(target, dy_TO.t(), x_TI, out_dtype=target.dtype, beta=beta, out=target)
 
 
-def _narrow_on_gpu(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
-        return "it multiplies bf16 and fp16 on GPUs"
-    return None
+def _accumulate_missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    return None if half_on_gpu(device, dtype) else "it multiplies bf16 and fp16 on GPUs"
 
 
 def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
-    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+    if not half_on_gpu(device, dtype):
         return "apex multiplies bf16 and fp16 on GPUs"
-    missing = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is None
-    return "apex's fused_weight_gradient_mlp_cuda is not installed" if missing else None
+    return not_installed("fused_weight_gradient_mlp_cuda")
 
 
 def _apex() -> WeightGradient:
@@ -83,7 +79,7 @@ def _trials() -> Sequence[Trial]:
 WEIGHT_GRADIENT = Operation(
     {
         "apex": Candidate(_apex, _apex_missing),
-        "addmm": Candidate(lambda: _accumulate, _narrow_on_gpu),
+        "addmm": Candidate(lambda: _accumulate, _accumulate_missing),
         "torch": Candidate(lambda: add_outer),
     },
     _trials,

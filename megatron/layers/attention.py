@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.attention import Sight
+from megatron.kernels.attention import Sight, attention_mask
 from megatron.layers.cache import KVCache
 from megatron.layers.dropout import dropout_attention
 from megatron.layers.linear import ColumnLinear, RowLinear
@@ -71,10 +71,9 @@ class CoreAttention(nn.Module):
         """Unfused, because a fused kernel's dropout depends on the layout."""
         q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_SBGD, v_SBGD))
         k_BNSD, v_BNSD = (t.repeat_interleave(self.queries, dim=1) for t in (k_BGSD, v_BGSD))
-        s = q_BNSD.shape[2]
         mask = scene.sight.mask
         if mask is None:
-            mask = torch.ones(s, s, dtype=torch.bool, device=q_BNSD.device).tril()
+            mask = attention_mask(q_BNSD.shape[2], None, None, q_BNSD.device)
         scores = q_BNSD.matmul(k_BNSD.transpose(2, 3)) * q_BNSD.shape[3] ** -0.5
         scores = scores.masked_fill(~mask, float("-inf"))
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)

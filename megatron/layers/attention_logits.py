@@ -35,10 +35,8 @@ def largest_logit(q_SBND: Tensor, k_SBGD: Tensor, window: int | None, documents_
     for start in range(0, s, step):
         stop = min(start + step, s)
         documents = None if documents_BS is None else documents_BS[:, :stop]
-        visible = attention_mask(stop, window or stop, documents, q_SBND.device, first_query=start)
+        visible = attention_mask(stop, window, documents, q_SBND.device, first_query=start)
         rows = q_BGXSD[..., start:stop, :].to(wide).flatten(2, 3)
         logits = rows.matmul(k_BGDS[..., :stop]).view(b, n, stop - start, stop)
-        if visible is not None:
-            logits.masked_fill_(~visible, -torch.inf)
-        largest = torch.maximum(largest, logits.amax())
+        largest = torch.maximum(largest, logits.masked_fill_(~visible, -torch.inf).amax())
     return largest * d**-0.5

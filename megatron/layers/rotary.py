@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.kernels.rotary import rotate
 
 
 @dataclass(frozen=True)
@@ -22,10 +21,6 @@ class Rotation:
     cos: Tensor
     sin: Tensor
     interleaved: bool
-
-    def apply(self, x_SBND: Tensor) -> Tensor:
-        """Rotate the first ``rotary_dim`` channels of every head."""
-        return rotate(x_SBND, self.cos, self.sin, self.interleaved)
 
 
 class Rotary:

@@ -47,7 +47,7 @@ class Block(nn.Module):
             y = recompute(lambda x: self.mlp(self.pre_mlp_layernorm(x)), x_SBH)
         elif drop_norm:
             x_SBH = x_SBH + y
-            y = feed(self.pre_mlp_layernorm, x_SBH, self.mlp, drop_norm)
+            y = feed(self.pre_mlp_layernorm, x_SBH, self.mlp, drop=True)
         else:
             x_SBH, n_SBH = self.pre_mlp_layernorm.of_sum(x_SBH, y)
             y = self.mlp(n_SBH)

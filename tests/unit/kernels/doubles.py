@@ -23,7 +23,7 @@ def install(monkeypatch: pytest.MonkeyPatch, name: str, **members: Any) -> None:
         if path not in sys.modules:
             monkeypatch.setitem(sys.modules, path, ModuleType(path))
     for key, value in members.items():
-        setattr(sys.modules[name], key, value)
+        monkeypatch.setattr(sys.modules[name], key, value, raising=False)
 
 
 class ApexNorms:

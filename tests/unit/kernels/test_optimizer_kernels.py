@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 import pytest
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor
 from megatron.kernels.adam import ADAM, AdamSettings, AdamState, adam
 from megatron.kernels.operation import Operation, disproof
 from megatron.kernels.weight_gradient import WEIGHT_GRADIENT, add_outer
+from tests.unit.kernels.doubles import install
 
 CPU = torch.device("cpu")
 
@@ -73,12 +72,6 @@ def no_decay(*arguments: object) -> None:
     multi_tensor_adam_capturable(*arguments[:10], 0.0, arguments[11])
 
 
-def double(monkeypatch: pytest.MonkeyPatch, module: str, function: str, does: Callable[..., None]) -> None:
-    fake = ModuleType(module)
-    setattr(fake, function, does)
-    monkeypatch.setitem(sys.modules, module, fake)
-
-
 APEX = {
     "weight_gradient": (WEIGHT_GRADIENT, "fused_weight_gradient_mlp_cuda", "wgrad_gemm_accum_fp32"),
     "adam": (ADAM, "amp_C", "multi_tensor_adam_capturable"),
@@ -100,7 +93,7 @@ def test_apex_is_called_as_it_wants_and_proven(
     operation: str, does: Callable[..., None], right: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     table, module, function = APEX[operation]
-    double(monkeypatch, module, function, does)
+    install(monkeypatch, module, **{function: does})
     for dtype in (torch.bfloat16, torch.float16):
         assert (disproof(table, table.candidates["apex"].make(), CPU, dtype) is None) is right
 
@@ -115,7 +108,7 @@ def test_nothing_but_torch_serves_a_cpu(table: Operation) -> None:
 def test_what_is_not_installed_is_missing_on_gpus(table: Operation) -> None:
     told = table.candidates["apex"].missing(torch.device("cuda"), torch.bfloat16)
     assert told is not None
-    assert "is not installed" in told
+    assert "cannot be imported" in told
 
 
 def test_the_product_accumulates_where_formats_are_equal() -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.config.model import ModelConfig
 from megatron.kernels.attention import Sight, attention_mask
+from megatron.kernels.rotary import rotate
 from megatron.layers.attention import Scene, SelfAttention
 from megatron.layers.rotary import Rotary
 from megatron.parallel.build import BuildContext
@@ -32,12 +33,9 @@ def visible(q: int, k: int, sample: int, window: int | None, documents: Tensor |
 @pytest.mark.parametrize("documents", [None, DOCUMENTS], ids=["one-document", "documents"])
 @pytest.mark.parametrize("window", [None, 1, 4, LENGTH, 100])
 def test_mask(window: int | None, documents: Tensor | None) -> None:
-    mask = attention_mask(LENGTH, window, documents, torch.device("cpu"))
-    if window is None and documents is None:
-        assert mask is None
-        return
-    assert mask is not None
-    mask = mask.expand(2, 1, LENGTH, LENGTH)
+    plain = window is None and documents is None
+    assert (Sight(LENGTH, torch.device("cpu"), window, documents).mask is None) is plain
+    mask = attention_mask(LENGTH, window, documents, torch.device("cpu")).expand(2, 1, LENGTH, LENGTH)
     for sample in range(2):
         for q in range(LENGTH):
             seen = [bool(x) for x in mask[sample, 0, q]]
@@ -70,7 +68,8 @@ def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: Scene, documents: Tenso
         if layer.q_layernorm is not None and layer.k_layernorm is not None:
             q, k = layer.q_layernorm(q), layer.k_layernorm(k)
         if scene.rotation is not None:
-            q, k = (scene.rotation.apply(t.unsqueeze(2)).squeeze(2) for t in (q, k))
+            turn = scene.rotation
+            q, k = (rotate(t.unsqueeze(2), turn.cos, turn.sin, turn.interleaved).squeeze(2) for t in (q, k))
         for b in range(2):
             for s in range(LENGTH):
                 keys = [j for j in range(LENGTH) if visible(s, j, b, c.window_size, documents)]

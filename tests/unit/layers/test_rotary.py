@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
+from megatron.kernels.rotary import rotate
 from megatron.layers.rotary import Rotary
 from tests.solo import tiny
 
@@ -32,7 +33,8 @@ def test_is_multiplication_by_a_complex_phase(interleaved: bool, percent: float)
     config = tiny(**ROPE, rotary_interleaved=interleaved, rotary_percent=percent)
     x = torch.randn(LENGTH, 2, 3, HEAD_DIM, dtype=torch.float64)
     width = int(HEAD_DIM * percent)
-    y = rotary(config)(LENGTH, None).apply(x)
+    turn = rotary(config)(LENGTH, None)
+    y = rotate(x, turn.cos, turn.sin, interleaved)
     theta = torch.tensor([100.0 ** (-2 * i / width) for i in range(width // 2)], dtype=torch.float64)
     phase = torch.exp(1j * torch.arange(LENGTH).view(-1, 1, 1, 1) * theta)
     expected = as_complex(x[..., :width], interleaved) * phase
@@ -45,7 +47,8 @@ def test_products_depend_on_the_distance_only(interleaved: bool) -> None:
     config = tiny(**ROPE, rotary_interleaved=interleaved)
     q, k = torch.randn(2, HEAD_DIM, dtype=torch.float64)
     turn = rotary(config)(LENGTH, None)
-    q_S, k_S = (turn.apply(x.expand(LENGTH, 1, 1, HEAD_DIM))[:, 0, 0] for x in (q, k))
+    turned = rotate(torch.stack((q, k)).expand(LENGTH, 1, 2, HEAD_DIM), turn.cos, turn.sin, interleaved)
+    q_S, k_S = turned[:, 0].unbind(1)
     products = q_S @ k_S.t()
     for distance in range(LENGTH):
         diagonal = products.diagonal(-distance)
