@@ -40,7 +40,10 @@ def main(argv: Sequence[str]) -> int:
     try:
         names = short_names(folders)
         histories = [read_history(folder / METRICS) for folder in folders]
-        draw_history(histories[0], names[0], out) if alone else draw_runs(dict(zip(names, histories)), out)
+        if alone:
+            draw_history(histories[0], names[0], out)
+        else:
+            draw_runs(dict(zip(names, histories)), out)
         health = folders[0] / HEALTH
         if alone and not arguments.out and draw_health(folders[0] / METRICS, names[0], health):
             drawn.append(health)

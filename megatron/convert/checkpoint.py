@@ -124,11 +124,11 @@ class SavedModel:
 
     def _check(self) -> None:
         tensors = self.manifest.tensors
-        if self._prefix and not any(name.startswith(self._prefix) for name in tensors):
-            seen = f"{self.manifest.path} has no average of the weights: its run did not keep one, with --ema-decay"
-            raise CheckpointError(seen, "drop --ema")
         if self._prefix:
             stored = {n.removeprefix(AVERAGE): record for n, record in tensors.items() if n.startswith(AVERAGE)}
+            if not stored:
+                seen = f"{self.manifest.path} has no average of the weights: its run did not keep one, with --ema-decay"
+                raise CheckpointError(seen, "drop --ema")
         else:
             stored = {name: record for name, record in tensors.items() if not name.startswith("optim.")}
         shapes = {name: (spec.shape, spec.view) for name, spec in self.specs.items()}

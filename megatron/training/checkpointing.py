@@ -88,14 +88,14 @@ def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> list[
     t, saved = trainer, manifest.state
     t.begin_at(*place_of(manifest), saved["data"]["stretches"], batches_since)
     t.evaluated = _evaluated(saved)
-    notes = _take_up_data(t, saved["data"], is_own(manifest.path, t.config.checkpoint))
+    own = is_own(manifest.path, t.config.checkpoint)  # a fork is a run of its own
+    notes = _take_up_data(t, saved["data"], own)
     notes += _read_tensors(t, manifest)
     t.optimizer.set_steps_applied(saved["optimizer"]["steps"])
     if saved["loss_scaler"]:  # there is none where the run that saved had a constant one
         t.scaler.load_state_dict(saved["loss_scaler"])
     if t.optimizer.spikes is not None and saved.get("spikes"):
         t.optimizer.spikes.load_state_dict(saved["spikes"])
-    own = is_own(manifest.path, t.config.checkpoint)  # a fork is a run of its own
     t.run_id = kept_run_id(saved, own)
     if own and "goodput" in saved:
         t.goodput.load_state_dict(saved["goodput"])

@@ -12,9 +12,9 @@ from typing import Any
 
 from megatron.config.compare import Role, role_of
 from megatron.config.settings import SETTINGS
-from megatron.training.run_folder import CONFIG, DIFF, ENVIRONMENT, METRICS
+from megatron.training.run_folder import CONFIG, DATA, DIFF, ENVIRONMENT, METRICS
 
-FACTS = (ENVIRONMENT, "data.json")
+FACTS = (ENVIRONMENT, DATA)
 """Files of plain facts; they explain a difference and are none themselves."""
 
 DIGEST = "samples-digest"

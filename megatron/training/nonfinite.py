@@ -49,7 +49,7 @@ def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
         return f"{step}, yet on every rank by itself it was when run again: their sum overflows, or hardware fails"
     first = min(finding for finding, _ in found)
     ranks = [rank for finding, rank in found if finding == first]
-    return f"{step}; first on {enumerate_ranks(ranks)}: {min(found)[0].text}"
+    return f"{step}; first on {enumerate_ranks(ranks)}: {first.text}"
 
 
 def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> Finding | None:

@@ -155,6 +155,13 @@ def scale_loss(axes: Axes, losses: list[float]) -> None:
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
 
 
+def scale_rate(axes: Axes) -> None:
+    """Let the axis of learning rates begin at 0, and write them as the console does."""
+    axes.set_ylim(bottom=0)
+    axes.margins(y=0.15)
+    axes.yaxis.set_major_formatter(lambda value, _: exponent(value))
+
+
 def _mark_lost(axes: Axes, tokens: Sequence[int]) -> None:
     if tokens:
         height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
@@ -168,9 +175,7 @@ def _draw_rate(axes: Axes, history: History) -> None:
     axes.plot(
         tokens, [p.learning_rate for p in history.train], color=RATE, linewidth=1.6, marker="o" * few, markersize=3
     )
-    axes.set_ylim(bottom=0)
-    axes.margins(y=0.15)
-    axes.yaxis.set_major_formatter(lambda value, _: exponent(value))
+    scale_rate(axes)
     axes.set_ylabel("learning rate", color=RATE)
     batch, sizes = axes.twinx(), [p.batch_size for p in history.train]
     starts = [p.last_step_from for p in history.train]

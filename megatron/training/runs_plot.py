@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from megatron.training.console import compact, exponent
+from megatron.training.console import compact
 from megatron.training.history import History
-from megatron.training.plot import FEW, MUTED, picture, scale_loss, smooth
+from megatron.training.plot import FEW, MUTED, picture, scale_loss, scale_rate, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -125,8 +125,6 @@ def _label(loss: Axes, rate: Axes, histories: Sequence[History]) -> None:
     loss.set_title(f"bold: training loss, smoothed{marks}", loc="right", color=MUTED, fontsize=10)
     loss.set_ylabel("loss per token (nats)")
     rate.set_ylabel("learning rate")
-    rate.set_ylim(bottom=0)
-    rate.margins(y=0.15)
+    scale_rate(rate)
     rate.set_xlabel("tokens")
     rate.xaxis.set_major_formatter(lambda value, _: compact(value, trim=True))
-    rate.yaxis.set_major_formatter(lambda value, _: exponent(value))

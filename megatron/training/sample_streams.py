@@ -11,7 +11,7 @@ from megatron.config.sources import from_dict
 from megatron.data.digest import PLACES_PER_BLOCK
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data, source_of
-from megatron.training.differences import RunFolder
+from megatron.training.differences import DIGEST, RunFolder
 
 BY_CONTENT = 100_000
 """Samples whose tokens are compared, where data are made from different files and so have no common identities."""
@@ -50,7 +50,7 @@ def open_stream(run: RunFolder) -> DataSource:
     stretches = {"train": laid_out} if laid_out else None
     data = build_data(config.data, config.training, config.model.vocab, replicas, ("train",), stretches)
     last = run.lines[max(run.lines)] if run.lines else {}
-    digest, samples = last.get("samples-digest"), int(last.get("consumed-samples", 0))
+    digest, samples = last.get(DIGEST), int(last.get("consumed-samples", 0))
     if digest is not None and f"{data.digest('train', 0, samples):016x}" != digest:
         raise DataError(
             f"the training data that {run.folder} names are not those that it has read, or come in another order; "

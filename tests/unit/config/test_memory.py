@@ -80,8 +80,7 @@ def test_bytes_of_each_part_are_those_of_the_objects_of_a_run(dtype: str, optimi
     assert nbytes(params.values()) == expected["weights"]
     own = [m for name, m in masters.items() if m.data_ptr() != params[name].data_ptr()]
     assert nbytes(own) == expected["masters"]
-    state = [rule.state for _, rule in trainer.optimizer.groups]
-    moments = [t for kinds in state for kind, tensors in kinds.items() if kind != "step" for t in tensors]
+    moments = [t for tensors in trainer.optimizer.moments().values() for t in tensors.values()]
     assert nbytes(moments) == expected["moments"]
     assert nbytes(trainer.optimizer.average.values()) == expected["average"]
     assert sum(spec.numel * t.itemsize for spec, t in held(trainer).values()) == checkpoint_bytes(config)
