@@ -66,7 +66,7 @@ class ProfileRequests:
     def _steps(self, text: str) -> int:
         if not text:
             return STEPS
-        if text.isdecimal() and 0 < int(text[:9]) <= MOST_STEPS:
+        if text.isdecimal() and len(text) < 10 and 0 < int(text) <= MOST_STEPS:
             return int(text)
         rule = f"{FILE} may be empty, for {STEPS} steps, or hold a number of steps up to {MOST_STEPS}"
         self._warn(f"no profile: {rule}; it held {text[:40]!r}")

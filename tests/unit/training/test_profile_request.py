@@ -68,7 +68,10 @@ def test_a_file_says_how_many_steps_and_goes(tmp_path: Path, clock: Clock, text:
     assert (list(tmp_path.iterdir()), told) == ([], [])
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "two", "2.5", "1e3", str(MOST_STEPS + 1), "9" * 5000, "\0\xff"])
+@pytest.mark.parametrize(
+    "text",
+    ["0", "-1", "two", "2.5", "1e3", str(MOST_STEPS + 1), "00000000199", "9" * 5000, "000000001" * 600, "\0\xff"],
+)
 def test_a_file_that_says_something_else_is_told(tmp_path: Path, clock: Clock, text: str) -> None:
     asked, told = requests(tmp_path)
     (tmp_path / "PROFILE").write_text(text)
