@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.hardware import processor
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor, Part
@@ -169,10 +170,8 @@ def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
 
 def machine() -> dict[str, str]:
     """What the figures were measured with."""
-    info = Path("/proc/cpuinfo")
-    named = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
     return {
-        "processor": f"{named[0] if named else platform.processor()}, {os.cpu_count()} cores",
+        "processor": processor(),
         "python": platform.python_version(),
         "torch": torch.__version__,
     }

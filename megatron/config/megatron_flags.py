@@ -10,12 +10,13 @@ from __future__ import annotations
 _FUSED = "which kernels are fused does not change the numbers"
 _OVERLAP = "how communication overlaps with computing does not change the numbers"
 _ALWAYS_FP32 = "softmax, masters and gradient sums are always at least fp32"
-_ONE_STACK = "there is one implementation, in stock PyTorch"
+_ONE_STACK = "there is one implementation of the model; --kernels alone says what computes it"
 _FULL_STATE = "every rank keeps the whole optimizer state: the same numbers, more memory per rank"
+_ATTENTION = "attention is computed by the kernel that --kernels chooses"
 _MEMORY_ONLY = "memory is managed by PyTorch; the numbers are the same"
 _ALWAYS_LOGGED = "step time and speed are in every progress line"
-_ALL_SINKS = "console, metrics.jsonl, TensorBoard and Weights & Biases get the same numbers, at every log_interval"
-_MAPPED = "samples are read from memory-mapped files inside the step"
+ALL_SINKS = "console, metrics.jsonl, TensorBoard and Weights & Biases get the same numbers, at every log_interval"
+_MAPPED = "samples are read from memory-mapped files by the training process itself"
 
 _ONE_FORM = "checkpoints have one form of their own, which every layout reads"
 _OWN_PARTS = "every rank writes and reads its own parts, whatever the layout"
@@ -26,9 +27,9 @@ _NO_RANDOM_STATE = "random numbers are functions of the seed and the place; ther
 IGNORED = {
     "--use-mcore-models": _ONE_STACK,
     "--transformer-impl": _ONE_STACK,
-    "--use-flash-attn": "attention runs through PyTorch's SDPA, which picks the kernel",
-    "--attention-backend": "attention runs through PyTorch's SDPA, which picks the kernel",
-    "--flash-attention-version": "attention runs through PyTorch's SDPA, which picks the kernel",
+    "--use-flash-attn": _ATTENTION,
+    "--attention-backend": _ATTENTION,
+    "--flash-attention-version": _ATTENTION,
     "--no-masked-softmax-fusion": _FUSED,
     "--no-bias-swiglu-fusion": _FUSED,
     "--no-bias-dropout-fusion": _FUSED,
@@ -118,17 +119,17 @@ IGNORED = {
     "--exit-signal-handler-for-training": "a signal always ends the run cleanly",
     "--log-throughput": _ALWAYS_LOGGED,
     "--no-barrier-with-level-1-timing": "timers never wait for other ranks",
-    "--tensorboard-log-interval": _ALL_SINKS,
-    "--tensorboard-queue-size": _ALL_SINKS,
-    "--log-timers-to-tensorboard": _ALL_SINKS,
-    "--log-validation-ppl-to-tensorboard": _ALL_SINKS,
-    "--log-memory-to-tensorboard": _ALL_SINKS,
-    "--log-world-size-to-tensorboard": _ALL_SINKS,
-    "--no-log-loss-scale-to-tensorboard": _ALL_SINKS,
-    "--disable-log-loss-scale-to-tensorboard": _ALL_SINKS,
+    "--tensorboard-log-interval": ALL_SINKS,
+    "--tensorboard-queue-size": ALL_SINKS,
+    "--log-timers-to-tensorboard": ALL_SINKS,
+    "--log-validation-ppl-to-tensorboard": ALL_SINKS,
+    "--log-memory-to-tensorboard": ALL_SINKS,
+    "--log-world-size-to-tensorboard": ALL_SINKS,
+    "--no-log-loss-scale-to-tensorboard": ALL_SINKS,
+    "--disable-log-loss-scale-to-tensorboard": ALL_SINKS,
     "--use-pytorch-profiler": "the profiler is PyTorch's",
-    "--log-straggler": "every progress line names the slowest rank",
-    "--no-one-logger": "nothing is reported to anybody",
+    "--log-straggler": "progress lines name a slow rank",
+    "--no-one-logger": "nothing is reported to anybody unasked",
     "--disable-msc": "files are read by path",
     "--num-workers": _MAPPED,
     "--no-mmap-bin-files": _MAPPED,
@@ -288,8 +289,8 @@ FAMILIES = {
     "--log-": "it logs a quantity that is not logged here",
     "--no-log-": "it turns off a quantity that is not logged here",
     "--disable-log-": "it turns off a quantity that is not logged here",
-    "--one-logger-": "nothing is reported to anybody",
-    "--app-tag-": "nothing is reported to anybody",
+    "--one-logger-": "nothing is reported to anybody unasked",
+    "--app-tag-": "nothing is reported to anybody unasked",
     "--otel-": "metrics go to no such collector",
     "--moe-": "there are no experts in this version",
     "--expert-tensor-parallel-num-": "there are no experts in this version",
@@ -349,7 +350,7 @@ FAMILIES = {
     "--no-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
     "--disable-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
     "--pytorch-profiler-": "the profile is a Chrome trace",
-    "--straggler-": "every progress line names the slowest rank; there is nothing to set",
+    "--straggler-": "progress lines name a slow rank; there is nothing to set",
     "--gtp-": "weights are sharded by TP alone",
 }
 

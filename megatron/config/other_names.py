@@ -5,6 +5,8 @@ Pure data, read only when such a flag is met.
 
 from __future__ import annotations
 
+from megatron.config.megatron_flags import ALL_SINKS
+
 SAME = {
     "--learning-rate": "--lr",
     "--peak-lr": "--lr",
@@ -84,8 +86,6 @@ SAME = {
 }
 """A flag of others -> ours, which takes the same value."""
 
-_ALL_SINKS = "console, metrics.jsonl, TensorBoard and Weights & Biases get the same numbers"
-
 _TO_TENSORBOARD = (
     "--log-batch-size-to-tensorboard",
     "--no-log-batch-size-to-tensorboard",
@@ -115,13 +115,13 @@ OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
         "the environment says it, before the command",
         ("WANDB_MODE=offline", "WANDB_MODE=online", "WANDB_MODE=disabled"),
     ),
-    **{flag: (_ALL_SINKS, (f"drop {flag}",)) for flag in _TO_TENSORBOARD},
+    **{flag: (ALL_SINKS, (f"drop {flag}",)) for flag in _TO_TENSORBOARD},
 }
 """A flag of others that says what is said in another way here -> which way, and what to paste; ``{}`` is the value."""
 
 HARMLESS = {
     "--data-impl": (("mmap", "infer"), "token files are memory-mapped, and nothing else"),
     "--dataset-impl": (("mmap", "infer"), "token files are memory-mapped, and nothing else"),
-    **dict.fromkeys(_TO_TENSORBOARD, ((), _ALL_SINKS)),
+    **dict.fromkeys(_TO_TENSORBOARD, ((), ALL_SINKS)),
 }
 """An older flag -> the values that ask for what is done anyhow, and why they may be ignored."""

@@ -22,13 +22,13 @@ class Rule:
         fields: their names.
         active: whether they work.
         needs: that condition in words.
-        remedy: flags that make them work.
+        remedy: flags that make them work; of mistakes.
     """
 
     fields: tuple[str, ...]
     active: Callable[[RunConfig], bool]
     needs: str
-    remedy: str
+    remedy: str = ""
 
     def idle(self, config: RunConfig) -> list[str]:
         """Fields that were set in vain."""
@@ -184,39 +184,35 @@ MISTAKES = (
 )
 
 HARMLESS = (
-    Rule(("sequence_parallel",), lambda c: c.parallel.tensor_model_parallel_size > 1, "TP above 1", ""),
-    Rule(("eval_interval",), lambda c: c.training.eval_iters > 0, "eval_iters above 0", ""),
-    Rule(("min_lr",), lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays", ""),
+    Rule(("sequence_parallel",), lambda c: c.parallel.tensor_model_parallel_size > 1, "TP above 1"),
+    Rule(("eval_interval",), lambda c: c.training.eval_iters > 0, "eval_iters above 0"),
+    Rule(("min_lr",), lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays"),
     Rule(
         ("lr_warmup_init",),
         lambda c: bool(c.optimizer.lr_warmup_fraction or c.optimizer.lr_warmup_iters or c.optimizer.lr_warmup_samples),
         "a warm-up",
-        "",
     ),
-    Rule(("weight_decay",), lambda c: c.optimizer.weight_decay_incr_style == "constant", "a constant weight decay", ""),
-    Rule(("adam_beta1", "adam_beta2", "adam_eps"), lambda c: c.optimizer.optimizer == "adam", "optimizer adam", ""),
-    Rule(("lion_beta1", "lion_beta2"), lambda c: c.optimizer.optimizer == "lion", "optimizer lion", ""),
+    Rule(("weight_decay",), lambda c: c.optimizer.weight_decay_incr_style == "constant", "a constant weight decay"),
+    Rule(("adam_beta1", "adam_beta2", "adam_eps"), lambda c: c.optimizer.optimizer == "adam", "optimizer adam"),
+    Rule(("lion_beta1", "lion_beta2"), lambda c: c.optimizer.optimizer == "lion", "optimizer lion"),
     Rule(
         ("profile_step_start", "profile_step_end"),
         lambda c: c.profiling.profile or c.profiling.profile_memory,
         "profile or profile_memory",
-        "",
     ),
     Rule(
         ("profile_ranks", "pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"),
         lambda c: c.logging.run_dir is not None,
         "run_dir",
-        "",
     ),
-    Rule(("timing_log_option",), lambda c: c.logging.timing_log_level > 0, "timing_log_level above 0", ""),
-    Rule(("sgd_momentum",), lambda c: c.optimizer.optimizer == "sgd", "optimizer sgd", ""),
-    Rule(("split",), lambda c: bool(c.data.data_path or c.data.data_args_path), "data_path", ""),
-    Rule(("data_cache_path", "multiple_validation_sets"), lambda c: not c.data.mock_data, "files of tokens", ""),
+    Rule(("timing_log_option",), lambda c: c.logging.timing_log_level > 0, "timing_log_level above 0"),
+    Rule(("sgd_momentum",), lambda c: c.optimizer.optimizer == "sgd", "optimizer sgd"),
+    Rule(("split",), lambda c: bool(c.data.data_path or c.data.data_args_path), "data_path"),
+    Rule(("data_cache_path", "multiple_validation_sets"), lambda c: not c.data.mock_data, "files of tokens"),
     Rule(
         ("eod_id",),
         lambda c: any(getattr(c.data, name) for name in AFTER_DOCUMENTS),
         "reset_position_ids, reset_attention_mask or eod_mask_loss",
-        "",
     ),
 )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
 
 PLACES = ("run_dir", "tensorboard_dir", "wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity")
 
@@ -16,8 +17,8 @@ def empty_names(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """An empty name is none, but says that there should be one."""
     for name in PLACES:
         if getattr(config.logging, name) == "":
-            flag = f"--{name.replace('_', '-')}"
-            yield Problem("E702", f"{flag} '' names nothing", (f"drop {flag}", f"{flag} NAME"))
+            place = SETTINGS[name].flag
+            yield Problem("E702", f"{place} '' names nothing", (f"drop {place}", f"{place} NAME"))
 
 
 def run_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
