@@ -15,11 +15,11 @@ MOST_OF_A_CAUSE = 60
 """Characters of a library's words that a sentence of ours takes over."""
 
 
-class RefusedError(Exception):
+class StartRefusedError(Exception):
     """What was asked for cannot begin: the text of the error that says why, which is its cause."""
 
 
-EXPECTED = (RefusedError, UserError, DataError, CheckpointError, NonFiniteError)
+EXPECTED = (StartRefusedError, UserError, DataError, CheckpointError, NonFiniteError)
 """Errors whose text says all there is to say; others come with their traceback."""
 
 LOST_CONTACT = (

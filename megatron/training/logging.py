@@ -23,6 +23,7 @@ from megatron.training.console import evaluation_line, progress_line, timing_lin
 from megatron.training.failure import sentence
 from megatron.training.health_plot import draw_health
 from megatron.training.history import read_history
+from megatron.training.json_lines import JsonLines
 from megatron.training.metrics import device_name
 from megatron.training.plot import draw_history
 from megatron.training.records import EvaluationRecord, TrainRecord
@@ -101,7 +102,7 @@ class RunLog:
         used_before = metrics.exists()
         try:
             kept = run_folder.prepare(folder, resolved_config, device, world_size, data)
-            file = run_folder.JsonLines(metrics, warn=warn)
+            file = JsonLines(metrics, warn=warn)
         except OSError as error:
             refusal = f"the run folder {folder} cannot be written: {error.strerror}"
             raise UserError([Problem("E701", refusal, ("--run-dir ANOTHER_FOLDER",))]) from error

@@ -14,7 +14,7 @@ from megatron.config.summary import summary
 from megatron.data.errors import DataError
 from megatron.kernels.determinism import make_deterministic
 from megatron.parallel.mesh import everyone, first_to_fail, leave_distributed
-from megatron.training.failure import RefusedError, explain
+from megatron.training.failure import StartRefusedError, explain
 from megatron.training.goodput import Goodput
 from megatron.training.graphs import StepRunner
 from megatron.training.logging import RunLog, say, warn
@@ -48,7 +48,7 @@ def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = No
         status = join_and_train(config, notes, started)
     except Exception as error:
         report(error)
-        return 2 if isinstance(error, RefusedError) else 1
+        return 2 if isinstance(error, StartRefusedError) else 1
     leave_distributed()
     return status
 
@@ -107,12 +107,12 @@ def before_the_first_step() -> Iterator[None]:
     """What cannot begin with these flags and files is refused, which is no failure of a run.
 
     Raises:
-        RefusedError: for errors in flags and data.
+        StartRefusedError: for errors in flags and data.
     """
     try:
         yield
     except (UserError, DataError) as error:
-        raise RefusedError(str(error)) from error
+        raise StartRefusedError(str(error)) from error
 
 
 def report(error: Exception) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.training.run_folder import JsonLines
+from megatron.training.json_lines import JsonLines
 from megatron.training.sinks import Values, scalars
 
 ROW_HAS_ANYWAY = ("iteration", "time")
