@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.kernels.registry import Kernels
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.optim.buckets import GradBuckets

@@ -185,7 +185,7 @@ def build(args: argparse.Namespace, model: Pretrained, launch: Launch) -> GPTChu
         UserError: when the device is not there.
         DamagedError: when weights are not what was written.
     """
-    from megatron.config.run import ParallelConfig
+    from megatron.config.parallel import ParallelConfig
     from megatron.parallel.build import DTYPES
     from megatron.parallel.layout import Layout
     from megatron.parallel.mesh import Mesh, start_distributed

@@ -20,8 +20,9 @@ from multiprocessing import get_context
 from typing import TYPE_CHECKING
 
 from megatron.config.arguments import parse
+from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import Problem, UserError
-from megatron.config.run import ParallelConfig, RunConfig
+from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
 from megatron.data.vocabulary import vocabulary
 

@@ -57,6 +57,10 @@ FIELDS = {
     # have long been drawn with init_method_std.
     Role.FREE: """
         tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
+        num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_schedule
+        microbatch_group_size_per_virtual_pipeline_stage pipeline_model_parallel_layout
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         expert_model_parallel_size expert_tensor_parallel_size make_vocab_size_divisible_by
         distributed_backend distributed_timeout_minutes overlap_grad_reduce ddp_bucket_size
         params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis on_nonfinite
@@ -72,7 +76,7 @@ FIELDS = {
         data_cache_path run_dir exit_interval exit_duration_in_mins
         tensorboard_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity timing_log_level timing_log_option
         log_health_interval check_weight_hash_across_dp_replicas_interval
-        profile profile_memory profile_step_start profile_step_end profile_ranks
+        profile profile_memory profile_pipeline profile_step_start profile_step_end profile_ranks
         pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack""",
 }
 """Every option, under what it decides."""

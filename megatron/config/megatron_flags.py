@@ -95,6 +95,7 @@ IGNORED = {
     "--ddp-pad-buckets-for-high-nccl-busbw": _OVERLAP,
     "--ddp-average-in-collective": "gradients are summed and the loss is divided by the global number of tokens",
     "--no-overlap-p2p-communication": _OVERLAP,
+    "--overlap-p2p-communication-warmup-flush": _OVERLAP,
     "--tp-comm-overlap": _OVERLAP,
     "--tp-comm-overlap-cfg": _OVERLAP,
     "--tp-comm-overlap-rs-dgrad": _OVERLAP,
@@ -261,10 +262,8 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--enable-cuda-graph": ("one flag says what is a graph", ("--cuda-graph step",)),
     "--external-cuda-graph": ("one flag says what is a graph", ("--cuda-graph step",)),
     "--cuda-graph-impl": ("one flag says what is a graph", ("--cuda-graph step",)),
+    "--delay-wgrad-compute": ("schedules that split backward delay weight gradients", ("--pipeline-schedule zb-h1",)),
     "--use-tp-pp-dp-mapping": ("ranks are placed with TP innermost, then CP, DP, PP", ()),
-    "--pipeline-model-parallel-layout": ("there are no pipeline stages in this version", ()),
-    "--num-layers-per-virtual-pipeline-stage": ("there are no pipeline stages in this version", ()),
-    "--num-virtual-stages-per-pipeline-rank": ("there are no pipeline stages in this version", ()),
 }
 
 # Flags that are both ours and Megatron-LM's, with another default: its default, and why ours differs.
@@ -356,15 +355,15 @@ FAMILIES = {
 
 # The rest, a list of words: known to Megatron-LM, not here.
 OTHERS = """
---account-for-embedding-in-pipeline-split --account-for-loss-in-pipeline-split --activation-func-clamp-value
+--activation-func-clamp-value
 --activation-offload-fraction --adlr-autoresume --adlr-autoresume-interval --attention-output-gate
 --batch-invariant-backend --batch-invariant-mode --bert-embedder-type --bert-load --block-data-path
 --cache-mla-latents --calc-ft-timeouts --chat-template
 --classes-fraction --config-logger-dir --cp-comm-type
 --create-all-gather-group --data-parallel-sharding-strategy --data-per-class-fraction
 --ddp-param-name-patterns-for-fp32-local-accumulation --ddp-reduce-scatter-with-fp32-accumulation
---decode-only-cuda-graphs --decoder-first-pipeline-num-layers --decoder-last-pipeline-num-layers
---defer-embedding-wgrad-compute --delay-offload-until-cuda-graph --delay-wgrad-compute
+--decode-only-cuda-graphs
+--defer-embedding-wgrad-compute --delay-offload-until-cuda-graph
 --delta-offload-bytes-across-pp-ranks --disable-bf16-reduced-precision-matmul
 --disable-clone-scatter-output-in-embedding --disable-mamba-mem-eff-path --disable-straggler-on-startup
 --disable-strict-fsdp-dtensor-load --dump-param-to-param-group-map --embedding-path --enable-chunked-prefill
@@ -377,14 +376,14 @@ OTHERS = """
 --is-hybrid-model --iter-per-epoch --iterations-to-skip --keep-fp8-transpose-cache --kitchen-attention-backend
 --kv-lora-rank --langrl-env-config --logging-level --main-grads-dtype --main-params-dtype --mask-factor --mask-prob
 --mask-type --max-seqlen-per-dp-cp-rank --max-tokens-to-oom
---microbatch-group-size-per-virtual-pipeline-stage --min-offloaded-tensor-size --mla-down-proj-fusion
+--min-offloaded-tensor-size --mla-down-proj-fusion
 --mlp-chunks-for-prefill --mlp-chunks-for-training --mrope-section --mscale --mscale-all-dim --multi-latent-attention
 --nccl-all-reduce-for-prefill --no-clone-scatter-output-in-embedding --no-pin-cpu-grads --no-pin-cpu-params
 --no-rope-freq --no-strict-fsdp-dtensor-load --no-use-layer-wise-param-layout --no-yarn-correction-range-round-to-int
 --num-channels --num-classes --num-distributed-optimizer-instances --num-speculative-tokens --nvtx-ranges
 --offload-modules --onnx-safe --outer-dp-sharding-strategy --output-bert-embeddings --output-logit-dtype
 --overlap-cpu-optimizer-d2h-h2d --overlap-dispatch-backward-with-experts-wgrad --overlap-moe-expert-parallel-comm
---overlap-p2p-communication-warmup-flush --patch-dim --perform-rl-step --pipeline-model-parallel-comm-backend
+--patch-dim --perform-rl-step --pipeline-model-parallel-comm-backend
 --q-lora-rank --qk-head-dim --qk-l2-norm --qk-pos-emb-head-dim --query-in-block-prob
 --refit-method --rerun-mode --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
 --run-workload-inspector-server --sample-rate --short-seq-prob --skip-train --softmax-type --spec --start-eval-at-iter

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from megatron.config.batch import global_batch
 from megatron.config.model import ModelConfig
-from megatron.config.run import ParallelConfig, RunConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig, TrainingConfig
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:

@@ -6,37 +6,7 @@ from dataclasses import dataclass, field
 
 from megatron.config.model import ModelConfig
 from megatron.config.option import option
-
-
-@dataclass(frozen=True)
-class ParallelConfig:
-    """The rank grid and how its groups talk."""
-
-    tensor_model_parallel_size: int = option(1, "Ranks that share each layer's matrices (TP).", at_least=1)
-    sequence_parallel: bool = option(False, "Shard the sequence between TP regions instead of repeating it.")
-    pipeline_model_parallel_size: int = option(1, "Pipeline stages (PP).", at_least=1)
-    context_parallel_size: int = option(1, "Ranks that share each sequence (CP).", at_least=1)
-    expert_model_parallel_size: int = option(1, "Ranks that share the experts (EP).", at_least=1)
-    expert_tensor_parallel_size: int | None = option(
-        None, "TP inside experts. Default: as the dense layers.", at_least=1
-    )
-    distributed_backend: str | None = option(
-        None, "Collective library. Default: nccl on GPUs, gloo on CPUs.", choices=("nccl", "gloo")
-    )
-    distributed_timeout_minutes: float = option(
-        10.0, "A collective that takes longer ends the run, in every group.", above=0
-    )
-    overlap_grad_reduce: bool = option(True, "Reduce each gradient bucket while backward still runs.")
-    ddp_bucket_size: int = option(40_000_000, "Elements of a gradient bucket.", at_least=1)
-
-    @property
-    def model_ranks(self) -> int:
-        """Ranks that together hold one copy of the model."""
-        return self.tensor_model_parallel_size * self.pipeline_model_parallel_size * self.context_parallel_size
-
-    def data_parallel_size(self, world_size: int) -> int:
-        """Copies of the model that ``world_size`` ranks hold (DP)."""
-        return max(1, world_size // self.model_ranks)
+from megatron.config.parallel import ParallelConfig
 
 
 @dataclass(frozen=True)
@@ -373,6 +343,7 @@ class ProfilingConfig:
 
     profile: bool = option(False, "Record a profile (PyTorch's, as a Chrome trace) of chosen steps.")
     profile_memory: bool = option(False, "Record every allocation in those steps: a snapshot of a GPU, else a curve.")
+    profile_pipeline: bool = option(False, "Record when each action of the pipeline ran in those steps, on every rank.")
     profile_step_start: int = option(10, "First step recorded.", at_least=1)
     profile_step_end: int = option(12, "The first step after it that is not.", at_least=2)
     profile_ranks: tuple[int, ...] = option((0,), "Ranks that record.", at_least=0)

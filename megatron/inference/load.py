@@ -13,7 +13,8 @@ from megatron.checkpoint.folder import Checkpoints
 from megatron.config.checks import layout
 from megatron.config.hf import CONFIG
 from megatron.config.model import ModelConfig
-from megatron.config.run import HUGGING_FACE, ParallelConfig, RunConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import HUGGING_FACE, RunConfig, TrainingConfig
 from megatron.convert.checkpoint import (
     GENERATION,
     SavedModel,

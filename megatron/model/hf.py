@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import ParallelConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import TrainingConfig
 from megatron.model.gpt import GPTChunk, build_gpt
 from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink

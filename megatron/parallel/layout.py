@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from itertools import product
 from math import prod
 
+from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import Problem, UserError
-from megatron.config.run import ParallelConfig
 
 DENSE_AXES = ("pp", "dp", "cp", "tp")
 EXPERT_AXES = ("pp", "edp", "ep", "etp")

@@ -12,8 +12,9 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import UserError
-from megatron.config.run import CheckpointConfig, DataConfig, ParallelConfig, TrainingConfig
+from megatron.config.run import CheckpointConfig, DataConfig, TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.loader import build_data
 from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy

@@ -11,15 +11,8 @@ import torch
 from torch import Tensor
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import (
-    ComputeConfig,
-    DataConfig,
-    OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    RunConfig,
-    TrainingConfig,
-)
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import ComputeConfig, DataConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
 from megatron.data.masks import Masks
 from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch

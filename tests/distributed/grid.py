@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from megatron.config.run import OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.masks import Masks
 from tests.distributed.drive import GLOBAL_BATCH, LR, MODEL, Case

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.run import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.layers.embedding import Embedding
 from megatron.layers.linear import ColumnLinear, RowLinear
 from megatron.parallel import collectives

@@ -15,8 +15,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.config.parallel import ParallelConfig
 from megatron.config.resolve import resolve
-from megatron.config.run import DataConfig, ParallelConfig, RunConfig, TrainingConfig
+from megatron.config.run import DataConfig, RunConfig, TrainingConfig
 from megatron.data.files.indexed import IndexedDatasetWriter
 from megatron.parallel import collectives
 from megatron.parallel.microbatch import MicroBatch

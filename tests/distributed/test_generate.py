@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import ParallelConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import TrainingConfig
 from megatron.inference.generate import generate
 from megatron.inference.sampling import Sampling
 from megatron.model.gpt import GPTChunk, build_gpt

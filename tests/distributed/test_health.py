@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.config.run import OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.layers.attention_logits import largest_logit
 from megatron.parallel.shard import ShardSpec
 from megatron.training import health

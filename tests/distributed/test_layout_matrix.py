@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import ComputeConfig, OptimizerConfig, ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import ComputeConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.training.setup import build
 from megatron.training.step import evaluate, train_step
 from megatron.training.verify import Difference, StepTrace

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
-from megatron.config.run import ParallelConfig, PrecisionConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import PrecisionConfig, TrainingConfig
 from megatron.training.setup import build
 from megatron.training.step import train_step
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, reference, run_on

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import UserError
-from megatron.config.run import LoggingConfig, ParallelConfig, PrecisionConfig
+from megatron.config.run import LoggingConfig, PrecisionConfig
 from megatron.training.replicas_check import check_replicas
 from megatron.training.setup import build
 from megatron.training.step import train_step

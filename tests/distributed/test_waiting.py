@@ -8,7 +8,7 @@ from functools import partial
 import pytest
 import torch
 
-from megatron.config.run import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.optim.schedule import Rates
 from megatron.parallel import comm
 from megatron.parallel.layout import Layout

@@ -13,11 +13,18 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard"),
+    ("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard", "megatron.pipeline"),
     ("megatron.kernels",),
     ("megatron.parallel",),
     ("megatron.layers",),
-    ("megatron.model", "megatron.optim", "megatron.data", "megatron.checkpoint"),
+    (
+        "megatron.model",
+        "megatron.optim",
+        "megatron.data",
+        "megatron.checkpoint",
+        "megatron.pipeline.stage",
+        "megatron.pipeline.runtime",
+    ),
     ("megatron.convert",),
     ("megatron.training", "megatron.inference"),
     ("pretrain_gpt", "tools"),
@@ -25,7 +32,16 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Bottom to top. A module belongs to the longest prefix of its name. Imports go to lower layers or stay in it;
 the bottom layer, the pure half, is one: its prefixes may import each other."""
 
-TORCH_FREE = ("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard", "megatron.optim.schedule")
+PURE_PIPELINE = ("actions", "schedules", "zero_bubble", "search", "comms", "validate", "simulate", "trace", "partition")
+"""What of the pipeline computes no tensors."""
+
+TORCH_FREE = (
+    "megatron.config",
+    "megatron.parallel.layout",
+    "megatron.parallel.shard",
+    "megatron.optim.schedule",
+    *(f"megatron.pipeline.{part}" for part in PURE_PIPELINE),
+)
 """The pure half: importing these must not import torch."""
 
 OPTIONAL = ("apex", "flash_attn", "transformer_engine", "liger_kernel", "triton")

@@ -13,8 +13,9 @@ import pytest
 import torch
 
 from megatron.config.kernels import CANDIDATES
+from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import UserError
-from megatron.config.run import MOMENTS, OptimizerConfig, ParallelConfig
+from megatron.config.run import MOMENTS, OptimizerConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource

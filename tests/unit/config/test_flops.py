@@ -13,7 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron.config import flops
 from megatron.config.flops import FlopsPerToken, causal_keys, flop_table, full_keys, matmul_parameters
 from megatron.config.model import ModelConfig
-from megatron.config.run import ParallelConfig, RunConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import RunConfig, TrainingConfig
 from tests.solo import TINY, Solo, random_batch, tiny
 
 SEQ, SAMPLES = 16, 2

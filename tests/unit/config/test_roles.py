@@ -158,6 +158,10 @@ CHANGED = {
 LEFT_OUT = {
     "they need several ranks, as the tests of layouts have": """
         tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
+        num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_schedule
+        microbatch_group_size_per_virtual_pipeline_stage pipeline_model_parallel_layout
+        decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
+        account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         expert_model_parallel_size expert_tensor_parallel_size
         distributed_backend distributed_timeout_minutes device""",
     "rounding may change": """

@@ -15,8 +15,9 @@ from megatron.config.arguments import parse
 from megatron.config.compare import REFUSALS
 from megatron.config.lengths import lengths
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import Problem, UserError
-from megatron.config.run import DataConfig, OptimizerConfig, ParallelConfig, TrainingConfig
+from megatron.config.run import DataConfig, OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.sources import build
 from megatron.config.validate import problems

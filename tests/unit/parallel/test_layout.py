@@ -7,7 +7,7 @@ from itertools import chain, combinations
 import numpy as np
 import pytest
 
-from megatron.config.run import ParallelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.parallel.layout import DENSE_AXES, EXPERT_AXES, Layout, grid_of
 
 

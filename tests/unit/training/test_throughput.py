@@ -7,7 +7,8 @@ import pytest
 
 from megatron.config.flops import FlopsPerToken
 from megatron.config.model import ModelConfig
-from megatron.config.run import ParallelConfig, PrecisionConfig, RunConfig, TrainingConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import PrecisionConfig, RunConfig, TrainingConfig
 from megatron.training.records import TrainRecord
 from megatron.training.throughput import PEAK_FLOPS, Yardstick, peak_flops
 
