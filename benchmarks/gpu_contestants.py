@@ -87,7 +87,7 @@ class Ours:
         trainer = build(self.config(case, device), 0, 1, fresh=False)
         with torch.no_grad():
             for name, master in trainer.optimizer.masters.items():
-                init = trainer.chunk.specs[name].init
+                init = trainer.specs[name].init
                 _ = master.fill_(init.value) if init.std is None else master.normal_(std=init.std)
         trainer.optimizer.begin()
         trainer.begin_at(0, 0)

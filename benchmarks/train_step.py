@@ -98,7 +98,7 @@ def against_transformers(args: argparse.Namespace) -> dict[str, list[float]]:
     for other in others:
         other.load_state_dict(first.state_dict())
     weights = from_gpt2(dict(first.named_parameters()), trainer.config.model)
-    copy_into(dict(trainer.chunk.named_parameters()), weights)
+    copy_into(dict(trainer.chunks[0].named_parameters()), weights)
     (batch,) = trainer.next_batches()
     steps = {"ours": our_step(trainer)} | {name: their_step(model, batch) for name, model in models.items()}
     return take_turns(steps, args)

@@ -74,7 +74,7 @@ def spoil_step(trainer: Trainer) -> None:
     def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         return output * float("nan") if trainer.iteration == step else None
 
-    trainer.chunk.get_submodule("layers.0").register_forward_hook(spoil)
+    trainer.chunks[0].get_submodule("layers.0").register_forward_hook(spoil)
 
 
 class KilledError(BaseException):

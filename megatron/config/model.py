@@ -172,12 +172,21 @@ class ModelConfig:
 
     def num_parameters(self) -> int:
         """Trainable parameters, vocabulary padding excluded (closed formula, asserted against the built model)."""
-        embeddings = self.vocab * self.hidden_size * (2 if self.untie_embeddings_and_output_weights else 1)
-        if self.position_embedding_type == "learned_absolute":
+        return self.part_parameters(self.num_layers, first=True, last=True)
+
+    def part_parameters(self, layers: int, first: bool, last: bool) -> int:
+        """Those of some blocks, with what stands before the first and behind the last; a tied weight counts once.
+
+        Raises:
+            ValueError: while the vocabulary or the number of positions is not known.
+        """
+        tables = first + last if self.untie_embeddings_and_output_weights else first or last
+        count = layers * self.layer_parameters() + (self.vocab * self.hidden_size * tables if tables else 0)
+        if first and self.position_embedding_type == "learned_absolute":
             if self.max_position_embeddings is None:
                 raise ValueError("max_position_embeddings is not known yet")
-            embeddings += self.max_position_embeddings * self.hidden_size
-        return embeddings + self.num_layers * self.layer_parameters() + self.norm_parameters()
+            count += self.max_position_embeddings * self.hidden_size
+        return count + (self.norm_parameters() if last else 0)
 
     def norm_parameters(self) -> int:
         """Parameters of one norm over the hidden size."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -21,6 +22,7 @@ from megatron.layers.rotary import Rotary
 from megatron.model.block import Block
 from megatron.parallel.build import BuildContext
 from megatron.parallel.microbatch import MicroBatch
+from megatron.pipeline.partition import StageLayers
 
 
 @dataclass(frozen=True)
@@ -67,36 +69,38 @@ class Sums:
 
 
 class GPTChunk(nn.Module):
-    """Blocks ``layers`` of the model, with the embedding before the first and the loss after the last.
+    """Consecutive blocks of the model, with the embedding before the first and the loss after the last.
 
     Called as ``chunk(x, micro_batch) -> (out, aux)``: ``x`` is None for the first chunk, ``out`` is the hidden state
     ``[S(/tp), B, H]`` or, in the last chunk, the sum of the micro-batch's token losses; ``aux`` is a scalar of
     auxiliary losses. Both are seeded in backward.
 
     Attributes:
-        specs: place of every parameter, by global name.
+        specs: place of every parameter of this rank, those of its other chunks included, by global name.
         params: the parameters themselves.
         sums: ``lm loss`` summed over tokens, for reporting.
     """
 
-    def __init__(self, config: ModelConfig, training: TrainingConfig, context: BuildContext, layers: range) -> None:
+    def __init__(
+        self, config: ModelConfig, training: TrainingConfig, context: BuildContext, stage: StageLayers
+    ) -> None:
         """Build the chunk.
 
         Args:
             config: of the whole model.
             training: recomputation and the chunk size of the loss.
             context: mesh, sink, number format.
-            layers: global indices of this chunk's blocks.
+            stage: the chunk's blocks, and whether it has the embedding or the loss.
 
         """
         super().__init__()
         self.config, self.context, self.sums = config, context, Sums()
         self.specs, self.params = context.specs, context.params
-        self.plan = Recompute.from_config(training, len(layers))
-        self.last = layers.stop == config.num_layers
-        self.embedding = Embedding(config, context.at("embedding")) if layers.start == 0 else None
+        self.plan = Recompute.from_config(training, len(stage.layers))
+        self.last = stage.last
+        self.embedding = Embedding(config, context.at("embedding")) if stage.first else None
         self.layers = nn.ModuleDict(
-            {str(i): Block(config, context.at(f"layers.{i}"), self.plan.modules) for i in layers}
+            {str(i): Block(config, context.at(f"layers.{i}"), self.plan.modules) for i in stage.layers}
         )
         self.final_layernorm: Norm | None = None
         self.output_layer: OutputLayer | None = None
@@ -184,11 +188,23 @@ def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildConte
         RuntimeError: when the layers or parameters built are not those configured.
 
     """
-    chunk = GPTChunk(config, training, context, range(config.num_layers))
-    built = sum(spec.numel for spec in chunk.specs.values())
-    if len(chunk.layers) != config.num_layers or built != config.num_parameters():
-        raise RuntimeError(
-            f"built {len(chunk.layers)} layers and {built:,} parameters, "
-            f"configured {config.num_layers} and {config.num_parameters():,}"
-        )
-    return chunk
+    return build_chunks(config, training, context, {0: StageLayers(range(config.num_layers), first=True, last=True)})[0]
+
+
+def build_chunks(
+    config: ModelConfig, training: TrainingConfig, context: BuildContext, stages: Mapping[int, StageLayers]
+) -> dict[int, GPTChunk]:
+    """A rank's chunks by the number of their stage; they share ``context``'s specs and parameters.
+
+    Raises:
+        RuntimeError: when the layers or parameters built are not those configured.
+
+    """
+    chunks = {index: GPTChunk(config, training, context, stage) for index, stage in stages.items()}
+    built = sum(len(chunk.layers) for chunk in chunks.values()), sum(spec.numel for spec in context.specs.values())
+    layers = sum(len(stage.layers) for stage in stages.values())
+    first, last = any(stage.first for stage in stages.values()), any(stage.last for stage in stages.values())
+    wanted = layers, config.part_parameters(layers, first, last)
+    if built != wanted:
+        raise RuntimeError("built {} layers and {:,} parameters, configured {} and {:,}".format(*built, *wanted))
+    return chunks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -35,13 +35,9 @@ class ParamGroup:
 
 
 def param_groups(specs: Mapping[str, ShardSpec], config: OptimizerConfig) -> list[ParamGroup]:
-    """All parameters, those that are treated alike together.
-
-    Raises:
-        UserError: when a pattern matches none.
-    """
-    lr_factors = _factors("lr_factors", config.lr_factors, specs)
-    weight_decay_factors = _factors("weight_decay_factors", config.weight_decay_factors, specs)
+    """All parameters, those that are treated alike together."""
+    lr_factors = [read_factor(text) for text in config.lr_factors]
+    weight_decay_factors = [read_factor(text) for text in config.weight_decay_factors]
     groups: dict[tuple[bool, float, float], list[str]] = {}
     for name, spec in specs.items():
         decoupled = config.decoupled_lr is not None and name in DECOUPLED
@@ -50,19 +46,28 @@ def param_groups(specs: Mapping[str, ShardSpec], config: OptimizerConfig) -> lis
     return [ParamGroup(tuple(names), *key) for key, names in groups.items()]
 
 
-def _factors(option: str, texts: Sequence[str], specs: Mapping[str, ShardSpec]) -> list[tuple[str, float]]:
-    factors = [read_factor(text) for text in texts]
-    problems = [_idle(option, *factor, specs) for factor in factors if not _matches(factor[0], specs)]
+def check_patterns(config: OptimizerConfig, names: Collection[str]) -> None:
+    """Find patterns that stand for nothing.
+
+    Args:
+        config: with the patterns.
+        names: of all parameters of the model, on whatever rank.
+
+    Raises:
+        UserError: when a pattern matches none of them.
+
+    """
+    problems = [
+        _idle(option, *factor, names)
+        for option in ("lr_factors", "weight_decay_factors")
+        for factor in map(read_factor, getattr(config, option))
+        if not any(fnmatchcase(name, factor[0]) for name in names)
+    ]
     if problems:
         raise UserError(problems)
-    return factors
 
 
-def _matches(pattern: str, specs: Mapping[str, ShardSpec]) -> bool:
-    return any(fnmatchcase(name, pattern) for name in specs)
-
-
-def _idle(option: str, pattern: str, factor: float, specs: Mapping[str, ShardSpec]) -> Problem:
-    nearest = (get_close_matches(pattern, specs, n=1, cutoff=0.0) or list(specs))[0]
+def _idle(option: str, pattern: str, factor: float, names: Collection[str]) -> Problem:
+    nearest = (get_close_matches(pattern, names, n=1, cutoff=0.0) or list(names))[0]
     sentence = f"'{pattern}' in {option} matches no parameter; one is called {nearest}"
     return Problem("E407", sentence, (f"{flag(option)} '{nearest}={factor:g}'",))

@@ -79,9 +79,6 @@ class Optimizer:
             seed: of the run; moments in bf16 are rounded at random.
             kernel: computes Adam.
 
-        Raises:
-            UserError: when a pattern of ``lr_factors`` or ``weight_decay_factors`` matches no parameter.
-
         """
         self.params, self.buckets, self.config = params, buckets, config
         self.replicas = ReplicaGrads(specs, buckets.grads, mesh)

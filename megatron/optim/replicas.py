@@ -1,4 +1,4 @@
-"""Summing the gradients of pieces that several tensor-parallel ranks hold and each computed in part."""
+"""Summing the gradients of what several ranks of one copy of the model hold, and each computed in part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from megatron.parallel.shard import ShardSpec
 
 
 class ReplicaGrads:
-    """Norms under sequence parallelism, q/k norms, shared key/value heads: one all-reduce per set of sharers."""
+    """Norms under sequence parallelism, q/k norms, shared key/value heads: one all-reduce per set of sharers.
+
+    Then a tied weight that the first and the last stage hold on two ranks. All get the same bits, and so do the weights.
+    """
 
     def __init__(self, specs: Mapping[str, ShardSpec], grads: Mapping[str, Tensor], mesh: Mesh) -> None:
         """Find the pieces.
@@ -32,6 +35,8 @@ class ReplicaGrads:
                 if piece.partial and len(piece.replicas) > 1:
                     views[piece.replicas].append(grads[name].view(spec.local_view)[piece.local.slices])
         self._parts: list[tuple[Group, list[Tensor]]] = [(mesh.sharers(r), v) for r, v in sorted(views.items())]
+        ends = mesh.ends
+        self._tied = [(ends, grads[name]) for name, spec in specs.items() if spec.tied and ends.size > 1]
 
     def reduce(self) -> None:
         """Give every sharer the whole gradient."""
@@ -39,3 +44,5 @@ class ReplicaGrads:
             flat = comm.all_reduce(torch.cat([v.flatten() for v in views]), group)
             parts = flat.split([v.numel() for v in views])
             torch._foreach_copy_(views, [part.view_as(v) for part, v in zip(parts, views)])
+        for group, gradient in self._tied:
+            comm.all_reduce(gradient, group)

@@ -89,6 +89,8 @@ class BuildContext:
         full = self.name(name)
         if full in self.params:
             return self._use_again(full, spec)
+        if spec.tied and self.mesh.ends.size > 1 and self.mesh.coordinate["pp"] != self.mesh.placement[0]:
+            spec = replace(spec, copy=True)
         self.specs[full] = spec
         parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device))
         if self.initialised and self.device.type != "meta":
@@ -100,7 +102,7 @@ class BuildContext:
 
     def _use_again(self, full: str, spec: ShardSpec) -> nn.Parameter:
         declared = self.specs[full]
-        if not spec.tied or replace(declared, uses=spec.uses) != spec:
+        if not spec.tied or replace(declared, uses=spec.uses, copy=spec.copy) != spec:
             raise ValueError(f"{full} is declared twice, and not as one tied parameter")
         self.specs[full] = replace(declared, uses=declared.uses + spec.uses)
         return self.params[full]

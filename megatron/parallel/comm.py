@@ -22,6 +22,9 @@ from megatron.parallel.stopwatch import Stopwatch
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 T = TypeVar("T")
+BUBBLE = "bubble"
+"""The name under which a rank's waits for its neighbours in the pipeline are counted."""
+
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
@@ -53,13 +56,34 @@ class Group:
         return span(COMMUNICATION + self.axes, self.meter.span(self.axes, x.is_cuda))
 
 
+@dataclass(frozen=True)
+class Channel:
+    """A directed edge of a pipeline: what one rank sends to another, in order, by a communicator of its own.
+
+    Attributes:
+        source: global rank of the sender.
+        target: of the receiver.
+        handle: a process group of these two.
+        meter: counts, as ``BUBBLE``, how long this rank waits for what comes.
+    """
+
+    source: int
+    target: int
+    handle: dist.ProcessGroup | None = field(default=None, compare=False)
+    meter: Stopwatch = field(default_factory=Stopwatch, compare=False, repr=False)
+
+    def waiting(self, x: Tensor) -> AbstractContextManager[None]:
+        """Count the time inside as in :meth:`Group.waiting`."""
+        return span(COMMUNICATION + BUBBLE, self.meter.span(BUBBLE, x.is_cuda))
+
+
 @dataclass
 class Pending:
-    """A result that a collective is still filling."""
+    """A result that communication is still filling, or a tensor that is still being sent."""
 
     result: Tensor
     work: dist.Work | None = None
-    group: Group = field(default_factory=Group)
+    group: Group | Channel = field(default_factory=Group)
 
     def wait(self) -> Tensor:
         """The result, once it is there."""
@@ -68,6 +92,10 @@ class Pending:
                 self.work.wait()
             self.work = None
         return self.result
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` is known to find it over. Gloo cannot tell, and says no until it was waited for."""
+        return self.work is None or self.work.is_completed()
 
 
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
@@ -91,6 +119,16 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
         return Pending(x, None, group)
     out = _rows_like(x, x.shape[0] // group.size)
     return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True), group)
+
+
+def start_send(x: Tensor, channel: Channel) -> Pending:
+    """Send ``x``, which must stay as it is until it is there; the other end receives in the order of sending."""
+    return Pending(x, dist.isend(x, channel.target, channel.handle), channel)
+
+
+def start_receive(out: Tensor, channel: Channel) -> Pending:
+    """Fill ``out``, of the shape and format of what is sent, with what comes next."""
+    return Pending(out, dist.irecv(out, channel.source, channel.handle), channel)
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:

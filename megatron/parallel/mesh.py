@@ -10,18 +10,38 @@ import torch.distributed as dist
 
 from megatron.config.launch import Launch
 from megatron.config.problems import Problem, UserError
-from megatron.parallel.comm import Group
+from megatron.parallel.comm import BUBBLE, Channel, Group
 from megatron.parallel.layout import DENSE_AXES, Layout
 from megatron.parallel.stopwatch import Stopwatch
+from megatron.pipeline.comms import channels
 
-AXES_IN_USE: tuple[tuple[str, ...], ...] = (("tp",), ("dp", "cp"), ("pp", "tp"), ("pp", "dp", "cp", "tp"))
+AXES_IN_USE: tuple[tuple[str, ...], ...] = (
+    ("tp",),
+    ("dp", "cp"),
+    ("pp", "tp"),
+    ("pp", "dp", "cp"),
+    ("pp", "dp", "cp", "tp"),
+)
 """Every group the trainer asks for, in the order in which all ranks create them."""
 
 
 class Mesh:
-    """This rank's place on the grid and the groups it belongs to."""
+    """This rank's place on the grid and the groups it belongs to.
 
-    def __init__(self, layout: Layout, rank: int, timeout: timedelta | None = None, kv_copies: int = 1) -> None:
+    Attributes:
+        placement: pipeline rank of every stage.
+        ends: the ranks of the first and of the last stage, for one of them; others are alone in theirs.
+        channels: to and from this rank's neighbours in the pipeline, by the pipeline ranks of sender and receiver.
+    """
+
+    def __init__(
+        self,
+        layout: Layout,
+        rank: int,
+        timeout: timedelta | None = None,
+        kv_copies: int = 1,
+        placement: tuple[int, ...] = (0,),
+    ) -> None:
         """Create every group; collective over all ranks (creation in another order would hang).
 
         Args:
@@ -29,6 +49,7 @@ class Mesh:
             rank: global rank of this process.
             timeout: of every group.
             kv_copies: tensor-parallel ranks that share one key/value head.
+            placement: pipeline rank of every stage.
 
         """
         self.layout, self.rank = layout, rank
@@ -37,10 +58,15 @@ class Mesh:
         self._created: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
         partitions = {axes: layout.groups(axes) for axes in AXES_IN_USE}
         named = {self._name(axes): len(parts[0]) for axes, parts in partitions.items()}
-        self.meter = Stopwatch(name for name, size in named.items() if size > 1)
+        edges = channels(placement)
+        waits = [name for name, size in named.items() if size > 1] + [BUBBLE] * bool(edges)
+        self.meter = Stopwatch(waits)
         self._groups = {axes: self._create(parts, self._name(axes)) for axes, parts in partitions.items()}
         blocks = [g[i : i + kv_copies] for g in layout.groups(("tp",)) for i in range(0, len(g), kv_copies)]
         self._kv_sharers = self._create(blocks, "tp")
+        self.placement = placement
+        self.ends = self._create(self._ends(), "pp")
+        self.channels = {edge: channel for edge in edges if (channel := self._open(*edge)) is not None}
 
     def group(self, *axes: str) -> Group:
         """The ranks that differ from this one only along ``axes``.
@@ -59,6 +85,11 @@ class Mesh:
     def replicas(self) -> Group:
         """Ranks with the same shards and other data: gradients are summed over them."""
         return self.group("dp", "cp")
+
+    @property
+    def losses(self) -> Group:
+        """Ranks over which losses are summed: all data and all stages of the pipeline, without tensor-parallel peers."""
+        return self.group("pp", "dp", "cp")
 
     @property
     def data_rank(self) -> int:
@@ -87,6 +118,31 @@ class Mesh:
             if tuple(self.layout.coordinate(r)["tp"] for r in group.ranks) == tp_ranks:
                 return group
         raise ValueError(f"no group was created for the tensor-parallel ranks {tp_ranks}")
+
+    def _ends(self) -> list[tuple[int, ...]]:
+        """The ranks of the first and the last stage of each pipeline together, every other rank alone."""
+        ends = {self.placement[0], self.placement[-1]}
+        pipelines = self.layout.groups(("pp",))
+        alone = [(ranks[i],) for ranks in pipelines for i in range(len(ranks)) if i not in ends]
+        return [tuple(ranks[i] for i in sorted(ends)) for ranks in pipelines] + alone
+
+    def _open(self, source: int, target: int) -> Channel | None:
+        """The channel between two ranks of this rank's pipeline, where it is one of them.
+
+        All ranks open theirs in one order, each with its partner alone. A first message makes the communicator there
+        and then: one that was made with the first step's could wait for a partner that waits for another.
+        """
+        pipeline = self.layout.group_of(self.rank, ("pp",))
+        pair = pipeline[source], pipeline[target]
+        if self.rank not in pair:
+            return None
+        handle = dist.new_group(sorted(pair), timeout=self._timeout, use_local_synchronization=True)
+        greeting = torch.zeros(1, device="cuda" if dist.get_backend(handle) == "nccl" else "cpu")
+        if self.rank == pair[0]:
+            dist.send(greeting, pair[1], handle)
+        else:
+            dist.recv(greeting, pair[0], handle)
+        return Channel(*pair, handle, self.meter)
 
     def _name(self, axes: tuple[str, ...]) -> str:
         """Of a group: ``world``, or its axes that have more than one rank."""

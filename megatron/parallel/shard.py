@@ -77,6 +77,7 @@ class ShardSpec:
         model_axes: mesh axes over whose ranks the pieces of all parameters like it are spread.
         uses: contributions to its gradient per micro-batch by this rank's chunk.
         tied: it is the embedding and the output projection both, which may be in different chunks.
+        copy: another pipeline rank, that of the first stage, holds the same and answers for it.
     """
 
     shape: tuple[int, ...]
@@ -89,6 +90,7 @@ class ShardSpec:
     model_axes: tuple[str, ...] = ("pp", "tp")
     uses: int = 1
     tied: bool = False
+    copy: bool = False
 
     @property
     def numel(self) -> int:
@@ -109,8 +111,8 @@ class ShardSpec:
 
     @property
     def owned(self) -> tuple[Piece, ...]:
-        """The pieces this rank answers for, so that over all TP ranks each element counts once."""
-        return tuple(p for p in self.pieces if p.replicas[0] == self.tp_rank)
+        """The pieces this rank answers for, so that over all ranks of a copy of the model each element counts once."""
+        return () if self.copy else tuple(p for p in self.pieces if p.replicas[0] == self.tp_rank)
 
 
 @dataclass(frozen=True)

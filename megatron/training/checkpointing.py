@@ -124,7 +124,7 @@ def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
     """
     t = trainer
     t.begin_at(0, 0)
-    weights = {name: (t.chunk.specs[name], tensor) for name, tensor in t.optimizer.masters.items()}
+    weights = {name: (t.specs[name], tensor) for name, tensor in t.optimizer.masters.items()}
     read(manifest, to_fill(weights), t.mesh.world)
     t.optimizer.begin()
 
@@ -137,13 +137,13 @@ def restore_from_source(trainer: Trainer, source: Source) -> None:
 
     """
     trainer.begin_at(0, 0)
-    fill(trainer.chunk.specs, trainer.optimizer.masters, source)
+    fill(trainer.specs, trainer.optimizer.masters, source)
     trainer.optimizer.begin()
 
 
 def held(trainer: Trainer) -> dict[str, tuple[ShardSpec, Tensor]]:
     """This rank's part of every tensor of a checkpoint, by name: its place, and its values ``spec.local_shape``."""
-    specs, optimizer = trainer.chunk.specs, trainer.optimizer
+    specs, optimizer = trainer.specs, trainer.optimizer
     found = {name: (specs[name], tensor) for name, tensor in optimizer.masters.items()}
     for kind, tensors in optimizer.extra_state().items():
         found |= {f"optim.{kind}.{name}": (specs[name], tensor) for name, tensor in tensors.items()}

@@ -96,7 +96,7 @@ class Vitals:
 
     def begin(self) -> None:
         """Put hooks on the embedding, the blocks and the cores of attention."""
-        for name, module in self.trainer.chunk.named_modules():
+        for name, module in self.trainer.chunks[0].named_modules():
             if isinstance(module, CoreAttention):
                 self._handles.append(module.register_forward_hook(self._attended(layer_of(name))))
             elif name in self.rows:
@@ -139,7 +139,7 @@ class Vitals:
         while self._handles:
             self._handles.pop().remove()
         t = self.trainer
-        for name, spec in t.chunk.specs.items():
+        for name, spec in t.specs.items():
             if t.mesh.group(*spec.reduce_axes).rank == 0:  # the replicas of the model have the same
                 self.sums[self.rows[layer_of(name)]] += self._of_parameter(name, spec)
         sums = comm.all_reduce(self.sums, t.mesh.world)

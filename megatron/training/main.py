@@ -94,7 +94,7 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
             log.note(text)
         tell = log.note if log.enabled else say  # each recording rank tells of its own profile
         profiler = Profiler(
-            config.profiling, config.logging.run_dir, world.rank, trainer.device, trainer.chunk, tell, warn
+            config.profiling, config.logging.run_dir, world.rank, trainer.device, trainer.chunks[0], tell, warn
         )
         try:
             return train(trainer, take_step, log, stop, profiler)

@@ -59,11 +59,11 @@ def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> Finding 
     overlap, t.buckets.overlap = t.buckets.overlap, False
     t.buckets.start_step(len(batches))
     for i, batch in enumerate(batches):
-        with watching(t.chunk) as outputs:
-            forward_backward(t.chunk, batch, seed)
+        with watching(t.chunks[0]) as outputs:
+            forward_backward(t.chunks[0], batch, seed)
         if first is None:
             first = first_bad_output(outputs, i, batch) or first_bad_gradient(t, i)
-    t.chunk.sums.take()
+    t.chunks[0].sums.take()
     t.buckets.overlap = overlap
     return first
 
@@ -99,7 +99,7 @@ def first_bad_output(outputs: Sequence[tuple[str, bool]], microbatch: int, batch
 
 def first_bad_gradient(trainer: Trainer, microbatch: int) -> Finding | None:
     """The first parameter, in the order of backward, whose gradient on this rank is not finite."""
-    for position, name in enumerate(reversed(list(trainer.chunk.specs))):
+    for position, name in enumerate(reversed(list(trainer.specs))):
         if not trainer.buckets.grads[name].isfinite().all():
             return Finding(microbatch, True, position, f"gradient of {name}, micro-batch {microbatch}")
     return None

@@ -78,8 +78,8 @@ def unequal(trainer: Trainer) -> list[Copy]:
 def _held(trainer: Trainer) -> Iterator[tuple[str, Piece, Tensor, list[Group]]]:
     """The pieces of every weight and master on this rank, each with the groups in which all ranks hold it."""
     t = trainer
-    for name, spec in t.chunk.specs.items():
-        weight, master = t.chunk.params[name].detach(), t.optimizer.masters[name]
+    for name, spec in t.specs.items():
+        weight, master = t.params[name].detach(), t.optimizer.masters[name]
         tensors = {name: weight} if weight.dtype == master.dtype else {name: weight, f"the master of {name}": master}
         for what, tensor in tensors.items():
             for piece in spec.pieces:

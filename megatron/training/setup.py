@@ -6,9 +6,13 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
+from megatron.pipeline.plan import program_for, stage_layers
+from megatron.pipeline.runtime import Pipeline
+from torch import Tensor, nn
 
 from megatron.config.batch import batch_at, global_batch, total_steps
 from megatron.config.launch import Launch
@@ -18,16 +22,20 @@ from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
 from megatron.data.loader import DataSource, build_data
 from megatron.kernels.registry import choose
-from megatron.model.gpt import GPTChunk, build_gpt
+from megatron.model.gpt import GPTChunk, build_chunks
 from megatron.optim.buckets import GradBuckets
+from megatron.optim.groups import check_patterns
 from megatron.optim.optimizer import Optimizer
 from megatron.optim.scaler import LossScaler
 from megatron.optim.schedule import Schedule
+from megatron.parallel import comm
 from megatron.parallel.build import DTYPES, BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh, start_distributed
 from megatron.parallel.microbatch import MicroBatch
+from megatron.parallel.shard import ShardSpec
+from megatron.pipeline.actions import EVALUATION, Action
 from megatron.training.agreement import check_same_data, check_same_kernels
 from megatron.training.goodput import Goodput
 from megatron.training.timers import Timers
@@ -56,6 +64,10 @@ class Trainer:
     """The parts of a run and how far it is. Schedule and data are there once :meth:`begin_at` has said where it begins.
 
     Attributes:
+        chunks: this rank's parts of the model, by the number of their stage.
+        pipeline: runs them.
+        specs: place of every parameter of this rank, by global name.
+        params: the parameters themselves.
         timers: of the phases of a step.
         goodput: of the run, all its starts together.
         iteration: steps taken.
@@ -74,7 +86,10 @@ class Trainer:
     config: RunConfig
     mesh: Mesh
     device: torch.device
-    chunk: GPTChunk
+    chunks: Mapping[int, GPTChunk]
+    pipeline: Pipeline
+    specs: Mapping[str, ShardSpec]
+    params: Mapping[str, nn.Parameter]
     buckets: GradBuckets
     optimizer: Optimizer
     scaler: LossScaler
@@ -94,6 +109,21 @@ class Trainer:
     run_id: str = ""
     notes: tuple[str, ...] = ()
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
+
+    def compute(self, batches: Sequence[MicroBatch], seed: Tensor | None) -> None:
+        """Run the pipeline over this rank's micro-batches.
+
+        Args:
+            batches: of a step, or of an evaluation.
+            seed: factor of the summed losses in the global objective, 0-d; None to go forward only.
+
+        """
+        actions: Sequence[Action] = program_for(self.config.parallel, len(batches)).ranks[self.mesh.coordinate["pp"]]
+        if seed is None:
+            actions = [action for action in actions if action.kind in EVALUATION]
+        for chunk in self.chunks.values():
+            chunk.train(seed is not None)
+        self.pipeline.run(actions, batches, seed, self.timers)
 
     def begin_at(
         self,
@@ -216,27 +246,48 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
     """
     device = choose_device(config.training.device)
     model, parallel, training = config.model, config.parallel, config.training
-    kv_copies = max(1, parallel.tensor_model_parallel_size // model.kv_groups)
-    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
-    mesh = Mesh(Layout.from_config(parallel, world_size), rank, timeout, kv_copies)
+    mesh = _mesh(config, rank, world_size)
     dtype = DTYPES[config.precision.params_dtype]
     kernels, notes = choose(config.compute.kernels, device, dtype, config.compute.deterministic)
     check_same_kernels(notes[0], mesh.world)
-    sink, sequence_parallel = GradSink(kernels.weight_gradient), parallel.sequence_parallel
+    sink = GradSink(kernels.weight_gradient)
     context = BuildContext(
-        mesh, sink, dtype, device, training.seed, sequence_parallel, initialised=fresh, kernels=kernels
+        mesh, sink, dtype, device, training.seed, parallel.sequence_parallel, initialised=fresh, kernels=kernels
     )
-    chunk = build_gpt(model, training, context)
-    dtypes = {name: p.dtype for name, p in chunk.params.items()}
-    size, overlap = parallel.ddp_bucket_size, parallel.overlap_grad_reduce
-    buckets = GradBuckets(chunk.specs, dtypes, mesh, context.sink, device, size, overlap)
-    optimizer = Optimizer(chunk.params, chunk.specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
+    layers, here = stage_layers(model, parallel), mesh.coordinate["pp"]
+    chunks = build_chunks(model, training, context, {s: layers[s] for s, r in enumerate(mesh.placement) if r == here})
+    specs, params = context.specs, context.params
+    names = {name for held in comm.all_gather_objects([*specs], mesh.world) for name in held}
+    check_patterns(config.optimizer, names)
+    dtypes = {name: p.dtype for name, p in params.items()}
+    buckets = GradBuckets(specs, dtypes, mesh, sink, device, parallel.ddp_bucket_size, parallel.overlap_grad_reduce)
+    optimizer = Optimizer(params, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
+    pipeline = Pipeline(chunks, mesh.placement, here, mesh.channels, partial(hidden_state, config, dtype, device), sink)
     scaler = LossScaler.from_config(config.precision, device)
     timers = Timers(config.logging.timing_log_level, device)
-    trainer = Trainer(config, mesh, device, chunk, buckets, optimizer, scaler, timers, notes=tuple(notes))
+    trainer = Trainer(
+        config, mesh, device, chunks, pipeline, specs, params, buckets, optimizer, scaler, timers, notes=tuple(notes)
+    )
     if fresh:
         trainer.begin_at(0, 0)
     return trainer
+
+
+def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
+    model, parallel = config.model, config.parallel
+    layout = Layout.from_config(parallel, world_size)
+    full = global_batch(config.training, layout.sizes["dp"]) // (config.training.micro_batch_size * layout.sizes["dp"])
+    placement = program_for(parallel, full).placement
+    timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
+    kv_copies = max(1, parallel.tensor_model_parallel_size // model.kv_groups)
+    return Mesh(layout, rank, timeout, kv_copies, placement)
+
+
+def hidden_state(config: RunConfig, dtype: torch.dtype, device: torch.device, batch: MicroBatch) -> Tensor:
+    """Room for what one stage hands to the next: ``[S(/tp), B, H]``, not filled."""
+    samples, length = batch.tokens.shape
+    rows = length // config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else length
+    return torch.empty((rows, samples, config.model.hidden_size), dtype=dtype, device=device)
 
 
 def join(config: RunConfig) -> tuple[int, int]:

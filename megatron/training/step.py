@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from megatron.model.gpt import GPTChunk
-from megatron.optim.optimizer import Clock, Outcome, unmeasured
+from megatron.optim.optimizer import Outcome
 from megatron.optim.schedule import Rates
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
@@ -23,7 +22,7 @@ Update = Callable[[Rates, Tensor, Tensor], Outcome]
 def train_step(
     trainer: Trainer, batches: Sequence[MicroBatch], rates: Rates, update: Update | None = None
 ) -> StepMetrics:
-    """Forward and backward of every micro-batch, then the update. No wait for the device in here.
+    """The pipeline's work on every micro-batch, then the update. No wait for the device in here.
 
     The loss is the sum over the *global* batch's unmasked tokens divided by their number, so it does not depend on
     how samples are dealt out to micro-batches and ranks.
@@ -39,39 +38,27 @@ def train_step(
 
     """
     t, scale = trainer, trainer.scaler.scale.clone()  # the scaler changes its own in place
-    t.chunk.train()
     tokens = count_tokens(batches, t.mesh.replicas)
     t.buckets.start_step(len(batches))
     with t.timers("forward-backward"):
-        for batch in batches:
-            forward_backward(t.chunk, batch, scale / tokens.clamp(min=1.0), t.timers)
+        t.compute(batches, scale / tokens.clamp(min=1.0))
     t.optimizer.finish(t.timers)
-    loss = mean_loss(t.chunk, tokens, t.mesh.replicas)
+    loss = mean_loss(t, tokens)
     with t.timers("optimizer"):
         outcome = update(rates, scale, loss) if update else t.optimizer.update(rates, scale, loss, t.timers)
     t.scaler.update(outcome.nonfinite)  # a spike is no overflow
     return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite)
 
 
-def forward_backward(chunk: GPTChunk, batch: MicroBatch, seed: Tensor, clock: Clock = unmeasured) -> None:
-    """Run a micro-batch forth and back; ``seed`` is the factor of its summed losses in the global objective."""
-    with clock("forward-compute"):
-        outputs = [out for out in chunk(None, batch) if out.requires_grad]
-    with clock("backward-compute"):
-        torch.autograd.backward(outputs, [seed.to(out.dtype) for out in outputs])
-
-
 @torch.no_grad()
 def evaluate(trainer: Trainer, split: str = "valid") -> Tensor:
     """Mean loss per token over the first ``eval_iters`` global batches of a split; NaN where no label of it counts."""
     t, tokens = trainer, torch.zeros((), device=trainer.device, dtype=torch.float64)
-    t.chunk.eval()
     for index in range(t.config.training.eval_iters):
         batches = t.evaluation_batches(split, index)
         tokens += count_tokens(batches, t.mesh.replicas)
-        for batch in batches:
-            t.chunk(None, batch)
-    return mean_loss(t.chunk, tokens, t.mesh.replicas).where(tokens > 0, torch.nan)
+        t.compute(batches, None)
+    return mean_loss(t, tokens).where(tokens > 0, torch.nan)
 
 
 def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
@@ -80,7 +67,8 @@ def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
     return comm.all_reduce(local, replicas)
 
 
-def mean_loss(chunk: GPTChunk, tokens: Tensor, replicas: Group) -> Tensor:
-    """The loss sums that the chunk collected, over all replicas, per token; 0 where no token counts."""
-    local = chunk.sums.take()["lm loss"].double()
-    return comm.all_reduce(local, replicas) / tokens.clamp(min=1.0)
+def mean_loss(trainer: Trainer, tokens: Tensor) -> Tensor:
+    """The loss sums that the last stages collected, over all replicas, per token; 0 where no token counts."""
+    sums = [chunk.sums.take().get("lm loss") for chunk in trainer.chunks.values()]
+    local = sum((x.double() for x in sums if x is not None), torch.zeros_like(tokens))
+    return comm.all_reduce(local, trainer.mesh.losses) / tokens.clamp(min=1.0)

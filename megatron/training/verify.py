@@ -97,7 +97,7 @@ def trace_steps(trainer: Trainer, steps: int) -> list[RankTrace]:
 
 def trace_step(trainer: Trainer, metrics: StepMetrics) -> RankTrace:
     """Note the step just taken. No communication."""
-    specs, first = trainer.chunk.specs, trainer.mesh.replicas.rank == 0
+    specs, first = trainer.specs, trainer.mesh.replicas.rank == 0
     grads = {name: hold(spec, trainer.buckets.grads[name], first) for name, spec in specs.items()}
     weights = {name: hold(spec, trainer.optimizer.masters[name], first) for name, spec in specs.items()}
     return RankTrace(metrics.loss.item(), metrics.grad_norm.item(), grads, weights)

@@ -80,7 +80,7 @@ def explain(rank: int, world_size: int, case: Case) -> str:
     """The last rank's loss is not finite; everyone must say which."""
     trainer = build(case.config(), rank, world_size)
     if rank == world_size - 1:
-        torch.nn.init.constant_(trainer.chunk.get_parameter("layers.1.mlp.linear_fc1.weight"), float("nan"))
+        torch.nn.init.constant_(trainer.chunks[0].get_parameter("layers.1.mlp.linear_fc1.weight"), float("nan"))
     return explain_nonfinite(trainer, batches_of(trainer, case, 0))
 
 
@@ -200,7 +200,7 @@ def flipped_bit(rank: int, world_size: int, case: Case) -> str:
     """A bit of the last rank's weight flips; what every rank says."""
     trainer = build(case.config(), rank, world_size)
     if rank == world_size - 1:
-        trainer.chunk.get_parameter(FLIPPED).detach().view(torch.int64)[0] ^= 1
+        trainer.chunks[0].get_parameter(FLIPPED).detach().view(torch.int64)[0] ^= 1
     try:
         check_replicas(trainer)
     except UserError as error:

@@ -153,8 +153,8 @@ def kv_copy_drifts() -> AbstractContextManager[Any]:
     def build(*arguments: Any) -> Trainer:
         trainer = original(*arguments)
         name = "layers.0.self_attention.linear_qkv.weight"
-        view = trainer.optimizer.masters[name].view(trainer.chunk.specs[name].local_view)
-        for piece in trainer.chunk.specs[name].pieces:
+        view = trainer.optimizer.masters[name].view(trainer.specs[name].local_view)
+        for piece in trainer.specs[name].pieces:
             if len(piece.replicas) > 1 and piece.replicas[-1] == trainer.mesh.tp.rank:
                 view[piece.local.slices] *= 1.0 + 2.0**-23
         return trainer

@@ -85,7 +85,7 @@ def config_of(choice: Choice, options: CheckpointConfig) -> RunConfig:
 def die_within(trainer: Trainer) -> None:
     """Be killed in the middle of the next forward pass, as the operating system does it."""
     kill_now = partial(os.kill, os.getpid(), signal.SIGKILL)
-    trainer.chunk.get_submodule("layers.1").register_forward_hook(lambda *arguments: kill_now())
+    trainer.chunks[0].get_submodule("layers.1").register_forward_hook(lambda *arguments: kill_now())
 
 
 def _raise_signal(number: signal.Signals, trainer: Trainer) -> None:

@@ -84,18 +84,18 @@ def write(prefix: Path, ids: list[int]) -> Path:
 def logits(rank: int, world_size: int, config: RunConfig) -> Tensor:
     """What the model says of every token of the sample: ``[s, vocab]``."""
     trainer = build(config, rank, world_size)
-    trainer.chunk.train()
+    trainer.chunks[0].train()
     (batch,) = trainer.next_batches()
     seen: list[Tensor] = []
 
     def keep(module: nn.Module, inputs: Any, output: Tensor) -> None:
         seen.append(output.detach())
 
-    norm, head, tp = trainer.chunk.final_layernorm, trainer.chunk.output_layer, trainer.chunk.context.tp
+    norm, head, tp = trainer.chunks[0].final_layernorm, trainer.chunks[0].output_layer, trainer.chunks[0].context.tp
     if norm is None or head is None:
         raise ValueError("the chunk is not the whole model")
     norm.register_forward_hook(keep)
-    trainer.chunk(None, batch)
+    trainer.chunks[0](None, batch)
     x_SBH = collectives.gather_rows(seen[0], tp) if config.parallel.sequence_parallel else seen[0]
     parts_PSV = collectives.gather_rows(x_SBH.matmul(head.weight.detach().t()).movedim(1, 0), tp)
     return parts_PSV.movedim(0, 1).flatten(1)[:, : config.model.vocab]

@@ -115,7 +115,7 @@ class Dense:
 def test_it_is_what_a_dense_model_says(clip: float) -> None:
     case = Case(BARE, optimizer=OptimizerConfig(adam_eps=1e-5, clip_grad=clip), steps=1)
     trainer = build(case.config(), 0, 1)
-    weights = {name: p.view(trainer.chunk.specs[name].local_shape) for name, p in trainer.chunk.params.items()}
+    weights = {name: p.view(trainer.specs[name].local_shape) for name, p in trainer.params.items()}
     words = "embedding.word_embeddings.weight"
     dense = Dense({**weights, words: weights[words][: case.model.vocab]})
     (record,) = report(0, 1, case)
@@ -175,7 +175,7 @@ def test_each_micro_batch_is_looked_at_once(recompute: str) -> None:
     assert vitals.sums[:, health.OUTPUTS].tolist() == [rows, rows, rows, 0]
     assert looked.call_count == 2 * MODEL.num_layers
     vitals.report(metrics)
-    assert not any(module._forward_hooks for module in trainer.chunk.modules())
+    assert not any(module._forward_hooks for module in trainer.chunks[0].modules())
 
 
 def test_logits_are_those_of_the_window_and_the_documents() -> None:

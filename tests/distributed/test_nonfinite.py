@@ -23,7 +23,7 @@ FC1, FC2 = "layers.1.mlp.linear_fc1", "layers.1.mlp.linear_fc2"
 
 
 def bad_weight(trainer: Trainer, module: str) -> None:
-    torch.nn.init.constant_(trainer.chunk.get_parameter(f"{module}.weight"), NAN)
+    torch.nn.init.constant_(trainer.chunks[0].get_parameter(f"{module}.weight"), NAN)
 
 
 def bad_output(trainer: Trainer, module: str, microbatch: int) -> None:
@@ -33,7 +33,7 @@ def bad_output(trainer: Trainer, module: str, microbatch: int) -> None:
     def spoil(module: Module, inputs: Any, output: Tensor) -> Tensor | None:
         return output * NAN if next(calls) >= microbatch else None
 
-    trainer.chunk.get_submodule(module).register_forward_hook(spoil)
+    trainer.chunks[0].get_submodule(module).register_forward_hook(spoil)
 
 
 def bad_gradient(trainer: Trainer, module: str) -> None:
@@ -42,7 +42,7 @@ def bad_gradient(trainer: Trainer, module: str) -> None:
     def spoil(module: Module, inputs: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient * NAN)
 
-    trainer.chunk.get_submodule(module).register_forward_hook(spoil)
+    trainer.chunks[0].get_submodule(module).register_forward_hook(spoil)
 
 
 Damage = tuple[int, Callable[..., None], tuple[Any, ...]]
@@ -106,11 +106,11 @@ def test_what_does_not_happen_again_is_said_so(pool: Pool) -> None:
 def explained_twice(rank: int, world_size: int, case: Case) -> tuple[str, bool]:
     """The second time nothing is wrong; whether weights are as they were and gradients are reduced early again."""
     trainer = build(case.config(), rank, world_size)
-    before = [p.clone() for p in trainer.chunk.parameters()]
+    before = [p.clone() for p in trainer.chunks[0].parameters()]
     batches = batches_of(trainer, case, 0)
     explain_nonfinite(trainer, batches)
-    same = all(torch.equal(a, b) for a, b in zip(before, trainer.chunk.parameters()))
-    return explain_nonfinite(trainer, batches), same and trainer.buckets.overlap and not trainer.chunk.sums.values
+    same = all(torch.equal(a, b) for a, b in zip(before, trainer.chunks[0].parameters()))
+    return explain_nonfinite(trainer, batches), same and trainer.buckets.overlap and not trainer.chunks[0].sums.values
 
 
 def test_looking_leaves_the_trainer_as_it_was(pool: Pool) -> None:

@@ -63,8 +63,8 @@ def twin_of(trainer: Trainer) -> Trainer:
     )
     twin = build(plain, 0, 1)
     with torch.no_grad():
-        for name, parameter in trainer.chunk.params.items():
-            twin.chunk.params[name].copy_(parameter)
+        for name, parameter in trainer.params.items():
+            twin.params[name].copy_(parameter)
     return twin
 
 
@@ -94,12 +94,12 @@ def on(batch: MicroBatch, device: torch.device) -> MicroBatch:
 def gradients(trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
     """Mean loss and its gradients, in fp64 on the CPU."""
     t, tokens = trainer, count_tokens(batches, trainer.mesh.replicas)
-    t.chunk.train()
+    t.chunks[0].train()
     t.buckets.start_step(len(batches))
     for batch in batches:
-        forward_backward(t.chunk, on(batch, t.device), 1.0 / tokens.to(t.device))
+        forward_backward(t.chunks[0], on(batch, t.device), 1.0 / tokens.to(t.device))
     t.optimizer.finish()
-    loss = t.chunk.sums.take()["lm loss"].item() / tokens.item()
+    loss = t.chunks[0].sums.take()["lm loss"].item() / tokens.item()
     return loss, {name: grad.double().cpu() for name, grad in t.buckets.grads.items()}
 
 

@@ -297,7 +297,7 @@ def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
     start(run_of(tmp_path, "--bf16"))
     tensors, numbers = checkpoint(tmp_path / f"saved/iter_{STEPS:07d}")
     trainer = build(run_of(tmp_path, "--bf16"), 0, 1)
-    names = set(dict(trainer.chunk.named_parameters()))
+    names = set(dict(trainer.chunks[0].named_parameters()))
     assert tensors.keys() == names | {f"optim.{kind}.{n}" for kind in ("exp_avg", "exp_avg_sq") for n in names}
     assert {tensor.dtype for tensor in tensors.values()} == {torch.float32}
     assert tensors["embedding.word_embeddings.weight"].shape == (31, 16)  # and not the 128 rows of the padded one

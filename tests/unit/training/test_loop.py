@@ -36,7 +36,7 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     stop = StopRequest(trainer.mesh.world, trainer.device)
     try:
         with RunLog(config, world_size=1, device=trainer.device) as log:
-            profiler = Profiler(config.profiling, config.logging.run_dir, 0, trainer.device, trainer.chunk)
+            profiler = Profiler(config.profiling, config.logging.run_dir, 0, trainer.device, trainer.chunks[0])
             return train(trainer, StepRunner(trainer), log, stop, profiler), trainer
     finally:
         stop.restore()
@@ -290,7 +290,7 @@ def test_where_no_label_counts_there_is_no_loss_and_no_harm(tmp_path: Path) -> N
     assert column(tmp_path, "lm loss") == [0.0] * 6
     assert column(tmp_path, "grad-norm") == [0.0] * 6
     assert column(tmp_path, "lm loss validation", "lm loss validation") == [None]
-    assert all(p.isfinite().all() for p in trainer.chunk.parameters())
+    assert all(p.isfinite().all() for p in trainer.chunks[0].parameters())
 
 
 def test_evaluation_changes_nothing(tmp_path: Path) -> None:
@@ -342,7 +342,7 @@ def test_a_bad_step_is_skipped_on_request(tmp_path: Path) -> None:
     assert (status, trainer.iteration, trainer.consumed_samples) == (0, 6, 24)
     assert column(tmp_path, "skipped-iterations") == [[], [3], []]
     assert None not in column(tmp_path, "lm loss")
-    assert all(p.isfinite().all() for p in trainer.chunk.parameters())
+    assert all(p.isfinite().all() for p in trainer.chunks[0].parameters())
 
 
 def test_an_overflow_that_a_smaller_loss_scale_can_cure_does_not_stop_the_run(tmp_path: Path) -> None:
