@@ -27,6 +27,9 @@ gradient of that input back, which ``2RECV_B0`` receives."""
 COMMUNICATION = (SEND_F, RECV_F, SEND_B, RECV_B)
 """What moves between ranks."""
 
+EVALUATION = (FORWARD, SEND_F, RECV_F)
+"""All that an evaluation needs of a program."""
+
 _TEXT = re.compile(rf"(\d+)({'|'.join((*COMMUNICATION, *COMPUTE))})(\d+)")
 
 
