@@ -1,0 +1,331 @@
+"""Proof that a program can be run: nothing missing, nothing twice, in an order that never stops, in bounded memory.
+
+The model is that of :mod:`megatron.pipeline.comms`. Three looks at the program, each linear in its length:
+
+1. Rank by rank: every action once, on its stage's rank, after what it needs from that rank.
+2. Channel by channel: what is sent is received, in the same order. A rank posts in the order of its program, so with
+   equal orders transfer k-1 has been posted on both sides when k has: no transfer is held up by another one, and each
+   is only as late as its SEND.
+3. All ranks together: each goes on until it waits for a tensor whose SEND has not been reached. Where nothing moves
+   any more and something is left, ranks wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, repeat
+from operator import itemgetter
+from typing import NamedTuple
+
+from megatron.pipeline.actions import (
+    BACKWARD,
+    FORWARD,
+    INPUT,
+    RECV_B,
+    RECV_F,
+    SEND_B,
+    SEND_F,
+    WEIGHT,
+    Action,
+    Schedule,
+    ScheduleError,
+)
+from megatron.pipeline.comms import channel_of
+
+LEAVE_OUT = "leave SEND and RECV out of the file: they are placed for you"
+
+_FORWARD, _INPUT, _WEIGHT, _SEND_F, _RECV_F, _SEND_B, _RECV_B = (1 << bit for bit in range(7))
+"""What has been done for a stage and micro-batch. A B does both gradients: of the input and of the weights."""
+
+_NAMES = {
+    _FORWARD: (FORWARD,),
+    _INPUT: (BACKWARD, INPUT),
+    _WEIGHT: (BACKWARD, WEIGHT),
+    _SEND_F: (SEND_F,),
+    _RECV_F: (RECV_F,),
+    _SEND_B: (SEND_B,),
+    _RECV_B: (RECV_B,),
+}
+"""The kinds of action that do it."""
+
+ACTIVATIONS = {FORWARD: 1, BACKWARD: -1, INPUT: -1}
+WEIGHTS = {INPUT: 1, WEIGHT: -1}
+BOTH = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}
+"""What an action adds to what its rank holds, as :class:`Peaks` counts it."""
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """What each rank holds at most at one time, in micro-batches of a stage; nothing in an evaluation.
+
+    Attributes:
+        activations: from the F to the B or I.
+        weights: from the I to the W, which is the time that what the gradient of the weights is made of is kept.
+        both: from the F to the B or W.
+    """
+
+    activations: tuple[int, ...]
+    weights: tuple[int, ...]
+    both: tuple[int, ...]
+
+
+class _Rule(NamedTuple):
+    """What an action of one stage and kind needs and does, in the bits above.
+
+    Attributes:
+        does: what is done after it.
+        once: none of this may be done before it.
+        needs: all of this must be.
+        offset: to the neighbouring stage on the same rank, in places of the record, and
+        there: what must be done for that one.
+    """
+
+    does: int
+    once: int
+    needs: int = 0
+    offset: int = 0
+    there: int = 0
+
+
+_Rules = Sequence[Mapping[str, _Rule]]
+"""By stage and kind; a communication that has no channel has no rule."""
+
+
+def validate(program: Schedule, most_activations: float | None = None, most_weights: float | None = None) -> Peaks:
+    """Prove that a program does every micro-batch on every stage once, and comes to its end; count what it holds.
+
+    A program without any backward is an evaluation. The time is linear in the number of actions.
+
+    Args:
+        program: a schedule with its communication.
+        most_activations: bound of every rank's ``Peaks.activations``.
+        most_weights: bound of every rank's ``Peaks.weights``.
+
+    Raises:
+        ScheduleError: naming the action at fault, and its rank.
+    """
+    placement = program.placement
+    kinds = [list(map(itemgetter(1), actions)) for actions in program.ranks]
+    trains = any(not {FORWARD, SEND_F, RECV_F}.issuperset(own) for own in kinds)
+    _require_all_forwards(program, kinds)
+    done = bytearray(len(placement) * program.microbatches)
+    rules = _rules(placement, program.microbatches)
+    for rank in range(len(program.ranks)):
+        _check_rank(program, rank, rules, done)
+    _require_all_done(program, rules, done, trains)
+    _check_orders(program)
+    _check_progress(program)
+    if not trains:
+        nothing = (0,) * len(kinds)
+        return Peaks(nothing, nothing, nothing)
+    peaks = Peaks(*(tuple(max(_held(k, counted)) for k in kinds) for counted in (ACTIVATIONS, WEIGHTS, BOTH)))
+    _check_bound(program, kinds, ACTIVATIONS, most_activations, "activations of micro-batches")
+    _check_bound(program, kinds, WEIGHTS, most_weights, "gradients of weights to be made")
+    return peaks
+
+
+def _require_all_forwards(program: Schedule, kinds: Sequence[Sequence[str]]) -> None:
+    """Refuse a rank that does nothing and a forward that is missing, before anything is as large as their product."""
+    for rank, actions in enumerate(program.ranks):
+        if not actions:
+            raise ScheduleError(f"rank {rank} of {len(program.ranks)} does nothing: every rank has a stage")
+    places = len(program.placement) * program.microbatches
+    if sum(k.count(FORWARD) for k in kinds) >= places:
+        return
+    found = {(a.stage, a.microbatch) for actions in program.ranks for a in actions if a.kind == FORWARD}
+    for place in range(places):
+        stage, microbatch = divmod(place, program.microbatches)
+        if (stage, microbatch) not in found:
+            raise _missing(program, stage, microbatch, (FORWARD,))
+
+
+def _rules(placement: Sequence[int], count: int) -> _Rules:
+    """The rules of every stage; ``count`` is the number of micro-batches."""
+    edges = [here != there for here, there in zip(placement, placement[1:])]
+    rules: list[Mapping[str, _Rule]] = []
+    for stage in range(len(placement)):
+        received = stage > 0 and edges[stage - 1]
+        sent = stage < len(placement) - 1 and edges[stage]
+        before = (0, 0) if stage == 0 or received else (-count, _FORWARD)
+        after = (0, 0) if stage == len(placement) - 1 or sent else (count, _INPUT)
+        own: dict[str, _Rule] = {
+            FORWARD: _Rule(_FORWARD, _FORWARD, _RECV_F if received else 0, *before),
+            BACKWARD: _Rule(_INPUT | _WEIGHT, _INPUT, _FORWARD | (_RECV_B if sent else 0), *after),
+            INPUT: _Rule(_INPUT, _INPUT, _FORWARD | (_RECV_B if sent else 0), *after),
+            WEIGHT: _Rule(_WEIGHT, _WEIGHT, _INPUT),
+        }
+        if received:
+            own |= {RECV_F: _Rule(_RECV_F, _RECV_F), SEND_B: _Rule(_SEND_B, _SEND_B, _INPUT)}
+        if sent:
+            own |= {SEND_F: _Rule(_SEND_F, _SEND_F, _FORWARD), RECV_B: _Rule(_RECV_B, _RECV_B)}
+        rules.append(own)
+    return rules
+
+
+def _check_rank(program: Schedule, rank: int, rules: _Rules, done: bytearray) -> None:
+    """Go through one rank's actions and record in ``done``, by stage and micro-batch, what each does."""
+    count = program.microbatches
+    for index, (stage, kind, microbatch) in enumerate(program.ranks[rank]):
+        place = stage * count + microbatch
+        rule = rules[stage].get(kind)
+        if rule is None:
+            channel_of(Action(stage, kind, microbatch), program.placement)
+            raise ScheduleError(f"rank {rank} has no use for {stage}{kind}{microbatch}")
+        does, once, needs, offset, there = rule
+        seen = done[place]
+        if seen & once or needs & ~seen or there & ~done[place + offset]:
+            raise _fault(program, rank, index, rule, done)
+        done[place] = seen | does
+
+
+def _fault(program: Schedule, rank: int, index: int, rule: _Rule, done: bytearray) -> ScheduleError:
+    """Why the action at ``index`` of a rank cannot stand there."""
+    actions = program.ranks[rank]
+    action = actions[index]
+    stage, _, microbatch = action
+    place = stage * program.microbatches + microbatch
+    if done[place] & rule.once:
+        if action in actions[:index]:
+            return ScheduleError(f"rank {rank} has {action} twice")
+        return ScheduleError(f"rank {rank} has {action} after {stage}{BACKWARD}{microbatch}, which includes it")
+    lacking = rule.needs & ~done[place]
+    if not lacking:
+        stage, lacking = stage + (1 if rule.offset > 0 else -1), rule.there
+    kinds = next(names for bit, names in _NAMES.items() if bit & lacking)
+    later = [a for a in actions[index:] if a.stage == stage and a.kind in kinds and a.microbatch == microbatch]
+    if later:
+        return ScheduleError(f"rank {rank} has {action} before {later[0]}, whose result it needs")
+    names = " or ".join(f"{stage}{kind}{microbatch}" for kind in kinds)
+    fixes = (LEAVE_OUT,) if kinds[0] in (RECV_F, RECV_B) else ()
+    return ScheduleError(f"rank {rank} has {action} but no {names}, whose result it needs", *fixes)
+
+
+def _require_all_done(program: Schedule, rules: _Rules, done: bytearray, trains: bool) -> None:
+    """Refuse what no rank does for some micro-batch."""
+    count = program.microbatches
+    for stage, own in enumerate(rules):
+        wanted = [kind for kind in own if trains or kind in (FORWARD, SEND_F, RECV_F)]
+        complete = 0
+        for kind in wanted:
+            complete |= own[kind].does
+        states = done[stage * count : (stage + 1) * count]
+        if states.count(complete) == count:
+            continue
+        microbatch = next(index for index, state in enumerate(states) if state != complete)
+        raise _missing(program, stage, microbatch, next(_NAMES[b] for b in _NAMES if b & complete & ~states[microbatch]))
+
+
+def _missing(program: Schedule, stage: int, microbatch: int, kinds: Sequence[str]) -> ScheduleError:
+    names = " or ".join(f"{stage}{kind}{microbatch}" for kind in kinds)
+    fixes = (LEAVE_OUT,) if kinds[0] in (SEND_F, RECV_F, SEND_B, RECV_B) else ()
+    return ScheduleError(
+        f"rank {program.placement[stage]} has no {names}: stages 0 to {program.stages - 1} "
+        f"each do micro-batches 0 to {program.microbatches - 1}",
+        *fixes,
+    )
+
+
+def _check_orders(program: Schedule) -> None:
+    """Refuse a channel whose receives are not in the order of its sends; there are as many of both."""
+    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    for actions in program.ranks:
+        for action in actions:
+            if action.kind in (SEND_F, SEND_B):
+                sent[channel_of(action, program.placement)].append(_receive_of(action))
+            elif action.kind in (RECV_F, RECV_B):
+                received[channel_of(action, program.placement)].append(action)
+    for (source, target), order in sorted(sent.items()):
+        for number, (expected, posted) in enumerate(zip(order, received[source, target])):
+            if expected != posted:
+                raise ScheduleError(
+                    f"rank {target} has {posted} where {expected} belongs: transfer {number} from rank {source} to "
+                    f"rank {target} is {_send_of(expected)}, and receives stand in the order of the sends",
+                    LEAVE_OUT,
+                )
+
+
+def _receive_of(send: Action) -> Action:
+    """What the other side calls it."""
+    stage, kind, microbatch = send
+    return Action(stage + 1, RECV_F, microbatch) if kind == SEND_F else Action(stage - 1, RECV_B, microbatch)
+
+
+def _send_of(receive: Action) -> Action:
+    """What the other side calls it."""
+    stage, kind, microbatch = receive
+    return Action(stage - 1, SEND_F, microbatch) if kind == RECV_F else Action(stage + 1, SEND_B, microbatch)
+
+
+def _check_progress(program: Schedule) -> None:
+    """Let all ranks go as far as they can; refuse a program in which they do not reach the end."""
+    placement, ranks = program.placement, program.ranks
+    remote = [here != there for here, there in zip(placement, placement[1:])]
+    remote.append(False)
+    reached = [0] * len(ranks)
+    sent: set[Action] = set()
+    waiting: dict[Action, int] = {}
+    ready = list(range(len(ranks)))
+    while ready:
+        rank = ready.pop()
+        actions, index = ranks[rank], reached[rank]
+        while index < len(actions):
+            action = actions[index]
+            stage, kind, microbatch = action
+            if kind in (SEND_F, SEND_B):
+                receive = _receive_of(action)
+                sent.add(receive)
+                if receive in waiting:
+                    ready.append(waiting.pop(receive))
+            elif kind == FORWARD:
+                receive = Action(stage, RECV_F, microbatch)
+                if stage > 0 and remote[stage - 1] and receive not in sent:
+                    waiting[receive] = rank
+                    break
+            elif kind in (BACKWARD, INPUT):
+                receive = Action(stage, RECV_B, microbatch)
+                if remote[stage] and receive not in sent:
+                    waiting[receive] = rank
+                    break
+            index += 1
+        reached[rank] = index
+    if waiting:
+        raise _circle(program, reached, {rank: receive for receive, rank in waiting.items()})
+
+
+def _circle(program: Schedule, reached: Sequence[int], waits: Mapping[int, Action]) -> ScheduleError:
+    """The ranks that wait for each other, one after the other."""
+    seen: list[int] = []
+    rank = min(waits)
+    while rank not in seen:
+        seen.append(rank)
+        rank = channel_of(waits[rank], program.placement)[0]
+    circle = seen[seen.index(rank) :]
+    clauses = []
+    for rank in circle:
+        source = channel_of(waits[rank], program.placement)[0]
+        sender = program.ranks[source]
+        behind = sender[sender.index(_send_of(waits[rank])) - 1]
+        clauses.append(
+            f"rank {rank} waits for {waits[rank]} before {program.ranks[rank][reached[rank]]}, "
+            f"which rank {source} sends after {behind}"
+        )
+    return ScheduleError(f"the schedule stops in a circle: {'; '.join(clauses)}")
+
+
+def _held(kinds: Sequence[str], counted: Mapping[str, int]) -> list[int]:
+    """What a rank holds after each of its actions."""
+    return list(accumulate(map(counted.get, kinds, repeat(0))))  # type: ignore[arg-type]
+
+
+def _check_bound(
+    program: Schedule, kinds: Sequence[Sequence[str]], counted: Mapping[str, int], most: float | None, what: str
+) -> None:
+    if most is None:
+        return
+    for rank, own in enumerate(kinds):
+        for action, held in zip(program.ranks[rank], _held(own, counted)):
+            if held > most:
+                raise ScheduleError(f"rank {rank} holds {held} {what} after {action}, more than {most:g}")
