@@ -46,6 +46,18 @@ class ScheduleError(ValueError):
         self.sentence, self.fixes = sentence, fixes
 
 
+class Size(NamedTuple):
+    """What a schedule is made for: pipeline ranks, stages on each (chunks), and micro-batches of a step.
+
+    ``group`` is of the interleaved schedule alone: micro-batches that a stage takes before the rank's next one.
+    """
+
+    ranks: int
+    chunks: int
+    microbatches: int
+    group: int
+
+
 class Action(NamedTuple):
     """One thing that a rank does: ``kind`` is one of ``COMPUTE``, or of ``COMMUNICATION`` in a program."""
 

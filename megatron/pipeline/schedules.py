@@ -1,0 +1,157 @@
+"""Pipeline schedules: who computes what, in which order.
+
+Every schedule is a function of the size of the pipeline that lists the actions of one rank; the rest of the project
+knows none of them by name. Below, p is the number of ranks, v of stages on each (chunks), m of micro-batches; f, b, i
+and w are the seconds that a *rank* takes for all its stages: one micro-batch forward, backward, and backward's halves
+for inputs and for weights (b = i + w). A rank's bubble is its idle time between its first and its last action; memory
+is the most (stage, micro-batch) pairs whose activations are alive at once, 1/v of a rank's layers each.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+from megatron.pipeline.actions import BACKWARD, FORWARD, Action, Schedule, ScheduleError, Size
+from megatron.pipeline.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
+
+
+def gpipe(rank: int, size: Size) -> list[Action]:
+    """Everything forward, then everything backward, stage by stage (breadth first).
+
+    Backward takes the micro-batches in the order of forward. The reverse would free nothing earlier, and this way
+    gradients are summed in the order of the other schedules, to the same bits.
+
+    Bubble: (p - 1)(f + b) / v. Memory: v m.
+
+    Source: Huang et al., arXiv 1811.06965; with several stages on a rank, Lamy-Poirier, arXiv 2211.05953.
+    """
+    stages = range(rank, size.ranks * size.chunks, size.ranks)
+    forwards = [Action(stage, FORWARD, mb) for stage in stages for mb in range(size.microbatches)]
+    return forwards + [Action(stage, BACKWARD, mb) for stage in reversed(stages) for mb in range(size.microbatches)]
+
+
+def one_forward_one_backward(rank: int, size: Size) -> list[Action]:
+    """As few forwards as the first gradient needs to arrive, then one forward and one backward in turn.
+
+    Bubble: (p - 1)(f + b). Memory: min(m, p - rank).
+
+    Source: PipeDream-Flush, Narayanan et al., arXiv 2006.09503.
+    """
+    forwards = [Action(rank, FORWARD, mb) for mb in range(size.microbatches)]
+    backwards = [Action(rank, BACKWARD, mb) for mb in range(size.microbatches)]
+    return in_turn(forwards, backwards, warmup=size.ranks - rank - 1)
+
+
+def interleaved(rank: int, size: Size) -> list[Action]:
+    """1F1B over several stages on each rank: a group of micro-batches passes a stage, then the rank's next one.
+
+    Bubble: (p - 1)(f + b) / v where the group is p and divides m. Memory: one more than the warm-up, which is
+    2 (p - rank - 1) + (v - 1) group, but no more than v m.
+
+    Source: Narayanan et al., arXiv 2104.04473; groups of other sizes than p as in Megatron-LM.
+    """
+    groups = list(group_bounds(size))
+    stages = range(rank, size.ranks * size.chunks, size.ranks)
+    forwards = [Action(stage, FORWARD, mb) for group in groups for stage in stages for mb in group]
+    backwards = [Action(stage, BACKWARD, mb) for group in groups for stage in reversed(stages) for mb in group]
+    return in_turn(forwards, backwards, warmup=2 * (size.ranks - rank - 1) + (size.chunks - 1) * len(groups[0]))
+
+
+def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
+    """``warmup`` forwards, one forward and one backward in turn, then the backwards that are left."""
+    warmup = min(warmup, len(forwards))
+    pairs = zip(forwards[warmup:], backwards, strict=False)
+    return [*forwards[:warmup], *chain.from_iterable(pairs), *backwards[len(forwards) - warmup :]]
+
+
+def group_bounds(size: Size) -> Iterator[range]:
+    """The micro-batches of each depth-first group of the interleaved schedule.
+
+    The last group is smaller where the others leave a rest. A group's output has to pass all ranks before the first
+    one can go on with it; with 2p - 2 micro-batches in two groups that follow each other that never ends in ranks
+    that wait for each other. A smaller rest is shared out among the other groups.
+    """
+    full, rest = divmod(size.microbatches, size.group)
+    if rest and (not full or size.group + rest >= 2 * size.ranks - 2):
+        lengths = [size.group] * full + [rest]
+    else:
+        lengths = [size.group + rest // full + (index < rest % full) for index in range(full)]
+    start = 0
+    for length in lengths:
+        yield range(start, start + length)
+        start += length
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A schedule by name.
+
+    Attributes:
+        actions: of a rank in a pipeline of a size.
+        chunks: stages that each rank must have; None where it may have any number.
+        splits: whether backward is done in halves, gradients of inputs and of weights.
+        about: when to use it, in a sentence.
+    """
+
+    actions: Callable[[int, Size], list[Action]]
+    chunks: int | None
+    splits: bool
+    about: str
+
+
+SCHEDULES: Mapping[str, Recipe] = {
+    "gpipe": Recipe(gpipe, None, False, "All forwards, then all backwards: the most memory, the simplest picture."),
+    "1f1b": Recipe(one_forward_one_backward, 1, False, "The least memory of a pipeline with one stage on a rank."),
+    "interleaved": Recipe(interleaved, None, False, "1F1B with v stages on a rank: a v-th of the bubble."),
+    "zb-h1": Recipe(zb_h1, 1, True, "A third of 1F1B's bubble, in its memory."),
+    "zb-h2": Recipe(zb_h2, 1, True, "No bubble between a rank's first and last action, in twice the memory of 1F1B."),
+    "zb-v": Recipe(zb_v, 2, True, "No bubble between a rank's first and last action, in the memory of 1F1B."),
+    "dualpipe-v": Recipe(dualpipe_v, 2, True, "A forward next to a backward nearly always, few backwards in halves."),
+}
+"""The hand-written schedules."""
+
+
+def make(name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None) -> Schedule:
+    """The schedule ``name`` of a pipeline.
+
+    Args:
+        name: one of ``SCHEDULES``.
+        ranks: of the pipeline.
+        chunks: stages on each rank.
+        microbatches: of a step.
+        group: of ``interleaved``: micro-batches that a stage takes before the rank's next one has its turn.
+            Default: ``ranks``.
+
+    Raises:
+        ScheduleError: when there is no such schedule of this size.
+    """
+    if name not in SCHEDULES:
+        close = difflib.get_close_matches(name, SCHEDULES, n=1)
+        fixes = [f"--pipeline-schedule {match}" for match in close]
+        raise ScheduleError(f"no schedule is called '{name}'; there are {', '.join(SCHEDULES)}", *fixes)
+    if min(ranks, chunks, microbatches) < 1:
+        raise ScheduleError(
+            f"a pipeline of {ranks} ranks, {chunks} stages on each and {microbatches} micro-batches: it takes one of each"
+        )
+    recipe = SCHEDULES[name]
+    if recipe.chunks not in (None, chunks):
+        raise ScheduleError(
+            f"{name} has {recipe.chunks} {'stage' if recipe.chunks == 1 else 'stages'} on each rank, not {chunks}",
+            f"--num-virtual-stages-per-pipeline-rank {recipe.chunks}",
+            *(["--pipeline-schedule interleaved"] if name == "1f1b" else []),
+        )
+    if group is not None and name != "interleaved":
+        raise ScheduleError(
+            f"{name} has no groups of micro-batches; interleaved has", "--pipeline-schedule interleaved"
+        )
+    if group is not None and group < ranks:
+        raise ScheduleError(
+            f"interleaved over {ranks} ranks with groups of {group} micro-batches: the first rank would wait for the "
+            "last one; a group has at least as many micro-batches as the pipeline has ranks",
+            f"--microbatch-group-size-per-virtual-pipeline-stage {ranks}",
+        )
+    size = Size(ranks, chunks, microbatches, group or ranks)
+    return Schedule(name, tuple(tuple(recipe.actions(rank, size)) for rank in range(ranks)))

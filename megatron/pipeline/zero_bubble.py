@@ -1,0 +1,140 @@
+"""Schedules that do backward in halves: gradients of inputs (I) at once, those of weights (W) where a rank would idle.
+
+Letters, bubble and memory as in :mod:`megatron.pipeline.schedules`. Activations live until W is done. In a V each rank
+has two stages, ``rank`` on the way down and ``2p - 1 - rank`` on the way back, so that the first rank also computes
+the loss, and the last one hands its output to itself.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Size
+
+
+def zb_h1(rank: int, size: Size) -> list[Action]:
+    """1F1B whose ranks put off W the longer the later they are: all hold as many micro-batches as the first.
+
+    Bubble: (p - 1)(f + i - w). Memory: min(m, p) on every rank.
+
+    Source: Qi et al., arXiv 2401.10241, section 2.3.
+    """
+    line = Line(size.microbatches)
+    line.add(rank, FORWARD, times=size.ranks - rank - 1)
+    for done in range(size.microbatches):
+        line.add(rank, FORWARD)
+        line.add(rank, INPUT)
+        if done >= rank:
+            line.add(rank, WEIGHT)
+    line.add(rank, WEIGHT, times=rank)
+    return line.actions
+
+
+def zb_h2(rank: int, size: Size) -> list[Action]:
+    """Twice the warm-up of ZB-H1, so that no rank idles between its first and its last action.
+
+    The last 2 ``rank`` forwards come without a W in between, as the first ones do: the ranks before this one have
+    no forwards left and wait for gradients. What W they would put off for too long is done in the middle.
+
+    Bubble: (p - 1)(f + i - 2w). Memory: min(m, 2p - 1) on every rank.
+
+    Source: Qi et al., arXiv 2401.10241, section 2.3.
+    """
+    line, warmup, put_off = Line(size.microbatches), 2 * (size.ranks - rank - 1), 2 * rank
+    later = max(0, size.microbatches - warmup - put_off)
+    line.add(rank, FORWARD, times=warmup)
+    line.add(rank, FORWARD, INPUT, times=put_off)
+    line.add(rank, WEIGHT, times=min(later, put_off))
+    line.add(rank, FORWARD, INPUT, WEIGHT, times=later - put_off)
+    line.add(rank, FORWARD, INPUT, times=min(later, put_off))
+    line.add(rank, INPUT, WEIGHT, times=warmup)
+    line.add(rank, WEIGHT, times=put_off)
+    return line.actions
+
+
+def zb_v(rank: int, size: Size) -> list[Action]:
+    """Two stages on each rank, in a V: no bubble in the memory of 1F1B.
+
+    Bubble: 0 where f = i = w. Memory: min(2m, 2p) half stages, on every rank.
+
+    Source: Qi et al., arXiv 2401.10241, section 6; as the V-Zero of Qi et al., arXiv 2405.15362.
+    """
+    line, down, up = Line(size.microbatches), rank, 2 * size.ranks - 1 - rank
+    line.add(down, FORWARD, times=2 * (size.ranks - rank) - 1)
+    for _ in range(rank):
+        line.add(up, FORWARD)
+        line.add(down, FORWARD)
+    line.add(up, FORWARD, INPUT, WEIGHT, times=size.ranks - rank)
+    for _ in range(max(size.ranks - 1, size.microbatches - size.ranks)):
+        line.add(down, FORWARD, INPUT, WEIGHT)
+        line.add(up, FORWARD, INPUT, WEIGHT)
+    for _ in range(rank):
+        line.add(down, INPUT)
+        line.add(up, INPUT)
+    line.add(down, INPUT, WEIGHT, times=size.ranks - rank)
+    line.add(up, WEIGHT, times=rank)
+    line.add(down, WEIGHT, times=rank)
+    return line.actions
+
+
+def dualpipe_v(rank: int, size: Size) -> list[Action]:
+    """DualPipe cut in half: a forward stands next to a backward of the rank's other stage nearly always.
+
+    DualPipe computes such a pair at once, to hide the communication of one behind the other; here they are two
+    actions in a row. Whole backwards, except for the first of the loss's half and the last of both.
+
+    Bubble: (p - 1)(f + b - 3w) in time of pairs, as its authors count. Memory: 2p + 1 half stages.
+
+    Source: DeepSeek-AI, arXiv 2412.19437, section 3.2.1, and its repository DualPipe; cut in half by Sea AI Lab.
+    """
+    line, down, up = Line(size.microbatches), rank, 2 * size.ranks - 1 - rank
+    later = size.ranks - 1 - rank
+    line.add(down, FORWARD, times=2 * later)
+    for _ in range(rank + 1):
+        line.add(down, FORWARD)
+        line.add(up, FORWARD)
+    line.add(up, INPUT, WEIGHT, FORWARD, times=later)
+    for _ in range(max(0, size.microbatches - 2 * size.ranks) + rank + 1):
+        line.add(down, FORWARD)
+        line.add(up, BACKWARD)
+        line.add(up, FORWARD)
+        line.add(down, BACKWARD)
+    for _ in range(later):
+        line.add(up, BACKWARD, FORWARD)
+        line.add(down, BACKWARD)
+    last = [up, down] * (rank + 1)
+    for stage in last[: rank + 1]:
+        line.add(stage, BACKWARD)
+    halves = last[rank + 1 :]
+    for stage in halves:
+        line.add(stage, INPUT)
+    for stage in [*halves, *[down] * later][:later]:
+        line.add(stage, WEIGHT)
+        line.add(down, INPUT)
+    for stage in [*halves, *[down] * later][later:]:
+        line.add(stage, WEIGHT)
+    return line.actions
+
+
+class Line:
+    """The actions of one rank while they are written down: each time a stage's next micro-batch of that kind.
+
+    Micro-batches that the step does not have are left out: what is left of a schedule of many is one of few.
+
+    Attributes:
+        actions: so far.
+    """
+
+    def __init__(self, microbatches: int) -> None:
+        self.actions: list[Action] = []
+        self._microbatches = microbatches
+        self._next: dict[tuple[int, str], int] = defaultdict(int)
+
+    def add(self, stage: int, *kinds: str, times: int = 1) -> None:
+        """``times`` over, one action of each of ``kinds``. A whole backward counts as both of its halves."""
+        for kind in kinds * times:
+            microbatch = self._next[stage, INPUT if kind == BACKWARD else kind]
+            for counted in (INPUT, WEIGHT) if kind == BACKWARD else (kind,):
+                self._next[stage, counted] += 1
+            if microbatch < self._microbatches:
+                self.actions.append(Action(stage, kind, microbatch))
