@@ -1,0 +1,239 @@
+"""From the options of a pipeline to its stages and its program, for the checks of a configuration and for the run.
+
+Everything refused is a ``ScheduleError`` with the flags that would do. Where the model is not among the arguments,
+``parallel`` is that of a resolved configuration: how many stages a rank has may follow from the layers.
+"""
+
+from __future__ import annotations
+
+from functools import cache, lru_cache
+from pathlib import Path
+
+from megatron.config.model import ModelConfig
+from megatron.config.numbers import beside, divisors, offers
+from megatron.config.parallel import ParallelConfig
+from megatron.config.problems import did_you_mean
+from megatron.pipeline.actions import Schedule, ScheduleError
+from megatron.pipeline.comms import add_communication
+from megatron.pipeline.partition import LayerCosts, StageLayers, balanced, by_rank, equal, spelled_out, written
+from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.validate import Peaks, validate
+
+ONE_STAGE, SEVERAL_STAGES = "1f1b", "interleaved"
+"""Schedules that are taken when none is asked for: with one stage on each rank, and with several."""
+
+V_SHAPED = ("zb-v", "dualpipe-v")
+"""Schedules whose second half of the stages goes back over the ranks."""
+
+FILE = ".csv"
+"""How the name of a file ends that is a schedule."""
+
+AUTO = "auto"
+"""The layout whose stages are of equal cost."""
+
+
+def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Stages on each pipeline rank (VPP): what the options say or the schedule needs, else 1.
+
+    Raises:
+        ScheduleError: when they say different things, or the schedule cannot be told.
+    """
+    said: dict[str, int] = {}
+    if parallel.num_virtual_stages_per_pipeline_rank is not None:
+        count = parallel.num_virtual_stages_per_pipeline_rank
+        said[f"--num-virtual-stages-per-pipeline-rank {count}"] = count
+    if parallel.num_layers_per_virtual_pipeline_stage is not None:
+        size = parallel.num_layers_per_virtual_pipeline_stage
+        said[f"--num-layers-per-virtual-pipeline-stage {size}"] = _stages_of_size(size, model, parallel)
+    if parallel.pipeline_model_parallel_layout not in (None, AUTO):
+        layout = str(parallel.pipeline_model_parallel_layout)
+        stages = spelled_out(layout).count("|") + 1
+        said[f"--pipeline-model-parallel-layout '{layout}'"] = _on_each_rank(layout, stages, parallel)
+    if parallel.pipeline_schedule is not None and _stages_of_schedule(parallel) is not None:
+        said[f"--pipeline-schedule {parallel.pipeline_schedule}"] = _stages_of_schedule(parallel) or 1
+    if len(set(said.values())) > 1:
+        (one, first), (other, second) = next((a, b) for a in said.items() for b in said.items() if a[1] != b[1])
+        sentence = f"{one} makes {_stages(first)} on each pipeline rank, and {other} {second}"
+        raise ScheduleError(sentence, f"drop {one}", f"drop {other}")
+    return next(iter(said.values()), 1)
+
+
+def _stages(count: int) -> str:
+    return "1 stage" if count == 1 else f"{count} stages"
+
+
+def _stages_of_size(size: int, model: ModelConfig, parallel: ParallelConfig) -> int:
+    """Stages of so many layers on each rank; an embedding or output layer that is accounted for is one of them.
+
+    Raises:
+        ScheduleError: when they do not share a rank's layers.
+    """
+    ranks, total = parallel.pipeline_model_parallel_size, _counted_layers(model, parallel)
+    flag = "--num-layers-per-virtual-pipeline-stage"
+    if parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers:
+        sentence = f"{flag} {size} wants stages of one size, and --decoder-first/last-pipeline-num-layers other ones"
+        raise ScheduleError(sentence, f"drop {flag}")
+    if total % (ranks * size):
+        fits = divisors(total // ranks) if total % ranks == 0 else []
+        sentence = f"{total} layers do not fill PP{ranks} with stages of {size}"
+        raise ScheduleError(sentence, *offers(flag, beside(size, fits)), f"drop {flag}")
+    return total // (ranks * size)
+
+
+def _counted_layers(model: ModelConfig, parallel: ParallelConfig) -> int:
+    accounted = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
+    return model.num_layers + sum(accounted)
+
+
+def _on_each_rank(name: str, stages: int, parallel: ParallelConfig) -> int:
+    ranks = parallel.pipeline_model_parallel_size
+    if stages % ranks:
+        sizes = offers("--pipeline-model-parallel-size", beside(ranks, divisors(stages)))
+        raise ScheduleError(f"{name} has {_stages(stages)}, which PP{ranks} cannot share equally", *sizes)
+    return stages // ranks
+
+
+def _stages_of_schedule(parallel: ParallelConfig) -> int | None:
+    """Stages that the schedule asked for needs on each rank; None where it works with any number.
+
+    Raises:
+        ScheduleError: when there is no such schedule, or its file does not do.
+    """
+    name = str(parallel.pipeline_schedule)
+    if name.endswith(FILE):
+        schedule = _from_file(name)
+        if len(schedule.ranks) != parallel.pipeline_model_parallel_size:
+            sentence = f"{name} is for {len(schedule.ranks)} ranks, not PP{parallel.pipeline_model_parallel_size}"
+            raise ScheduleError(sentence, f"--pipeline-model-parallel-size {len(schedule.ranks)}")
+        return _on_each_rank(name, schedule.stages, parallel)
+    if name not in SCHEDULES:
+        guess = did_you_mean(name, SCHEDULES)
+        fixes = (f"--pipeline-schedule {known}" for known in ([guess] if guess else SCHEDULES))
+        raise ScheduleError(f"there is no pipeline schedule {name}; a file of one ends in {FILE}", *fixes)
+    return SCHEDULES[name].chunks
+
+
+def _from_file(name: str) -> Schedule:
+    path = Path(name).absolute()
+    return _loaded(path, path.stat().st_mtime_ns if path.exists() else 0)
+
+
+@lru_cache(maxsize=2)
+def _loaded(path: Path, changed: int) -> Schedule:
+    return Schedule.load(path)
+
+
+def schedule_name(parallel: ParallelConfig, stages_per_rank: int) -> str:
+    """The schedule asked for, else 1F1B, interleaved where a rank has several stages."""
+    return parallel.pipeline_schedule or (ONE_STAGE if stages_per_rank == 1 else SEVERAL_STAGES)
+
+
+def placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int, ...]:
+    """The rank of every stage: round and round, or forth and back.
+
+    Raises:
+        ScheduleError: when the schedule is a file that says it, and cannot be read.
+    """
+    name, ranks = schedule_name(parallel, stages_per_rank), range(parallel.pipeline_model_parallel_size)
+    if name.endswith(FILE):
+        return _from_file(name).placement
+    return (*ranks, *reversed(ranks)) if name in V_SHAPED else (*ranks,) * stages_per_rank
+
+
+def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
+    """What each stage has, in pipeline order: as asked for; else equally many layers, or, if uneven, of equal cost.
+
+    Raises:
+        ScheduleError: when the options contradict each other, or leave a stage with nothing.
+    """
+    _exclude(parallel)
+    chunks, layers = virtual_stages(model, parallel), model.num_layers
+    stages, layout = chunks * parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if first is not None or last is not None:
+        return by_rank(layers, placement(parallel, chunks), first, last)
+    if layout not in (None, AUTO):
+        return written(str(layout), layers)
+    accounted = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
+    same = equal(layers, stages, *accounted) if layout is None else None
+    if any(accounted) and same is None:
+        raise _unfilled(model, parallel, chunks)
+    return same or balanced(layers, stages, layer_costs(model))
+
+
+def _exclude(parallel: ParallelConfig) -> None:
+    """Refuse two ways of dealing out layers at once."""
+    p = parallel
+    ways = {
+        "--pipeline-model-parallel-layout": p.pipeline_model_parallel_layout is not None,
+        "--decoder-first-pipeline-num-layers": p.decoder_first_pipeline_num_layers is not None,
+        "--decoder-last-pipeline-num-layers": p.decoder_last_pipeline_num_layers is not None,
+        "--account-for-embedding-in-pipeline-split": p.account_for_embedding_in_pipeline_split,
+        "--account-for-loss-in-pipeline-split": p.account_for_loss_in_pipeline_split,
+    }
+    said = [flag for flag, used in ways.items() if used]
+    kinds = {flag.split("-")[2] for flag in said}
+    if len(kinds) > 1:
+        other = next(flag for flag in said if flag.split("-")[2] != said[0].split("-")[2])
+        sentence = f"{said[0]} and {other} both say how layers are dealt out"
+        raise ScheduleError(sentence, f"drop {said[0]}", f"drop {other}")
+
+
+def _unfilled(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> ScheduleError:
+    ranks, total = parallel.pipeline_model_parallel_size, _counted_layers(model, parallel)
+    stages, extra = ranks * chunks, total - model.num_layers
+    what = f"{model.num_layers} layers and {extra} accounted for"
+    sentence = f"{what} do not fill PP{ranks} x VPP{chunks} ({stages} stages x {total / stages:.4g})"
+    return ScheduleError(
+        sentence,
+        "drop --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split",
+        *offers("--num-layers", [max(1, -(-total // stages)) * stages - extra]),
+    )
+
+
+def layer_costs(model: ModelConfig) -> LayerCosts:
+    """What the parts of a model cost: as many weights as they multiply, each of which is 6 FLOPs a token.
+
+    Embeddings are looked up, so they cost nothing. Attention scores are left out: the split does not move with the
+    length of samples. While the vocabulary's size is not known the output layer counts for nothing.
+    """
+    return LayerCosts(model.layer_parameters(), 0.0, (model.vocab_size or 0) * model.hidden_size)
+
+
+def schedule_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
+    """Who computes what in which order, in a step of so many micro-batches on each data-parallel rank.
+
+    Raises:
+        ScheduleError: when there is no such schedule.
+    """
+    name = schedule_name(parallel, parallel.num_virtual_stages_per_pipeline_rank or 1)
+    if name.endswith(FILE):
+        schedule = _from_file(name)
+        if schedule.microbatches != microbatches:
+            raise ScheduleError(f"{name} is for {schedule.microbatches} micro-batches in a step, not {microbatches}")
+        return schedule
+    chunks = parallel.num_virtual_stages_per_pipeline_rank or SCHEDULES[name].chunks or 1
+    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
+    return make(name, parallel.pipeline_model_parallel_size, chunks, microbatches, group)
+
+
+@lru_cache(maxsize=4)
+def program_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
+    """The schedule with its communication, proven to come to its end.
+
+    Raises:
+        ScheduleError: when it would not.
+    """
+    program = add_communication(schedule_for(parallel, microbatches))
+    validate(program)
+    return program
+
+
+@cache
+def peaks_for(parallel: ParallelConfig, microbatches: int) -> Peaks:
+    """What each rank holds at most in such a step.
+
+    Raises:
+        ScheduleError: when its program would not come to its end.
+    """
+    return validate(add_communication(schedule_for(parallel, microbatches)))
