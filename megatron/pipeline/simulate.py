@@ -29,6 +29,7 @@ from megatron.pipeline.actions import (
     Schedule,
     ScheduleError,
 )
+from megatron.pipeline.comms import channel_of
 
 
 @dataclass(frozen=True)
@@ -344,24 +345,19 @@ _Duties = dict[tuple[int, str], tuple[float, str | None, _Channel | None]]
 def _duties(actions: tuple[Action, ...], placement: tuple[int, ...], costs: Costs, network: _Network) -> _Duties:
     duties: _Duties = {}
     for stage, kind in {(action.stage, action.kind) for action in actions}:
-        here, there = placement[stage], _neighbour(stage, kind, placement)
         if kind in COMPUTE:
-            receive = RECV_F if kind == FORWARD else RECV_B
-            duties[stage, kind] = costs.seconds(stage, kind), None if there in (None, here) else receive, None
-        elif there is None:
-            raise ScheduleError(f"stage {stage} has no neighbour for its {kind}")
+            duties[stage, kind] = costs.seconds(stage, kind), _awaited(stage, kind, placement), None
         else:
-            ends = (here, there) if kind in (SEND_F, SEND_B) else (there, here)
-            duties[stage, kind] = 0, None, network.channel(*ends)
+            duties[stage, kind] = 0, None, network.channel(*channel_of(Action(stage, kind, 0), placement))
     return duties
 
 
-def _neighbour(stage: int, kind: str, placement: tuple[int, ...]) -> int | None:
-    """The rank of the stage that an action of ``kind`` gets something from or sends something to."""
-    if kind == WEIGHT:
-        return None
-    other = stage - 1 if kind in (FORWARD, RECV_F, SEND_B) else stage + 1
-    return placement[other] if 0 <= other < len(placement) else None
+def _awaited(stage: int, kind: str, placement: tuple[int, ...]) -> str | None:
+    """The kind of the receive that a computing action waits for; None when all it needs is on its rank."""
+    if kind == FORWARD:
+        return RECV_F if stage > 0 and placement[stage - 1] != placement[stage] else None
+    last = stage == len(placement) - 1
+    return None if kind == WEIGHT or last or placement[stage + 1] == placement[stage] else RECV_B
 
 
 def _follow(actions: tuple[Action, ...], duties: _Duties, network: _Network, done: list[Interval]) -> Iterator[_Tensor]:
