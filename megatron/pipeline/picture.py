@@ -1,0 +1,192 @@
+"""Timelines as pictures: what each rank does, on one clock, and what it holds in memory beneath.
+
+Nothing here needs matplotlib before a figure is drawn on; whoever makes the figure has it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import quantiles
+from typing import TYPE_CHECKING
+
+from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
+from megatron.pipeline.simulate import Interval, Timeline
+from megatron.pipeline.terminal import chunks_of, headline, number
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+COLORS = {FORWARD: "#0072b2", BACKWARD: "#cc79a7", INPUT: "#e69f00", WEIGHT: "#009e73"}
+"""Of the kinds: from the palette of Okabe and Ito, which people of any colour vision tell apart."""
+WORDS = {FORWARD: "F: forward", BACKWARD: "B: backward", INPUT: "I: input gradient", WEIGHT: "W: weight gradient"}
+IDLE, HATCH, INK, MUTED, LIMIT = "#eef0f3", "#4b5563", "#1f2933", "#7b8794", "#dc2626"
+PALEST = 0.6
+"""How much white is mixed into the colour of a rank's last stage; its first has none."""
+
+POINTS_PER_INCH = 72
+DIGIT = 0.64
+"""Width of a digit, as a part of the height of its font."""
+LARGEST, SMALLEST = 7.5, 3.5
+"""Points of the font that micro-batches are numbered in; where there is no room for that, they are not."""
+READABLE = 5.5
+"""Points that the width of the picture is chosen for."""
+NARROWEST, WIDEST = 9.0, 24.0
+MARGIN = 0.9
+"""Inches left and right of the panels."""
+LABEL = 2.2
+"""Inches of an entry of the legend."""
+ROW, MEMORY, HEADS = 0.21, 0.75, 0.45
+"""Inches of a rank, of what the ranks hold, and of the titles of a panel."""
+
+
+def size(panels: Mapping[str, Timeline]) -> tuple[float, float]:
+    """Width and height in inches that :func:`draw` needs: numbers of two digits are readable, up to a widest."""
+    clock = _clock(panels)
+    durations = [float(i.end - i.start) for t in panels.values() for rank in t.intervals for i in rank]
+    short = quantiles(durations, n=10)[0] if len(durations) > 1 else clock
+    needed = (2 * DIGIT * READABLE + 1.5) / POINTS_PER_INCH * clock / (short or clock)
+    width = min(WIDEST, max(NARROWEST, MARGIN + needed))
+    return width, 0.9 + sum(_rows(timeline) + MEMORY + HEADS for timeline in panels.values())
+
+
+def draw(figure: Figure, panels: Mapping[str, Timeline], unit: str = "", limit: float | None = None) -> None:
+    """Draw timelines one above the other, all from 0 on one clock, each over what its ranks hold in memory.
+
+    Micro-batches are numbers; later stages of a rank are paler. Waiting for a transfer is hatched.
+
+    Args:
+        figure: to draw on, best of :func:`size`.
+        panels: by title.
+        unit: of time, for the axis.
+        limit: of memory, drawn as a line.
+    """
+    heights = [height for timeline in panels.values() for height in (_rows(timeline), MEMORY)]
+    axes = figure.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    clock = _clock(panels)
+    points = (figure.get_figwidth() - MARGIN) * POINTS_PER_INCH / clock
+    for (title, timeline), work, memory in zip(panels.items(), axes[::2], axes[1::2]):
+        _draw_work(work, timeline, points)
+        _draw_memory(memory, timeline, limit)
+        work.set_title(title, loc="left", fontweight="bold", fontsize=10)
+        work.set_title(headline(timeline), loc="right", color=MUTED, fontsize=9)
+    axes[-1].set_xlim(0, clock)
+    axes[-1].set_xlabel(f"time ({unit})" if unit else "time")
+    columns = int(figure.get_figwidth() / LABEL)
+    figure.legend(handles=_legend(list(panels.values())), loc="outside lower left", ncols=columns, fontsize=9)
+
+
+def color(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
+    """Red, green and blue, 0 to 1, of actions of ``kind`` in the ``chunk``-th of a rank's ``chunks`` stages."""
+    pale = PALEST * chunk / max(1, chunks - 1)
+    channels = (int(COLORS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5))
+    red, green, blue = (channel + (1 - channel) * pale for channel in channels)
+    return red, green, blue
+
+
+def ink(background: tuple[float, float, float]) -> str:
+    """White or dark, whichever is read more easily on ``background``."""
+    red, green, blue = background
+    return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK
+
+
+def _clock(panels: Mapping[str, Timeline]) -> float:
+    """How long the longest takes."""
+    return max((float(timeline.makespan) for timeline in panels.values()), default=0) or 1.0
+
+
+def _rows(timeline: Timeline) -> float:
+    """Inches that all ranks need."""
+    ranks = len(timeline.intervals)
+    return max(0.45, ranks * min(ROW, 24 * ROW / ranks))
+
+
+def _draw_work(axes: Axes, timeline: Timeline, points: float) -> None:
+    """Bars and numbers of every rank; a unit of time is ``points`` wide."""
+    ranks = len(timeline.intervals)
+    chunks = chunks_of(timeline)
+    many = max(chunks.values(), default=0) + 1
+    height = _rows(timeline) / ranks * POINTS_PER_INCH
+    for rank, intervals in enumerate(timeline.intervals):
+        axes.broken_barh([(0, float(timeline.makespan))], (rank - 0.45, 0.9), facecolor=IDLE)
+        waits = [(float(start - timeline.start), float(end - start)) for start, end in timeline.exposed[rank]]
+        axes.broken_barh(waits, (rank - 0.45, 0.9), facecolor="none", edgecolor=HATCH, hatch="//////", linewidth=0)
+        alike: dict[tuple[str, int], list[Interval]] = defaultdict(list)
+        for interval in intervals:
+            alike[interval.action.kind, chunks[interval.action.stage]].append(interval)
+        for (kind, chunk), bars in alike.items():
+            face = color(kind, chunk, many)
+            spans = [(float(bar.start - timeline.start), float(bar.end - bar.start)) for bar in bars]
+            axes.broken_barh(spans, (rank - 0.45, 0.9), facecolor=face, edgecolor="white", linewidth=0.4)
+            _number(axes, rank, [bar.action.microbatch for bar in bars], spans, points, 0.8 * height, ink(face))
+    axes.set_ylim(ranks - 0.5, -0.5)
+    named = range(0, ranks, 1 + ranks // 25)
+    axes.set_yticks(named, [f"rank {rank}" for rank in named], fontsize=8)
+    axes.tick_params(length=0, labelbottom=False)
+    axes.spines[:].set_visible(False)
+
+
+def _number(
+    axes: Axes,
+    rank: int,
+    microbatches: Sequence[int],
+    spans: Sequence[tuple[float, float]],
+    points: float,
+    height: float,
+    ink: str,
+) -> None:
+    """Write the micro-batch into each bar that has room for it: ``points`` per unit of time, ``height`` in points."""
+    for microbatch, (start, length) in zip(microbatches, spans):
+        font = min(LARGEST, height, (length * points - 1) / (DIGIT * len(str(microbatch))))
+        if font >= SMALLEST:
+            text = axes.text(
+                start + length / 2, rank, str(microbatch), fontsize=font, color=ink, ha="center", va="center_baseline"
+            )
+            text.set_in_layout(False)  # inside of a bar it needs no room, and asking each would take seconds
+
+
+def _draw_memory(axes: Axes, timeline: Timeline, limit: float | None) -> None:
+    """What each rank holds over time; early ranks are dark."""
+    shades = _shades(len(timeline.intervals))
+    for held, shade in zip(timeline.memory, shades):
+        after = {float(change.time - timeline.start): float(change.activations + change.weights) for change in held}
+        values = [0.0, *after.values()]
+        axes.step([0.0, *after, float(timeline.makespan)], [*values, values[-1]], where="post", color=shade)
+    peak = float(max(timeline.peak_memory, default=0))
+    axes.axhline(peak, color=MUTED, linewidth=0.8, linestyle=":")
+    if limit is not None:
+        axes.axhline(limit, color=LIMIT, linewidth=1.0, linestyle="--")
+    top = max(peak, limit or 0)
+    axes.set_ylim(0, 1.15 * top or 1)
+    axes.set_yticks([0, *sorted({peak, limit or peak})])
+    axes.yaxis.set_major_formatter(lambda value, _: number(value))
+    axes.set_ylabel("held", fontsize=8)
+    axes.tick_params(labelsize=8)
+
+
+def _shades(ranks: int) -> list[tuple[float, float, float]]:
+    """Dark to light, one for each rank."""
+    dark, light = (0.13, 0.05, 0.35), (0.62, 0.70, 0.92)
+    parts = [rank / max(1, ranks - 1) for rank in range(ranks)]
+    red, green, blue = ([a + (b - a) * part for part in parts] for a, b in zip(dark, light))
+    return list(zip(red, green, blue))
+
+
+def _legend(timelines: Sequence[Timeline]) -> list[Artist]:
+    """What is in one of them."""
+    from matplotlib.lines import Line2D
+    from matplotlib.patches import Patch
+
+    kinds = {action.kind for timeline in timelines for rank in timeline.intervals for action, _, _ in rank}
+    many = max((chunk for timeline in timelines for chunk in chunks_of(timeline).values()), default=0) + 1
+    made: list[Artist] = [Patch(color=COLORS[kind], label=word) for kind, word in WORDS.items() if kind in kinds]
+    if many > 1:
+        made.append(Patch(color=color(FORWARD, many - 1, many), label="paler: a rank's later stage"))
+    if any(any(timeline.exposed) for timeline in timelines):
+        made.append(Patch(facecolor=IDLE, edgecolor=HATCH, hatch="//////", linewidth=0, label="waits for a transfer"))
+    last = max(len(timeline.intervals) for timeline in timelines) - 1
+    shades = _shades(last + 1)
+    made += [Line2D([], [], color=shades[rank], label=f"held by rank {rank}") for rank in sorted({0, last})]
+    return made
