@@ -1,0 +1,87 @@
+"""One stage of a pipeline at work: its chunk, and what it keeps of every micro-batch until backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from megatron.parallel.microbatch import MicroBatch
+
+Chunk = Callable[[Tensor | None, MicroBatch], tuple[Tensor, Tensor]]
+"""``chunk(x, micro_batch) -> (out, aux)``: ``x`` is None in the first stage, ``out`` the summed loss in the last."""
+
+
+class _Root(NamedTuple):
+    """Where backward begins: a result's place in the graph, without the result, whose memory may be free by then."""
+
+    edge: GradientEdge
+    dtype: torch.dtype
+
+
+class _Kept(NamedTuple):
+    """What backward needs of a micro-batch. A result that needs no gradient has no root."""
+
+    x: Tensor | None
+    out: _Root | None
+    aux: _Root | None
+
+
+class Stage:
+    """A chunk, run one micro-batch at a time.
+
+    Attributes:
+        number: among the stages of the pipeline, from 0.
+        chunk: what computes.
+    """
+
+    def __init__(self, number: int, chunk: Chunk) -> None:
+        self.number, self.chunk = number, chunk
+        self._kept: dict[int, _Kept] = {}
+
+    def forward(self, microbatch: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        """The output of the chunk, outside of any graph; what backward needs is kept where gradients are enabled.
+
+        Args:
+            microbatch: its number in the step.
+            x: input ``[S(/tp), B, H]``; None in the first stage.
+            batch: the micro-batch.
+        """
+        if x is not None:
+            x = x.detach().requires_grad_(torch.is_grad_enabled())
+        out, aux = self.chunk(x, batch)
+        if torch.is_grad_enabled():
+            self._kept[microbatch] = _Kept(x, _root(out), _root(aux))
+        return out.detach()
+
+    def backward(self, microbatch: int, dy: Tensor, seed: Tensor) -> Tensor | None:
+        """Run backward and forget the micro-batch.
+
+        Args:
+            microbatch: its number in the step.
+            dy: gradient of the output; of the loss, it is the seed.
+            seed: factor of the auxiliary loss in the global objective, 0-d.
+
+        Returns:
+            The gradient of the input, None in the first stage.
+
+        Raises:
+            RuntimeError: when the output does not depend on the input.
+        """
+        x, out, aux = self._kept.pop(microbatch)
+        begins = [(root, grad) for root, grad in ((out, dy), (aux, seed)) if root is not None]
+        torch.autograd.backward([root.edge for root, _ in begins], [grad.to(root.dtype) for root, grad in begins])
+        if x is not None and x.grad is None:
+            raise RuntimeError(f"the output of stage {self.number} does not depend on its input")
+        return None if x is None else x.grad
+
+    def forget(self) -> None:
+        """Free what an interrupted step left."""
+        self._kept.clear()
+
+
+def _root(result: Tensor) -> _Root | None:
+    return _Root(get_gradient_edge(result), result.dtype) if result.requires_grad else None
