@@ -58,12 +58,12 @@ class Group:
 
 @dataclass(frozen=True)
 class Channel:
-    """A directed edge of a pipeline: what one rank sends to another, in order, by a communicator of its own.
+    """A directed edge of a pipeline: what one rank sends to another, in order, with a communicator of its own.
 
     Attributes:
         source: global rank of the sender.
         target: of the receiver.
-        handle: a process group of these two.
+        handle: the process group that has the communicator.
         meter: counts, as ``BUBBLE``, how long this rank waits for what comes.
     """
 

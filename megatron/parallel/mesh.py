@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
 
 import torch
@@ -55,7 +56,7 @@ class Mesh:
         self.layout, self.rank = layout, rank
         self.coordinate = layout.coordinate(rank)
         self._timeout = timeout
-        self._created: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup | None] = {}
+        self._created: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
         partitions = {axes: layout.groups(axes) for axes in AXES_IN_USE}
         named = {self._name(axes): len(parts[0]) for axes, parts in partitions.items()}
         edges = channels(placement)
@@ -66,7 +67,7 @@ class Mesh:
         self._kv_sharers = self._create(blocks, "tp")
         self.placement = placement
         self.ends = self._create(self._ends(), "pp")
-        self.channels = {edge: channel for edge in edges if (channel := self._open(*edge)) is not None}
+        self.channels = self._open(edges)
 
     def group(self, *axes: str) -> Group:
         """The ranks that differ from this one only along ``axes``.
@@ -126,23 +127,31 @@ class Mesh:
         alone = [(ranks[i],) for ranks in pipelines for i in range(len(ranks)) if i not in ends]
         return [tuple(ranks[i] for i in sorted(ends)) for ranks in pipelines] + alone
 
-    def _open(self, source: int, target: int) -> Channel | None:
-        """The channel between two ranks of this rank's pipeline, where it is one of them.
+    def _open(self, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Channel]:
+        """This rank's channels, of those that every pipeline has.
 
-        All ranks open theirs in one order, each with its partner alone. A first message makes the communicator there
-        and then: one that was made with the first step's could wait for a partner that waits for another.
+        In a group, every pair of ranks has a communicator of its own for what one sends to the other. Two groups, for
+        edges that go up and down, keep the directions of a pair apart. All ranks open their channels in one order,
+        with a first message: a communicator that was made with the first step's could wait for a partner that waits
+        for another.
         """
-        pipeline = self.layout.group_of(self.rank, ("pp",))
-        pair = pipeline[source], pipeline[target]
-        if self.rank not in pair:
-            return None
-        handle = dist.new_group(sorted(pair), timeout=self._timeout, use_local_synchronization=True)
-        greeting = torch.zeros(1, device="cuda" if dist.get_backend(handle) == "nccl" else "cpu")
-        if self.rank == pair[0]:
-            dist.send(greeting, pair[1], handle)
+        pipelines = self.layout.groups(("pp",))
+        lines = {use: self._create(pipelines, "pp", use) for use in ("up", "down")} if edges else {}
+        opened = {}
+        for source, target in edges:
+            line = lines["up" if source < target else "down"]
+            channel = Channel(line.ranks[source], line.ranks[target], line.handle, self.meter)
+            if self.rank in (channel.source, channel.target):
+                opened[source, target] = channel
+                self._greet(channel)
+        return opened
+
+    def _greet(self, channel: Channel) -> None:
+        greeting = torch.zeros(1, device="cuda" if dist.get_backend(channel.handle) == "nccl" else "cpu")
+        if self.rank == channel.source:
+            dist.send(greeting, channel.target, channel.handle)
         else:
-            dist.recv(greeting, pair[0], handle)
-        return Channel(*pair, handle, self.meter)
+            dist.recv(greeting, channel.source, channel.handle)
 
     def _name(self, axes: tuple[str, ...]) -> str:
         """Of a group: ``world``, or its axes that have more than one rank."""
@@ -150,10 +159,10 @@ class Mesh:
             return "world"
         return "-".join(axis for axis in axes if self.layout.sizes[axis] > 1)
 
-    def _create(self, partition: list[tuple[int, ...]], name: str) -> Group:
-        """This rank's group of a partition of all ranks; equal partitions share their communicators."""
+    def _create(self, partition: list[tuple[int, ...]], name: str, use: str = "") -> Group:
+        """This rank's group of a partition of all ranks; equal partitions of one use share their communicators."""
         mine = next(ranks for ranks in partition if self.rank in ranks)
-        key = tuple(partition)
+        key = use, tuple(partition)
         if key not in self._created:
             self._created[key] = None
             for ranks in partition:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -122,20 +123,31 @@ def join(ranks: Sequence[RankTrace]) -> StepTrace:
         ValueError: when some element of a parameter is held by no rank, or answered for by two.
     """
     grads, weights = [r.grads for r in ranks], [r.weights for r in ranks]
+    names = in_forward_order(name for rank in grads for name in rank)
     drifted = [what for what in ("loss", "grad_norm") if len({float(getattr(r, what)).hex() for r in ranks}) > 1]
-    drifted += [f"gradient of {name}" for name in grads[0] if _differ(_pieces(grads, name))]
-    drifted += [f"weight {name}" for name in weights[0] if _differ(_pieces(weights, name))]
+    drifted += [f"gradient of {name}" for name in names if _differ(_pieces(grads, name))]
+    drifted += [f"weight {name}" for name in names if _differ(_pieces(weights, name))]
     return StepTrace(
         ranks[0].loss,
         ranks[0].grad_norm,
-        {name: _assemble(name, _pieces(grads, name)) for name in grads[0]},
-        {name: _assemble(name, _pieces(weights, name)) for name in weights[0]},
+        {name: _assemble(name, _pieces(grads, name)) for name in names},
+        {name: _assemble(name, _pieces(weights, name)) for name in names},
         drifted,
     )
 
 
+def in_forward_order(names: Iterable[str]) -> list[str]:
+    """Each name once, by layers; the ranks of a pipeline have them in turns."""
+
+    def layer(name: str) -> int:
+        first, *rest = name.split(".")
+        return int(rest[0]) if first == "layers" else -1 if first == "embedding" else sys.maxsize
+
+    return sorted(dict.fromkeys(names), key=layer)
+
+
 def _pieces(ranks: Sequence[Mapping[str, list[Held]]], name: str) -> list[Held]:
-    return [held for rank in ranks for held in rank[name]]
+    return [held for rank in ranks for held in rank.get(name, ())]
 
 
 def _differ(pieces: Sequence[Held]) -> bool:

@@ -48,7 +48,7 @@ OPTIMIZER = OptimizerConfig(adam_eps=1e-5)
 
 @dataclass(frozen=True)
 class Case:
-    """A run on ``tp * dp`` ranks.
+    """A run on ``tp * pp * dp`` ranks.
 
     Attributes:
         masked: some labels do not count, and not equally many in every sample.
@@ -69,7 +69,7 @@ class Case:
     @property
     def world_size(self) -> int:
         """Ranks."""
-        return self.parallel.tensor_model_parallel_size * self.dp
+        return self.parallel.model_ranks * self.dp
 
     def config(self) -> RunConfig:
         """The whole configuration."""
