@@ -48,12 +48,12 @@ def one_forward_one_backward(rank: int, size: Size) -> list[Action]:
 def interleaved(rank: int, size: Size) -> list[Action]:
     """1F1B over several stages on each rank: a group of micro-batches passes a stage, then the rank's next one.
 
-    Bubble: (p - 1)(f + b) / v where the group is p and divides m. Memory: one more than the warm-up, which is
-    2 (p - rank - 1) + (v - 1) group, but no more than v m.
+    Bubble: (p - 1)(f + b) / v, with at least p micro-batches. Memory: min(v m, 2(p - rank - 1) + (v - 1) g + 1), g
+    micro-batches in the first group.
 
     Source: Narayanan et al., arXiv 2104.04473; groups of other sizes than p as in Megatron-LM.
     """
-    groups = list(group_bounds(size))
+    groups = list(depth_first_groups(size))
     stages = range(rank, size.ranks * size.chunks, size.ranks)
     forwards = [Action(stage, FORWARD, mb) for group in groups for stage in stages for mb in group]
     backwards = [Action(stage, BACKWARD, mb) for group in groups for stage in reversed(stages) for mb in group]
@@ -67,15 +67,14 @@ def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int
     return [*forwards[:warmup], *chain.from_iterable(pairs), *backwards[len(forwards) - warmup :]]
 
 
-def group_bounds(size: Size) -> Iterator[range]:
-    """The micro-batches of each depth-first group of the interleaved schedule.
+def depth_first_groups(size: Size) -> Iterator[range]:
+    """The micro-batches of each group of the interleaved schedule.
 
-    The last group is smaller where the others leave a rest. A group's output has to pass all ranks before the first
-    one can go on with it; with 2p - 2 micro-batches in two groups that follow each other that never ends in ranks
-    that wait for each other. A smaller rest is shared out among the other groups.
+    A rest that is no whole group makes a last, smaller one, as in Megatron-LM. One of fewer micro-batches than ranks
+    would idle, or end in ranks that wait for each other: such a rest is shared out among the other groups.
     """
     full, rest = divmod(size.microbatches, size.group)
-    if rest and (not full or size.group + rest >= 2 * size.ranks - 2):
+    if not full or rest >= size.ranks:
         lengths = [size.group] * full + [rest]
     else:
         lengths = [size.group + rest // full + (index < rest % full) for index in range(full)]
@@ -100,6 +99,22 @@ class Recipe:
     chunks: int | None
     splits: bool
     about: str
+
+
+def one_by_one(placement: Sequence[int], microbatches: int = 1) -> Schedule:
+    """Every micro-batch through all stages and back before the next: slow, and with one order over all ranks.
+
+    Args:
+        placement: the rank of every stage.
+        microbatches: of the step.
+    """
+    ranks: list[list[Action]] = [[] for _ in range(1 + max(placement))]
+    forth = [*enumerate(placement)]
+    for mb in range(microbatches):
+        for kind, way in ((FORWARD, forth), (BACKWARD, reversed(forth))):
+            for stage, rank in way:
+                ranks[rank].append(Action(stage, kind, mb))
+    return Schedule("one by one", tuple(map(tuple, ranks)))
 
 
 SCHEDULES: Mapping[str, Recipe] = {
@@ -134,7 +149,8 @@ def make(name: str, ranks: int, chunks: int, microbatches: int, group: int | Non
         raise ScheduleError(f"no schedule is called '{name}'; there are {', '.join(SCHEDULES)}", *fixes)
     if min(ranks, chunks, microbatches) < 1:
         raise ScheduleError(
-            f"a pipeline of {ranks} ranks, {chunks} stages on each and {microbatches} micro-batches: it takes one of each"
+            f"a pipeline of {ranks} ranks, {chunks} stages on each and {microbatches} micro-batches: it takes at least "
+            "one of each"
         )
     recipe = SCHEDULES[name]
     if recipe.chunks not in (None, chunks):

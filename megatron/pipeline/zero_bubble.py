@@ -34,19 +34,21 @@ def zb_h2(rank: int, size: Size) -> list[Action]:
     """Twice the warm-up of ZB-H1, so that no rank idles between its first and its last action.
 
     The last 2 ``rank`` forwards come without a W in between, as the first ones do: the ranks before this one have
-    no forwards left and wait for gradients. What W they would put off for too long is done in the middle.
+    none left, and wait for gradients. What W is put off at first is done in the middle, but for one that fills the gap
+    between a rank's last forward and the gradient that it needs next.
 
     Bubble: (p - 1)(f + i - 2w). Memory: min(m, 2p - 1) on every rank.
 
     Source: Qi et al., arXiv 2401.10241, section 2.3.
     """
-    line, warmup, put_off = Line(size.microbatches), 2 * (size.ranks - rank - 1), 2 * rank
+    line, warmup, put_off, kept = Line(size.microbatches), 2 * (size.ranks - rank - 1), 2 * rank, min(rank, 1)
     later = max(0, size.microbatches - warmup - put_off)
     line.add(rank, FORWARD, times=warmup)
     line.add(rank, FORWARD, INPUT, times=put_off)
-    line.add(rank, WEIGHT, times=min(later, put_off))
+    line.add(rank, WEIGHT, times=min(later, put_off) - kept)
     line.add(rank, FORWARD, INPUT, WEIGHT, times=later - put_off)
     line.add(rank, FORWARD, INPUT, times=min(later, put_off))
+    line.add(rank, WEIGHT, times=kept)
     line.add(rank, INPUT, WEIGHT, times=warmup)
     line.add(rank, WEIGHT, times=put_off)
     return line.actions
