@@ -34,7 +34,6 @@ class ParallelConfig:
         None,
         "Layers of every stage: auto (of equal cost, embedding and output layer counted), or written out as in "
         "Megatron-LM, such as 'Et*3|(tt|)*6L'. Default: equally many, or auto where they cannot be.",
-        example="auto",
     )
     decoder_first_pipeline_num_layers: int | None = option(
         None, "Layers of the first pipeline rank; the others share the rest equally.", at_least=1
