@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 
 import torch
@@ -210,14 +211,40 @@ def leave_distributed() -> None:
         dist.destroy_process_group()
 
 
+FAILED = "failed_ranks"
+"""The word that counts the ranks that have asked :func:`first_to_fail`."""
+
+
 def first_to_fail() -> bool:
     """Whether no other rank has asked this before; True too when there is nobody left to ask."""
     if not dist.is_initialized():
         return True
     try:
-        return int(dist.distributed_c10d._get_default_store().add("failed_ranks", 1)) == 1
+        return int(_words().add(FAILED, 1)) == 1
     except Exception:  # the process that hosts the store is gone
         return True
+
+
+def leave_word(name: str, text: str) -> None:
+    """Leave a text for the other ranks to find, outside of any collective; lost when there is nobody left."""
+    if dist.is_initialized():
+        with suppress(Exception):
+            _words().set(name, text)
+
+
+def words_left(names: Sequence[str]) -> dict[str, str]:
+    """What was left under ``names``, as far as it is there; nothing when there is nobody left to ask."""
+    if not dist.is_initialized():
+        return {}
+    try:
+        store = _words()
+        return {name: store.get(name).decode() for name in names if store.check([name])}
+    except Exception:  # as above
+        return {}
+
+
+def _words() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
 
 
 def is_lost_contact(error: BaseException) -> bool:
