@@ -86,7 +86,9 @@ class SideBySide:
         """Prepare blocks of ``steps``."""
         self.trainer, self.log, self.steps = trainer, log, steps
         self.timers = Timers(2, CPU)
-        self.profiler = Profiler(trainer.config.profiling, trainer.config.logging.run_dir, 0, CPU, trainer.chunks[0])
+        self.profiler = Profiler(
+            trainer.config.profiling, trainer.config.logging.run_dir, 0, CPU, [*trainer.chunks.values()]
+        )
 
     def bare(self) -> None:
         """Steps that nobody hears of."""
@@ -156,7 +158,7 @@ def spread(values: Sequence[float]) -> list[float]:
 def per_step(args: argparse.Namespace, trainer: Trainer) -> dict[str, list[float]]:
     """Microseconds of what every step does."""
     window, metrics, group = StepWindow(CPU, 1), made_up(), Group()
-    profiler = Profiler(trainer.config.profiling, None, 0, CPU, trainer.chunks[0])
+    profiler = Profiler(trainer.config.profiling, None, 0, CPU, [*trainer.chunks.values()])
     x = torch.zeros(1)
 
     def spans(timers: Callable[[str], Any]) -> None:

@@ -96,7 +96,7 @@ class Vitals:
 
     def begin(self) -> None:
         """Put hooks on the embedding, the blocks and the cores of attention."""
-        for name, module in self.trainer.chunks[0].named_modules():
+        for name, module in (named for chunk in self.trainer.chunks.values() for named in chunk.named_modules()):
             if isinstance(module, CoreAttention):
                 self._handles.append(module.register_forward_hook(self._attended(layer_of(name))))
             elif name in self.rows:

@@ -93,9 +93,8 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
         for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
             log.note(text)
         tell = log.note if log.enabled else say  # each recording rank tells of its own profile
-        profiler = Profiler(
-            config.profiling, config.logging.run_dir, world.rank, trainer.device, trainer.chunks[0], tell, warn
-        )
+        models = [*trainer.chunks.values()]
+        profiler = Profiler(config.profiling, config.logging.run_dir, world.rank, trainer.device, models, tell, warn)
         try:
             return train(trainer, take_step, log, stop, profiler)
         finally:

@@ -6,7 +6,7 @@ of the model and the communication of every mesh axis: whatever is marked by :fu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,7 +41,7 @@ class Profiler:
         run_dir: str | None,
         rank: int,
         device: torch.device,
-        model: nn.Module,
+        models: Sequence[nn.Module],
         say: Callable[[str], None] = say,
         warn: Callable[[str], None] = warn,
     ) -> None:
@@ -52,11 +52,11 @@ class Profiler:
             run_dir: the run's folder; None where there is none, and so no profiles.
             rank: this one.
             device: where it computes.
-            model: its layers become ranges, named as the model names them.
+            models: parts of the model on this rank; their layers become ranges, named as they name them.
             say: told where a profile lies.
             warn: told what went wrong.
         """
-        self.config, self.rank, self.device, self.model = config, rank, device, model
+        self.config, self.rank, self.device, self.models = config, rank, device, models
         self._say, self._warn = say, warn
         self._folder = Path(run_dir) / FOLDER if run_dir is not None and rank in config.profile_ranks else None
         self._windows: list[range] = []
@@ -103,7 +103,7 @@ class Profiler:
 
     def _start(self, number: int) -> None:
         try:
-            recording = Recording(number, self.config, self.device, self.model)
+            recording = Recording(number, self.config, self.device, self.models)
             recording.start()
         except Exception as error:  # another profiler, a driver without the rights to count...
             self._give_up(error)
@@ -143,13 +143,13 @@ class Recording:
         first: its first step.
         config: what is recorded.
         device: of this rank.
-        model: whose layers become ranges.
+        models: whose layers become ranges.
     """
 
     first: int
     config: ProfilingConfig
     device: torch.device
-    model: nn.Module
+    models: Sequence[nn.Module]
 
     def start(self) -> None:
         """Begin to record, or leave nothing running that records."""
@@ -169,7 +169,7 @@ class Recording:
                 torch.cuda.memory._record_memory_history(max_entries=SNAPSHOT_ENTRIES)
             self.trace.start()
             undo.callback(self.trace.stop)
-            self._hooks = LayerRanges(self.model)
+            self._hooks = LayerRanges(self.models)
             undo.pop_all()
 
     def stop(self) -> None:
@@ -216,11 +216,11 @@ class Recording:
 class LayerRanges:
     """Hooks that mark the forward pass of every numbered layer (also where it is computed anew for backward)."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, models: Iterable[nn.Module]) -> None:
         """Mark from now on."""
         self._open: list[record_function] = []
         self._handles = []
-        for name, module in model.named_modules():
+        for name, module in (named for model in models for named in model.named_modules()):
             if is_layer(name):
                 self._handles.append(module.register_forward_pre_hook(self._entering(name)))
                 self._handles.append(module.register_forward_hook(self._left, always_call=True))

@@ -1,4 +1,7 @@
-"""Whether all copies of the weights are equal to the bit: those of data-parallel replicas and those inside one."""
+"""Whether all copies of the weights are equal to the bit: those of data-parallel replicas and those inside one.
+
+Inside one are shared key/value heads, what tensor-parallel ranks repeat, and a tied weight of two pipeline stages.
+"""
 
 from __future__ import annotations
 
@@ -83,7 +86,7 @@ def _held(trainer: Trainer) -> Iterator[tuple[str, Piece, Tensor, list[Group]]]:
         tensors = {name: weight} if weight.dtype == master.dtype else {name: weight, f"the master of {name}": master}
         for what, tensor in tensors.items():
             for piece in spec.pieces:
-                groups = [t.mesh.group(*spec.reduce_axes), t.mesh.sharers(piece.replicas)]
+                groups = [t.mesh.group(*spec.reduce_axes), t.mesh.sharers(piece.replicas)] + [t.mesh.ends] * spec.tied
                 local = tensor.view(spec.local_view)[piece.local.slices]
                 yield what, piece, local, [group for group in groups if group.size > 1]
 

@@ -10,8 +10,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from megatron.pipeline.plan import program_for, stage_layers
-from megatron.pipeline.runtime import Pipeline
 from torch import Tensor, nn
 
 from megatron.config.batch import batch_at, global_batch, total_steps
@@ -36,6 +34,9 @@ from megatron.parallel.mesh import Mesh, start_distributed
 from megatron.parallel.microbatch import MicroBatch
 from megatron.parallel.shard import ShardSpec
 from megatron.pipeline.actions import EVALUATION, Action
+from megatron.pipeline.actions import Schedule as Program
+from megatron.pipeline.plan import program_for, stage_layers
+from megatron.pipeline.runtime import Pipeline
 from megatron.training.agreement import check_same_data, check_same_kernels
 from megatron.training.goodput import Goodput
 from megatron.training.timers import Timers
@@ -110,15 +111,17 @@ class Trainer:
     notes: tuple[str, ...] = ()
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
 
-    def compute(self, batches: Sequence[MicroBatch], seed: Tensor | None) -> None:
+    def compute(self, batches: Sequence[MicroBatch], seed: Tensor | None, program: Program | None = None) -> None:
         """Run the pipeline over this rank's micro-batches.
 
         Args:
             batches: of a step, or of an evaluation.
             seed: factor of the summed losses in the global objective, 0-d; None to go forward only.
+            program: in place of the run's own.
 
         """
-        actions: Sequence[Action] = program_for(self.config.parallel, len(batches)).ranks[self.mesh.coordinate["pp"]]
+        program = program or program_for(self.config.parallel, len(batches))
+        actions: Sequence[Action] = program.ranks[self.mesh.coordinate["pp"]]
         if seed is None:
             actions = [action for action in actions if action.kind in EVALUATION]
         for chunk in self.chunks.values():

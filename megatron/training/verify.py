@@ -123,27 +123,27 @@ def join(ranks: Sequence[RankTrace]) -> StepTrace:
         ValueError: when some element of a parameter is held by no rank, or answered for by two.
     """
     grads, weights = [r.grads for r in ranks], [r.weights for r in ranks]
-    names = in_forward_order(name for rank in grads for name in rank)
+    of_grads, of_weights = in_forward_order(grads), in_forward_order(weights)
     drifted = [what for what in ("loss", "grad_norm") if len({float(getattr(r, what)).hex() for r in ranks}) > 1]
-    drifted += [f"gradient of {name}" for name in names if _differ(_pieces(grads, name))]
-    drifted += [f"weight {name}" for name in names if _differ(_pieces(weights, name))]
+    drifted += [f"gradient of {name}" for name in of_grads if _differ(_pieces(grads, name))]
+    drifted += [f"weight {name}" for name in of_weights if _differ(_pieces(weights, name))]
     return StepTrace(
         ranks[0].loss,
         ranks[0].grad_norm,
-        {name: _assemble(name, _pieces(grads, name)) for name in names},
-        {name: _assemble(name, _pieces(weights, name)) for name in names},
+        {name: _assemble(name, _pieces(grads, name)) for name in of_grads},
+        {name: _assemble(name, _pieces(weights, name)) for name in of_weights},
         drifted,
     )
 
 
-def in_forward_order(names: Iterable[str]) -> list[str]:
-    """Each name once, by layers; the ranks of a pipeline have them in turns."""
+def in_forward_order(ranks: Iterable[Iterable[str]]) -> list[str]:
+    """The names that any rank has, by layers, which the ranks of a pipeline have in turns."""
 
     def layer(name: str) -> int:
         first, *rest = name.split(".")
         return int(rest[0]) if first == "layers" else -1 if first == "embedding" else sys.maxsize
 
-    return sorted(dict.fromkeys(names), key=layer)
+    return sorted(dict.fromkeys(name for names in ranks for name in names), key=layer)
 
 
 def _pieces(ranks: Sequence[Mapping[str, list[Held]]], name: str) -> list[Held]:

@@ -36,7 +36,7 @@ def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
     stop = StopRequest(trainer.mesh.world, trainer.device)
     try:
         with RunLog(config, world_size=1, device=trainer.device) as log:
-            profiler = Profiler(config.profiling, config.logging.run_dir, 0, trainer.device, trainer.chunks[0])
+            profiler = Profiler(config.profiling, config.logging.run_dir, 0, trainer.device, [*trainer.chunks.values()])
             return train(trainer, StepRunner(trainer), log, stop, profiler), trainer
     finally:
         stop.restore()

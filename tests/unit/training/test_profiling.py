@@ -180,7 +180,7 @@ def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
 
 
 def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[int, int]) -> list[str]:
-    profiler = Profiler(config, str(tmp_path), 0, CPU, torch.nn.Sequential(torch.nn.Linear(2, 2)), lambda text: None)
+    profiler = Profiler(config, str(tmp_path), 0, CPU, [torch.nn.Sequential(torch.nn.Linear(2, 2))], lambda text: None)
     for number in steps:
         with profiler.step(number), span("work"):
             torch.ones(1)
@@ -212,7 +212,7 @@ def test_one_profile_has_so_many_steps_and_the_next_goes_on(tmp_path: Path, monk
 
 def test_a_profile_whose_layers_cannot_be_marked_leaves_no_profiler_running(tmp_path: Path) -> None:
     told: list[str] = []
-    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, torch.nn.Sequential(), warn=told.append)
+    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, [], warn=told.append)
     with patch.object(profiling, "LayerRanges", side_effect=RuntimeError("no hooks")), profiler.step(10):
         assert not torch.autograd._profiler_enabled()
     assert told == ["no profile on rank 0, training goes on: RuntimeError: no hooks"]
@@ -220,7 +220,7 @@ def test_a_profile_whose_layers_cannot_be_marked_leaves_no_profiler_running(tmp_
 
 def test_hooks_are_gone_after_a_profile(tmp_path: Path) -> None:
     model = torch.nn.Sequential(torch.nn.Linear(2, 2))
-    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, model, lambda text: None)
+    profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, [model], lambda text: None)
     for number in (10, 11):
         with profiler.step(number):
             assert model[0]._forward_hooks
@@ -246,7 +246,7 @@ def test_a_gpu_whose_profile_cannot_begin_records_nothing(
     monkeypatch.setattr(profiling, "profile", Broken("start", FAULTS["start"]))
     told: list[str] = []
     config, model = ProfilingConfig(profile_memory=True), torch.nn.Sequential()
-    profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), model, warn=told.append)
+    profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), [model], warn=told.append)
     with profiler.step(10):
         torch.ones(1)
     assert [options for _, options in cuda_memory][-1] == {"enabled": None}
@@ -257,7 +257,7 @@ def test_a_gpu_whose_profile_cannot_begin_records_nothing(
 def test_on_a_gpu_memory_is_a_snapshot(tmp_path: Path, cuda_memory: list[tuple[str, Any]]) -> None:
     """With a double of torch's calls: a snapshot itself was not taken."""
     config, model = ProfilingConfig(profile_memory=True), torch.nn.Sequential()
-    profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), model, lambda text: None)
+    profiler = Profiler(config, str(tmp_path), 0, torch.device("cuda"), [model], lambda text: None)
     for number in (10, 11):
         with profiler.step(number):
             torch.ones(1)
