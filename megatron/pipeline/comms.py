@@ -15,8 +15,8 @@ A schedule with its sends and receives is a *program*. What it means, for the pr
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
 
 from megatron.pipeline.actions import (
@@ -35,8 +35,18 @@ from megatron.pipeline.actions import (
 STEP = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
 """From the stage that a communication names to the one at its other end."""
 
-_Transfers = dict[tuple[int, int], list[tuple[int, Action]]]
-"""By channel, in the order of its sends: where the action that takes the tensor stands on its rank, and the RECV."""
+
+@dataclass
+class _Transfers:
+    """What goes through a channel, in the order of the sends.
+
+    Attributes:
+        receives: the RECV of each tensor.
+        takers: where, on the rank that receives, the computing action stands that takes it.
+    """
+
+    receives: list[Action] = field(default_factory=list)
+    takers: list[int] = field(default_factory=list)
 
 
 def channels(placement: Sequence[int]) -> tuple[tuple[int, int], ...]:
@@ -85,36 +95,35 @@ def add_communication(schedule: Schedule) -> Schedule:
     if any(action.kind in STEP for actions in schedule.ranks for action in actions):
         return schedule
     sends, transfers = _transfers(schedule)
-    receives: list[dict[int, list[Action]]] = [defaultdict(list) for _ in schedule.ranks]
+    receives: list[dict[int, list[Action]]] = [{} for _ in schedule.ranks]
     for (_, target), moved in sorted(transfers.items()):
-        earliest_after = list(accumulate((taker for taker, _ in reversed(moved)), min))
-        for taker, (_, receive) in zip(reversed(earliest_after), moved):
-            receives[target][max(taker - 1, 0)].append(receive)
+        no_later = reversed(list(accumulate(reversed(moved.takers), min)))
+        for taker, receive in zip(no_later, moved.receives):
+            receives[target].setdefault(max(taker - 1, 0), []).append(receive)
     merged = (_merged(*parts) for parts in zip(schedule.ranks, sends, receives))
     return Schedule(schedule.name, tuple(merged))
 
 
-def _transfers(schedule: Schedule) -> tuple[list[dict[int, Action]], _Transfers]:
+def _transfers(schedule: Schedule) -> tuple[list[dict[int, Action]], dict[tuple[int, int], _Transfers]]:
     """The SEND after each action, by rank and place of that action; and what goes through every channel."""
     placement, count = schedule.placement, schedule.microbatches
-    last = len(placement) - 1
     forward_at, backward_at = _places(schedule)
-    sends: list[dict[int, Action]] = []
-    transfers: _Transfers = defaultdict(list)
+    sends: list[dict[int, Action]] = [{} for _ in schedule.ranks]
+    transfers = {edge: _Transfers() for edge in channels(placement)}
     for rank, actions in enumerate(schedule.ranks):
-        after: dict[int, Action] = {}
         for place, (stage, kind, microbatch) in enumerate(actions):
-            if kind == FORWARD and stage < last:
-                other, takers, send, receive = stage + 1, forward_at, SEND_F, RECV_F
-            elif kind not in (FORWARD, WEIGHT) and stage > 0:
-                other, takers, send, receive = stage - 1, backward_at, SEND_B, RECV_B
-            else:
+            if kind == WEIGHT:
                 continue
+            if kind == FORWARD:
+                other, takers, send, receive = stage + 1, forward_at, SEND_F, RECV_F
+            else:
+                other, takers, send, receive = stage - 1, backward_at, SEND_B, RECV_B
             taker = takers.get(other * count + microbatch)
-            if placement[other] != rank and taker is not None:
-                after[place] = Action(stage, send, microbatch)
-                transfers[rank, placement[other]].append((taker, Action(other, receive, microbatch)))
-        sends.append(after)
+            if taker is not None and placement[other] != rank:
+                sends[rank][place] = Action(stage, send, microbatch)
+                moved = transfers[rank, placement[other]]
+                moved.takers.append(taker)
+                moved.receives.append(Action(other, receive, microbatch))
     return sends, transfers
 
 

@@ -12,7 +12,6 @@ The model is that of :mod:`megatron.pipeline.comms`. Three looks at the program,
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, repeat
@@ -21,6 +20,7 @@ from typing import NamedTuple
 
 from megatron.pipeline.actions import (
     BACKWARD,
+    COMMUNICATION,
     FORWARD,
     INPUT,
     RECV_B,
@@ -32,9 +32,11 @@ from megatron.pipeline.actions import (
     Schedule,
     ScheduleError,
 )
-from megatron.pipeline.comms import channel_of
+from megatron.pipeline.comms import channel_of, channels
 
 LEAVE_OUT = "leave SEND and RECV out of the file: they are placed for you"
+SHOWN = 4
+"""Ranks of a circle that a sentence names."""
 
 _FORWARD, _INPUT, _WEIGHT, _SEND_F, _RECV_F, _SEND_B, _RECV_B = (1 << bit for bit in range(7))
 """What has been done for a stage and micro-batch. A B does both gradients: of the input and of the weights."""
@@ -115,8 +117,8 @@ def validate(program: Schedule, most_activations: float | None = None, most_weig
     for rank in range(len(program.ranks)):
         _check_rank(program, rank, rules, done)
     _require_all_done(program, rules, done, trains)
-    _check_orders(program)
-    _check_progress(program)
+    _check_orders(program, rules)
+    _check_progress(program, rules)
     if not trains:
         nothing = (0,) * len(kinds)
         return Peaks(nothing, nothing, nothing)
@@ -214,7 +216,8 @@ def _require_all_done(program: Schedule, rules: _Rules, done: bytearray, trains:
         if states.count(complete) == count:
             continue
         microbatch = next(index for index, state in enumerate(states) if state != complete)
-        raise _missing(program, stage, microbatch, next(_NAMES[b] for b in _NAMES if b & complete & ~states[microbatch]))
+        lacking = complete & ~states[microbatch]
+        raise _missing(program, stage, microbatch, next(kinds for bit, kinds in _NAMES.items() if bit & lacking))
 
 
 def _missing(program: Schedule, stage: int, microbatch: int, kinds: Sequence[str]) -> ScheduleError:
@@ -227,30 +230,50 @@ def _missing(program: Schedule, stage: int, microbatch: int, kinds: Sequence[str
     )
 
 
-def _check_orders(program: Schedule) -> None:
+def _check_orders(program: Schedule, rules: _Rules) -> None:
     """Refuse a channel whose receives are not in the order of its sends; there are as many of both."""
-    sent: dict[tuple[int, int], list[Action]] = defaultdict(list)
-    received: dict[tuple[int, int], list[Action]] = defaultdict(list)
+    placement, count = program.placement, program.microbatches
+    sent: dict[tuple[int, int], list[int]] = {edge: [] for edge in channels(placement)}
+    received: dict[tuple[int, int], list[int]] = {edge: [] for edge in channels(placement)}
+    shifts = _shifts(count)
+    posts: list[dict[str, tuple[int, list[int]]]] = [{} for _ in rules]
+    for stage, own in enumerate(rules):
+        for kind in own:
+            if kind in COMMUNICATION:
+                side = sent if kind in (SEND_F, SEND_B) else received
+                posts[stage][kind] = shifts[kind], side[channel_of(Action(stage, kind, 0), placement)]
     for actions in program.ranks:
-        for action in actions:
-            if action.kind in (SEND_F, SEND_B):
-                sent[channel_of(action, program.placement)].append(_receive_of(action))
-            elif action.kind in (RECV_F, RECV_B):
-                received[channel_of(action, program.placement)].append(action)
-    for (source, target), order in sorted(sent.items()):
-        for number, (expected, posted) in enumerate(zip(order, received[source, target])):
-            if expected != posted:
-                raise ScheduleError(
-                    f"rank {target} has {posted} where {expected} belongs: transfer {number} from rank {source} to "
-                    f"rank {target} is {_send_of(expected)}, and receives stand in the order of the sends",
-                    LEAVE_OUT,
-                )
+        for stage, kind, microbatch in actions:
+            post = posts[stage].get(kind)
+            if post is not None:
+                shift, order = post
+                order.append(2 * (stage * count + microbatch) + shift)
+    for (source, target), order in sent.items():
+        found = received[source, target]
+        if order != found:
+            number = next(index for index, pair in enumerate(zip(order, found)) if pair[0] != pair[1])
+            expected, posted = _receive(order[number], count), _receive(found[number], count)
+            raise ScheduleError(
+                f"rank {target} has {posted} where {expected} belongs: transfer {number} from rank {source} to "
+                f"rank {target} is {_send_of(expected)}, and receives stand in the order of the sends",
+                LEAVE_OUT,
+            )
 
 
-def _receive_of(send: Action) -> Action:
-    """What the other side calls it."""
-    stage, kind, microbatch = send
-    return Action(stage + 1, RECV_F, microbatch) if kind == SEND_F else Action(stage - 1, RECV_B, microbatch)
+def _shifts(count: int) -> dict[str, int]:
+    """What to add to twice the place of an action for the number of the tensor that it sends, receives or waits for.
+
+    A tensor has the number of the action that takes it: twice its place, and 1 more for a gradient.
+    """
+    forward, gradient = {SEND_F: 2 * count, RECV_F: 0, FORWARD: 0}, {SEND_B: 1 - 2 * count, RECV_B: 1}
+    return {**forward, **gradient, BACKWARD: 1, INPUT: 1}
+
+
+def _receive(number: int, count: int) -> Action:
+    """The RECV of a tensor with such a number."""
+    place, gradient = divmod(number, 2)
+    stage, microbatch = divmod(place, count)
+    return Action(stage, RECV_B if gradient else RECV_F, microbatch)
 
 
 def _send_of(receive: Action) -> Action:
@@ -259,65 +282,58 @@ def _send_of(receive: Action) -> Action:
     return Action(stage - 1, SEND_F, microbatch) if kind == RECV_F else Action(stage + 1, SEND_B, microbatch)
 
 
-def _check_progress(program: Schedule) -> None:
+def _check_progress(program: Schedule, rules: _Rules) -> None:
     """Let all ranks go as far as they can; refuse a program in which they do not reach the end."""
-    placement, ranks = program.placement, program.ranks
-    remote = [here != there for here, there in zip(placement, placement[1:])]
-    remote.append(False)
-    reached = [0] * len(ranks)
-    sent: set[Action] = set()
-    waiting: dict[Action, int] = {}
-    ready = list(range(len(ranks)))
+    count, shifts = program.microbatches, _shifts(program.microbatches)
+    waits = [{kind: shifts[kind] for kind, rule in own.items() if rule.needs & (_RECV_F | _RECV_B)} for own in rules]
+    sends = {kind: shifts[kind] for kind in (SEND_F, SEND_B)}
+    sent = bytearray(2 * len(rules) * count)
+    left = [iter(actions) for actions in program.ranks]
+    waiting: dict[int, tuple[int, Action]] = {}
+    ready = list(range(len(left)))
     while ready:
         rank = ready.pop()
-        actions, index = ranks[rank], reached[rank]
-        while index < len(actions):
-            action = actions[index]
+        for action in left[rank]:
             stage, kind, microbatch = action
-            if kind in (SEND_F, SEND_B):
-                receive = _receive_of(action)
-                sent.add(receive)
-                if receive in waiting:
-                    ready.append(waiting.pop(receive))
-            elif kind == FORWARD:
-                receive = Action(stage, RECV_F, microbatch)
-                if stage > 0 and remote[stage - 1] and receive not in sent:
-                    waiting[receive] = rank
+            number = 2 * (stage * count + microbatch)
+            if kind in sends:
+                number += sends[kind]
+                sent[number] = 1
+                if number in waiting:
+                    ready.append(waiting.pop(number)[0])
+            elif kind in waits[stage]:
+                number += waits[stage][kind]
+                if not sent[number]:
+                    waiting[number] = rank, action
                     break
-            elif kind in (BACKWARD, INPUT):
-                receive = Action(stage, RECV_B, microbatch)
-                if remote[stage] and receive not in sent:
-                    waiting[receive] = rank
-                    break
-            index += 1
-        reached[rank] = index
     if waiting:
-        raise _circle(program, reached, {rank: receive for receive, rank in waiting.items()})
+        raise _circle(program, {rank: (_receive(n, count), action) for n, (rank, action) in waiting.items()})
 
 
-def _circle(program: Schedule, reached: Sequence[int], waits: Mapping[int, Action]) -> ScheduleError:
-    """The ranks that wait for each other, one after the other."""
+def _circle(program: Schedule, waits: Mapping[int, tuple[Action, Action]]) -> ScheduleError:
+    """Ranks that wait for each other; ``waits`` has, by rank, the RECV and the action that waits for it."""
+    sources = {rank: channel_of(receive, program.placement)[0] for rank, (receive, _) in waits.items()}
     seen: list[int] = []
     rank = min(waits)
     while rank not in seen:
         seen.append(rank)
-        rank = channel_of(waits[rank], program.placement)[0]
+        rank = sources[rank]
     circle = seen[seen.index(rank) :]
-    clauses = []
-    for rank in circle:
-        source = channel_of(waits[rank], program.placement)[0]
-        sender = program.ranks[source]
-        behind = sender[sender.index(_send_of(waits[rank])) - 1]
-        clauses.append(
-            f"rank {rank} waits for {waits[rank]} before {program.ranks[rank][reached[rank]]}, "
-            f"which rank {source} sends after {behind}"
-        )
-    return ScheduleError(f"the schedule stops in a circle: {'; '.join(clauses)}")
+    clauses = [_waiting(program, rank, sources[rank], *waits[rank]) for rank in circle]
+    if len(clauses) > SHOWN:
+        clauses[SHOWN - 1 :] = [f"and so on over {len(circle)} ranks, back to rank {rank}"]
+    return ScheduleError(f"ranks wait for each other in a circle: {'; '.join(clauses)}")
+
+
+def _waiting(program: Schedule, rank: int, source: int, receive: Action, action: Action) -> str:
+    sender = program.ranks[source]
+    before = sender[sender.index(_send_of(receive)) - 1]
+    return f"rank {rank} waits for {receive} before {action}, which rank {source} sends after {before}"
 
 
 def _held(kinds: Sequence[str], counted: Mapping[str, int]) -> list[int]:
     """What a rank holds after each of its actions."""
-    return list(accumulate(map(counted.get, kinds, repeat(0))))  # type: ignore[arg-type]
+    return list(accumulate(map(counted.get, kinds, repeat(0))))
 
 
 def _check_bound(
