@@ -11,6 +11,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,7 +31,13 @@ COMMUNICATION = (SEND_F, RECV_F, SEND_B, RECV_B)
 EVALUATION = (FORWARD, SEND_F, RECV_F)
 """All that an evaluation needs of a program."""
 
-_TEXT = re.compile(rf"(\d+)({'|'.join((*COMMUNICATION, *COMPUTE))})(\d+)")
+_TEXT = re.compile(rf"([0-9]{{1,9}})({'|'.join((*COMMUNICATION, *COMPUTE))})([0-9]{{1,9}})")
+
+_PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
+"""PyTorch's way to say that a forward and a backward are computed at once: ``(0F3;3B1)OVERLAP_F_B``."""
+
+_OF_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
+"""What PyTorch's runtime does besides with fully sharded parameters."""
 
 
 class ScheduleError(ValueError):
@@ -70,16 +77,35 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that a text such as ``2F0`` or ``3RECV_F0`` names.
+        """The action that a text such as ``2F0`` or ``3RECV_F0`` names, in capitals or not.
 
         Raises:
             ScheduleError: when it names none.
         """
-        found = _TEXT.fullmatch(text.strip())
+        found = _TEXT.fullmatch(text.strip().upper())
         if found is None:
             raise ScheduleError(f"'{text.strip()}' is no action: one is a stage, {' or '.join(COMPUTE)}, a micro-batch")
         stage, kind, microbatch = found.groups()
         return cls(int(stage), kind, int(microbatch))
+
+
+def read_cell(cell: str) -> list[Action]:
+    """The actions in a cell of a file: none where it is empty or ``None``, several between semicolons.
+
+    Raises:
+        ScheduleError: when some of it is no action.
+    """
+    text = cell.strip()
+    if text.upper() in ("", "NONE"):
+        return []
+    if _OF_FSDP.fullmatch(text):
+        raise ScheduleError(
+            f"'{text}' is no action here: it belongs to PyTorch's fully sharded parameters (FSDP); a schedule says "
+            "only what is computed",
+            "write the file with _dump_csv(filename, format='compute_only')",
+        )
+    pair = _PAIR.fullmatch(text)
+    return [Action.parse(part) for part in (pair[1] if pair else text).split(";") if part.strip()]
 
 
 @dataclass(frozen=True)
@@ -106,7 +132,7 @@ class Schedule:
             for stage in {action.stage for action in actions}:
                 if rank_of.setdefault(stage, rank) != rank:
                     raise ScheduleError(f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}")
-        missing = [stage for stage in range(max(rank_of, default=-1) + 1) if stage not in rank_of]
+        missing = [stage for stage in range(len(rank_of)) if stage not in rank_of]
         if missing or not rank_of:
             raise ScheduleError(f"no rank has stage {missing[0] if missing else 0}")
         return tuple(rank_of[stage] for stage in range(len(rank_of)))
@@ -141,18 +167,26 @@ class Schedule:
     def load(cls, path: Path) -> Schedule:
         """Read what :meth:`save`, a spreadsheet or PyTorch's pipelining wrote; empty cells are idle time.
 
+        A pair that PyTorch computes at once becomes two actions in a row.
+
         Raises:
             ScheduleError: when the file cannot be read, naming the line and the cell that is no action.
         """
         try:
-            with path.open(encoding="utf-8", newline="") as file:
-                lines = [[cell for cell in line if cell.strip()] for line in csv.reader(file)]
+            with path.open(encoding="utf-8-sig", newline="") as file:
+                lines = list(csv.reader(file))
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from None
+        while lines and not any(cell.strip() for cell in lines[-1]):
+            lines.pop()
         ranks = []
         for number, cells in enumerate(lines, start=1):
             try:
-                ranks.append(tuple(Action.parse(cell) for cell in cells))
+                ranks.append(tuple(chain.from_iterable(map(read_cell, cells))))
             except ScheduleError as error:
-                raise ScheduleError(f"{path}, line {number}: {error.sentence}") from None
+                raise ScheduleError(f"{path}, line {number}: {error.sentence}", *error.fixes) from None
+            if not ranks[-1]:
+                raise ScheduleError(
+                    f"{path}, line {number} has no action; line {number} is what rank {number - 1} does"
+                )
         return cls(path.name, tuple(ranks))

@@ -1,0 +1,119 @@
+"""Actions and schedules as text: what is written is read, and what cannot be read is refused with a sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.actions import COMMUNICATION, COMPUTE, EVALUATION, Action, Schedule, ScheduleError, read_cell
+
+ACTIONS = st.builds(Action, st.integers(0, 999), st.sampled_from((*COMPUTE, *COMMUNICATION)), st.integers(0, 9999))
+
+
+def loaded(path: Path, text: str) -> Schedule:
+    path.write_text(text, encoding="utf-8")
+    return Schedule.load(path)
+
+
+@settings(derandomize=True, deadline=None)
+@given(ACTIONS)
+def test_text_parses_back(action: Action) -> None:
+    assert Action.parse(str(action)) == action
+    assert Action.parse(f" {str(action).lower()} ") == action
+
+
+def test_text_is_what_pytorch_writes() -> None:
+    assert str(Action(2, "F", 0)) == "2F0"
+    assert Action.parse("13RECV_B7") == Action(13, "RECV_B", 7)
+
+
+@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 3F0", "-1F0", "2F0x", "2.0F1", "9" * 5000 + "F0", "²F0"])
+def test_text_that_is_no_action_is_quoted(text: str) -> None:
+    with pytest.raises(ScheduleError, match="is no action") as error:
+        Action.parse(text)
+    assert f"'{text}'" in error.value.sentence
+
+
+@pytest.mark.parametrize(
+    ("cell", "actions"),
+    [
+        ("", []),
+        (" ", []),
+        ("None", []),
+        ("none", []),
+        ("2f0", ["2F0"]),
+        (" 2I10 ", ["2I10"]),
+        ("(0F3;3B1)OVERLAP_F_B", ["0F3", "3B1"]),
+        ("0F0; 0F1;", ["0F0", "0F1"]),
+    ],
+)
+def test_cells(cell: str, actions: list[str]) -> None:
+    assert [str(action) for action in read_cell(cell)] == actions
+
+
+@pytest.mark.parametrize("cell", ["0UNSHARD", "3RESHARD", "1REDUCE_GRAD7"])
+def test_actions_of_fsdp_are_refused_by_name(cell: str) -> None:
+    with pytest.raises(ScheduleError, match=rf"'{cell}' .*PyTorch.*\(FSDP\)") as error:
+        read_cell(cell)
+    assert "compute_only" in error.value.fixes[0]
+
+
+@settings(derandomize=True, deadline=None, max_examples=30)
+@given(st.lists(st.lists(ACTIONS, min_size=1).map(tuple), min_size=1).map(tuple))
+def test_schedules_are_read_as_they_were_written(
+    tmp_path_factory: pytest.TempPathFactory, ranks: tuple[tuple[Action, ...], ...]
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "mine.csv"
+    Schedule("mine.csv", ranks).save(path)
+    assert Schedule.load(path) == Schedule("mine.csv", ranks)
+
+
+def test_a_file_as_people_and_spreadsheets_write_it(tmp_path: Path) -> None:
+    text = '\ufeff0F0,0F1,,, 0b0,0B1\r\n,1F0,1B0,"1F1",1B1,None\r\n\r\n , \r\n'
+    schedule = loaded(tmp_path / "mine.csv", text)
+    assert [" ".join(map(str, actions)) for actions in schedule.ranks] == ["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"]
+    assert schedule.name == "mine.csv"
+
+
+def test_errors_name_the_line_and_the_cell(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    with pytest.raises(ScheduleError, match=r"mine\.csv, line 2: '1Q0' is no action"):
+        loaded(path, "0F0,0B0\n1F0,1Q0\n")
+    with pytest.raises(ScheduleError, match="line 2: '0UNSHARD' is no action here") as error:
+        loaded(path, "0F0,0B0\n0UNSHARD,1F0\n")
+    assert error.value.fixes
+    with pytest.raises(ScheduleError, match="line 2 has no action; line 2 is what rank 1 does"):
+        loaded(path, "0F0,0B0\n,,\n1F0,1B0\n")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    with pytest.raises(ScheduleError, match=r"cannot be read as a schedule: .*No such file"):
+        Schedule.load(tmp_path / "missing.csv")
+    (tmp_path / "image.csv").write_bytes(b"\x89PNG\xff\xfe")
+    with pytest.raises(ScheduleError, match="cannot be read as a schedule"):
+        Schedule.load(tmp_path / "image.csv")
+    (tmp_path / "long.csv").write_text("x" * 200_000)
+    with pytest.raises(ScheduleError, match="cannot be read as a schedule: field larger"):
+        Schedule.load(tmp_path / "long.csv")
+
+
+def test_what_a_schedule_says_of_itself() -> None:
+    schedule = Schedule(
+        "v", (tuple(map(Action.parse, ("0F0", "3F0", "3SEND_B0", "0B0"))), (Action(1, "I", 4), Action(2, "F", 2)))
+    )
+    assert schedule.placement == (0, 1, 1, 0)
+    assert (schedule.stages, schedule.microbatches, schedule.splits) == (4, 5, True)
+    assert [str(action) for action in schedule.only(EVALUATION).ranks[0]] == ["0F0", "3F0"]
+    assert not schedule.only(EVALUATION).splits
+
+
+def test_stages_have_one_rank_each() -> None:
+    with pytest.raises(ScheduleError, match="stage 1 is on rank 0 and on rank 1"):
+        _ = Schedule("x", ((Action(0, "F", 0), Action(1, "F", 0)), (Action(1, "F", 1),))).placement
+    with pytest.raises(ScheduleError, match="no rank has stage 1"):
+        _ = Schedule("x", ((Action(0, "F", 0), Action(999_999_999, "F", 0)),)).placement
+    with pytest.raises(ScheduleError, match="no rank has stage 0"):
+        _ = Schedule("x", ()).placement
