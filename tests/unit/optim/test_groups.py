@@ -9,7 +9,7 @@ import pytest
 from megatron.config.problems import UserError
 from megatron.config.run import OptimizerConfig
 from megatron.model.hf import shapes_only
-from megatron.optim.groups import param_groups
+from megatron.optim.groups import check_patterns, param_groups
 from megatron.parallel.shard import ShardSpec
 from tests.solo import tiny
 
@@ -56,7 +56,7 @@ def test_the_last_pattern_that_matches_counts() -> None:
 @pytest.mark.parametrize("option", ["lr_factors", "weight_decay_factors"])
 def test_a_pattern_that_matches_nothing_is_told_with_the_nearest_name(option: str) -> None:
     with pytest.raises(UserError) as error:
-        param_groups(SPECS, OptimizerConfig(**{option: ("*.bias=0.5", "embeding.word_embeddings.weight=2", "x=1")}))
+        check_patterns(OptimizerConfig(**{option: ("*.bias=0.5", "embeding.word_embeddings.weight=2", "x=1")}), SPECS)
     first, second = error.value.problems
     assert first.code == second.code == "E407"
     assert "'embeding.word_embeddings.weight'" in first.sentence
