@@ -14,7 +14,7 @@ PLAIN = "\x1b[0m"
 
 
 def drawn(timeline: Timeline, width: int = 120, color: bool = False) -> str:
-    """The timeline as lines of ``width`` characters: one per rank, time from left to right, numbers above.
+    """The timeline as lines of ``width`` characters: one per rank, time from left to right.
 
     An action is its kind and micro-batch, such as ``F12``, filled up with ``-``, and cut off where there is no room;
     of every second stage on a rank the kind is in lower case. Idle time is blank, or ``~`` where a transfer is awaited.
@@ -28,7 +28,7 @@ def drawn(timeline: Timeline, width: int = 120, color: bool = False) -> str:
     room = max(map(len, names))
     columns = max(20, width) - room
     lines = [f"{name:{room}}{_row(timeline, rank, columns, color)}".rstrip() for rank, name in enumerate(names)]
-    return "\n".join([f"{timeline.name}: {headline(timeline)}", *lines])
+    return "\n".join(lines)
 
 
 def legend(timelines: Sequence[Timeline]) -> str:
