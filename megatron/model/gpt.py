@@ -22,7 +22,7 @@ from megatron.layers.rotary import Rotary
 from megatron.model.block import Block
 from megatron.parallel.build import BuildContext
 from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.partition import StageLayers
+from megatron.pipeline.partition import StageLayers, stages_of
 
 
 @dataclass(frozen=True)
@@ -188,7 +188,7 @@ def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildConte
         RuntimeError: when the layers or parameters built are not those configured.
 
     """
-    return build_chunks(config, training, context, {0: StageLayers(range(config.num_layers), first=True, last=True)})[0]
+    return build_chunks(config, training, context, dict(enumerate(stages_of([config.num_layers]))))[0]
 
 
 def build_chunks(

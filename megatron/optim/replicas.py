@@ -17,7 +17,7 @@ from megatron.parallel.shard import ShardSpec
 class ReplicaGrads:
     """Norms under sequence parallelism, q/k norms, shared key/value heads: one all-reduce per set of sharers.
 
-    Then a tied weight that the first and the last stage hold on two ranks. All get the same bits, and so do the weights.
+    Then a tied weight that the first and the last stage hold on two ranks. All get the same bits, as do the weights.
     """
 
     def __init__(self, specs: Mapping[str, ShardSpec], grads: Mapping[str, Tensor], mesh: Mesh) -> None:

@@ -20,6 +20,7 @@ from megatron.pipeline.comms import channels
 AXES_IN_USE: tuple[tuple[str, ...], ...] = (
     ("tp",),
     ("dp", "cp"),
+    ("pp",),
     ("pp", "tp"),
     ("pp", "dp", "cp"),
     ("pp", "dp", "cp", "tp"),
@@ -90,7 +91,7 @@ class Mesh:
 
     @property
     def losses(self) -> Group:
-        """Ranks over which losses are summed: all data and all stages of the pipeline, without tensor-parallel peers."""
+        """Ranks over which losses are summed: all data and all stages of a pipeline, tensor-parallel peers left out."""
         return self.group("pp", "dp", "cp")
 
     @property
@@ -243,7 +244,7 @@ def words_left(names: Sequence[str]) -> dict[str, str]:
         return {}
 
 
-def _words() -> dist.Store:
+def _words() -> dist.distributed_c10d.Store:
     return dist.distributed_c10d._get_default_store()
 
 

@@ -12,6 +12,7 @@ from megatron.model.gpt import GPTChunk
 from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.shard import Init
+from megatron.pipeline.partition import stages_of
 from tests.solo import one_rank_mesh, tiny
 
 WORDS = "embedding.word_embeddings.weight"
@@ -43,9 +44,8 @@ def test_a_tied_weight_is_one_parameter_with_two_uses() -> None:
 def test_chunks_of_one_model_agree_on_names_and_initial_values(untied: bool) -> None:
     """Cut into two chunks, each with a context of its own, the model has the parameters of the whole."""
     config = tiny(untie_embeddings_and_output_weights=untied)
-    whole, *parts = (
-        GPTChunk(config, TrainingConfig(), context(), layers) for layers in (range(2), range(1), range(1, 2))
-    )
+    split = (stages_of([2]), stages_of([1, 1]))
+    whole, *parts = (GPTChunk(config, TrainingConfig(), context(), stage) for stages in split for stage in stages)
     held = [set(part.params) for part in parts]
     assert held[0] | held[1] == set(whole.params)
     assert held[0] & held[1] == (set() if untied else {WORDS})
