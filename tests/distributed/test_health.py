@@ -142,6 +142,15 @@ def parallel(tp: int, sequence: bool = False) -> ParallelConfig:
     return ParallelConfig(tensor_model_parallel_size=tp, sequence_parallel=sequence)
 
 
+def pipeline(pp: int, schedule: str | None = None, vpp: int | None = None, **others: Any) -> ParallelConfig:
+    return ParallelConfig(
+        pipeline_model_parallel_size=pp,
+        pipeline_schedule=schedule,
+        num_virtual_stages_per_pipeline_rank=vpp,
+        **others,
+    )
+
+
 CASES = {
     "dp2": Case(BARE, dp=2, steps=2),
     "tp2": Case(parallel=parallel(2), training=TrainingConfig(micro_batch_size=4), steps=2),
@@ -151,6 +160,17 @@ CASES = {
         GQA, parallel(2, sequence=True), dp=2, training=TrainingConfig(**RECOMPUTE["uniform 2"]), steps=2
     ),
     "dp2, modules recomputed": Case(MQA, dp=2, training=TrainingConfig(**RECOMPUTE["all modules"]), steps=2),
+    "pp2": Case(BARE, pipeline(2), steps=2),
+    "pp4, no layer on the first and the last": Case(MODEL, pipeline(4), steps=2),
+    "pp2, interleaved, tp2, sequence": Case(
+        replace(BARE, num_layers=5),
+        pipeline(2, vpp=2, tensor_model_parallel_size=2, sequence_parallel=True),
+        training=TrainingConfig(micro_batch_size=2, **RECOMPUTE["uniform 2"]),
+        steps=2,
+    ),
+    "pp2, in a v, dp2": Case(
+        replace(GQA, num_layers=4), pipeline(2, "zb-v"), dp=2, documents=DOCUMENTS["attention"], steps=2
+    ),
     "blocks recomputed": Case(GQA, training=TrainingConfig(micro_batch_size=2, **RECOMPUTE["block 1"]), steps=2),
 }
 
@@ -206,8 +226,9 @@ def every_copy() -> AbstractContextManager[Any]:
     return patch.object(ShardSpec, "owned", property(lambda spec: spec.pieces))
 
 
-def test_a_copy_counted_twice_is_noticed(pool: Pool) -> None:
-    case = CASES["tp2"]
+@pytest.mark.parametrize("layout", ["tp2", "pp2"])
+def test_a_copy_counted_twice_is_noticed(pool: Pool, layout: str) -> None:
+    case = CASES[layout]
     got = pool.run(2, report, case, every_copy)[0][0]
     assert difference(got, report(0, 1, case.twin())[0], zeros=False) > 1e-3
 

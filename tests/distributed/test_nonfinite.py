@@ -11,19 +11,37 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
 from megatron.training.nonfinite import explain_nonfinite
 from megatron.training.setup import Trainer, build
 from tests.distributed.detect import DP2, TP2, TP2_SP
-from tests.distributed.drive import Case, batches_of
+from tests.distributed.drive import MODEL, Case, batches_of
 from tests.distributed.pool import Pool
 
 NAN = float("nan")
-FC1, FC2 = "layers.1.mlp.linear_fc1", "layers.1.mlp.linear_fc2"
+FC1, FC2, FC1_0 = "layers.1.mlp.linear_fc1", "layers.1.mlp.linear_fc2", "layers.0.mlp.linear_fc1"
+ONE = "samples [0]"
+
+
+def pipeline(layers: int, **options: Any) -> Case:
+    """Micro-batches of one sample."""
+    return Case(replace(MODEL, num_layers=layers), ParallelConfig(**options))
+
+
+PP2 = pipeline(2, pipeline_model_parallel_size=2)
+PP2_VPP2 = pipeline(4, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
+PP4_VPP2 = pipeline(8, pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=2)
+PP4_V = pipeline(8, pipeline_model_parallel_size=4, pipeline_schedule="dualpipe-v")
+
+
+def part(trainer: Trainer, name: str) -> Module:
+    """The module of that name, in whichever stage of the rank it is."""
+    return next(module for chunk in trainer.chunks.values() for at, module in chunk.named_modules() if at == name)
 
 
 def bad_weight(trainer: Trainer, module: str) -> None:
-    torch.nn.init.constant_(trainer.chunks[0].get_parameter(f"{module}.weight"), NAN)
+    torch.nn.init.constant_(part(trainer, module).get_parameter("weight"), NAN)
 
 
 def bad_output(trainer: Trainer, module: str, microbatch: int) -> None:
@@ -33,7 +51,7 @@ def bad_output(trainer: Trainer, module: str, microbatch: int) -> None:
     def spoil(module: Module, inputs: Any, output: Tensor) -> Tensor | None:
         return output * NAN if next(calls) >= microbatch else None
 
-    trainer.chunks[0].get_submodule(module).register_forward_hook(spoil)
+    part(trainer, module).register_forward_hook(spoil)
 
 
 def bad_gradient(trainer: Trainer, module: str) -> None:
@@ -42,7 +60,7 @@ def bad_gradient(trainer: Trainer, module: str) -> None:
     def spoil(module: Module, inputs: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: gradient * NAN)
 
-    trainer.chunks[0].get_submodule(module).register_forward_hook(spoil)
+    part(trainer, module).register_forward_hook(spoil)
 
 
 Damage = tuple[int, Callable[..., None], tuple[Any, ...]]
@@ -88,14 +106,47 @@ CASES: dict[str, tuple[Case, tuple[Damage, ...], str]] = {
         ((0, bad_gradient, (FC1,)), (1, bad_output, ("layers.1", 0))),
         "rank 1: output of layers.1, micro-batch 0, samples [2, 3]",
     ),
+    "pp2": (PP2, ((0, bad_weight, (FC1_0,)),), f"rank 0: output of {FC1_0}, micro-batch 0, {ONE}"),
+    "pp2, the last stage": (PP2, ((1, bad_weight, (FC1,)),), f"rank 1: output of {FC1}, micro-batch 0, {ONE}"),
+    "pp2, gradient": (PP2, ((1, bad_gradient, (FC1,)),), f"rank 1: gradient of {FC1}.bias, micro-batch 0"),
+    "pp2, gradient of the first stage": (
+        PP2,
+        ((0, bad_gradient, ("embedding",)),),
+        "rank 0: gradient of embedding.position_embeddings.weight, micro-batch 0",
+    ),
+    "pp2, second micro-batch before the first stage of the third": (
+        PP2,
+        ((1, bad_output, ("layers.1", 1)), (0, bad_output, ("layers.0", 2))),
+        "rank 1: output of layers.1, micro-batch 1, samples [1]",
+    ),
+    "pp2 vpp2, the second rank's first stage": (
+        PP2_VPP2,
+        ((0, bad_weight, ("layers.2.mlp.linear_fc1",)), (1, bad_weight, (FC1,))),
+        f"rank 1: output of {FC1}, micro-batch 0, {ONE}",
+    ),
+    "pp2 vpp2, gradients of stages in backward's order": (
+        PP2_VPP2,
+        ((0, bad_gradient, ("layers.2.mlp.linear_fc1",)), (1, bad_gradient, (FC1,))),
+        "rank 0: gradient of layers.2.mlp.linear_fc1.bias, micro-batch 0",
+    ),
+    "pp4 vpp2, the sixth stage": (
+        PP4_VPP2,
+        ((1, bad_weight, ("layers.5.mlp.linear_fc1",)), (3, bad_weight, ("layers.7.mlp.linear_fc1",))),
+        f"rank 1: output of layers.5.mlp.linear_fc1, micro-batch 0, {ONE}",
+    ),
+    "pp4 in a v, gradient": (
+        PP4_V,
+        ((2, bad_gradient, ("layers.5.mlp.linear_fc1",)), (3, bad_gradient, ("layers.4.mlp.linear_fc1",))),
+        "rank 2: gradient of layers.5.mlp.linear_fc1.bias, micro-batch 0",
+    ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_first_cause_is_named(pool: Pool, name: str) -> None:
     case, damages, where = CASES[name]
-    told = pool.run(2, explained, case, damages)
-    assert told == [f"the loss or gradient of step 1 is not finite; first on {where}"] * 2
+    told = pool.run(case.world_size, explained, case, damages)
+    assert told == [f"the loss or gradient of step 1 is not finite; first on {where}"] * case.world_size
 
 
 def test_what_does_not_happen_again_is_said_so(pool: Pool) -> None:
@@ -106,12 +157,14 @@ def test_what_does_not_happen_again_is_said_so(pool: Pool) -> None:
 def explained_twice(rank: int, world_size: int, case: Case) -> tuple[str, bool]:
     """The second time nothing is wrong; whether weights are as they were and gradients are reduced early again."""
     trainer = build(case.config(), rank, world_size)
-    before = [p.clone() for p in trainer.chunks[0].parameters()]
+    before = [p.clone() for p in trainer.params.values()]
     batches = batches_of(trainer, case, 0)
     explain_nonfinite(trainer, batches)
-    same = all(torch.equal(a, b) for a, b in zip(before, trainer.chunks[0].parameters()))
-    return explain_nonfinite(trainer, batches), same and trainer.buckets.overlap and not trainer.chunks[0].sums.values
+    same = all(torch.equal(a, b) for a, b in zip(before, trainer.params.values()))
+    empty = not any(chunk.sums.values for chunk in trainer.chunks.values())
+    return explain_nonfinite(trainer, batches), same and trainer.buckets.overlap and empty
 
 
-def test_looking_leaves_the_trainer_as_it_was(pool: Pool) -> None:
-    assert all(untouched for _, untouched in pool.run(2, explained_twice, DP2))
+@pytest.mark.parametrize("case", [DP2, PP2_VPP2], ids=["dp2", "pp2-vpp2"])
+def test_looking_leaves_the_trainer_as_it_was(pool: Pool, case: Case) -> None:
+    assert all(untouched for _, untouched in pool.run(2, explained_twice, case))

@@ -21,6 +21,10 @@ GQA = replace(MODEL, num_query_groups=2)
 TP2_DP2 = Case(parallel=ParallelConfig(tensor_model_parallel_size=2), dp=2, precision=BF16)
 TP4 = Case(GQA, ParallelConfig(tensor_model_parallel_size=4))
 DP4 = Case(dp=4, precision=BF16)
+PP2_TP2 = Case(parallel=ParallelConfig(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), precision=BF16)
+PP4 = Case(parallel=ParallelConfig(pipeline_model_parallel_size=4))
+PP2_DP2 = Case(parallel=ParallelConfig(pipeline_model_parallel_size=2), dp=2)
+WORDS = "embedding.word_embeddings.weight"
 NORM, FC1, QKV = (f"layers.1.{n}.weight" for n in ("input_layernorm", "mlp.linear_fc1", "self_attention.linear_qkv"))
 
 
@@ -49,6 +53,18 @@ CASES: dict[str, tuple[Case, str, int, bool, int, str]] = {
     "a norm inside a replica": (TP4, NORM, 1, False, 3, f"{NORM} on rank 1 is not what it is on ranks 0, 2, 3\n"),
     "a norm among replicas": (TP2_DP2, NORM, 1, False, 3, f"{NORM} on rank 1 is not what it is on ranks 0, 3\n"),
     "a copy of a key": (TP4, QKV, 3, False, -1, f"{QKV} is not the same on ranks 2, 3\n"),
+    "a tied weight's copy": (PP4, WORDS, 3, False, 40, f"{WORDS} is not the same on ranks 0, 3\n"),
+    "its first": (PP4, WORDS, 0, False, 40, f"{WORDS} is not the same on ranks 0, 3\n"),
+    "its master's shard": (PP2_TP2, WORDS, 2, True, 5, f"the master of {WORDS} is not the same on ranks 0, 2\n"),
+    "a tied weight among replicas": (
+        PP2_DP2,
+        WORDS,
+        3,
+        False,
+        0,
+        f"{WORDS} on rank 3 is not what it is on ranks 1, 2\n",
+    ),
+    "a stage's own": (PP2_DP2, FC1, 3, False, 5, f"{FC1} is not the same on ranks 2, 3\n"),
     "queries that nobody shares": (TP4, QKV, 3, False, 0, ""),
 }
 
