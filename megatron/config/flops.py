@@ -13,11 +13,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, TrainingConfig
 from megatron.parallel.shard import padded_vocabulary
+from megatron.pipeline.plan import stage_layers
 
 BLOCK = ("qkv", "scores", "values", "proj", "fc1", "fc2")
 """The matrix products of a block, in order."""
+
+ONE_STAGE = ParallelConfig()
+"""All blocks on one rank, in one chunk."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +68,13 @@ class FlopTable:
         return sum(work.recomputed for work in self.works)
 
 
-def flop_table(model: ModelConfig, training: TrainingConfig, keys: float, vocabulary: int) -> FlopTable:
+def flop_table(
+    model: ModelConfig,
+    training: TrainingConfig,
+    keys: float,
+    vocabulary: int,
+    parallel: ParallelConfig = ONE_STAGE,
+) -> FlopTable:
     """What every matrix product costs.
 
     Args:
@@ -71,20 +82,24 @@ def flop_table(model: ModelConfig, training: TrainingConfig, keys: float, vocabu
         training: what it recomputes.
         keys: that a token meets on average, counted as ``full_keys`` or ``causal_keys`` do.
         vocabulary: rows of the output layer, with or without padding.
+        parallel: how a pipeline shares the blocks: some of *each* stage's may be recomputed.
+
+    Raises:
+        ScheduleError: when it cannot share them.
     """
     once = {name: 2.0 * model.hidden_size * width for name, width in _widths(model).items()}
     attention = 2.0 * model.num_attention_heads * model.head_dim * keys
     once |= {"scores": attention, "values": attention}
     layers = []
-    for number in range(model.num_layers):
-        again = recomputed_products(model, training, number)
+    for place in (place for stage in stage_layers(model, parallel) for place in range(len(stage.layers))):
+        again = recomputed_products(model, training, place)
         layers.append({name: Work(once[name], 2 * once[name], once[name] * (name in again)) for name in BLOCK})
     head = 2.0 * model.hidden_size * vocabulary
     return FlopTable(tuple(layers), Work(head, 2 * head))
 
 
-def recomputed_products(model: ModelConfig, training: TrainingConfig, layer: int) -> frozenset[str]:
-    """Which products of block ``layer`` are done again in backward, under the recompute flags.
+def recomputed_products(model: ModelConfig, training: TrainingConfig, place: int) -> frozenset[str]:
+    """Which products of block ``place`` of a stage are done again in backward, under the recompute flags.
 
     Norms and activations are no products. Recomputation ends as soon as backward has what it needs: unfused attention
     (with dropout) needs its weights and not what they are multiplied into, so only the scores are made again.
@@ -93,7 +108,7 @@ def recomputed_products(model: ModelConfig, training: TrainingConfig, layer: int
         return frozenset()
     if training.recompute_granularity == "full":
         first = training.recompute_num_layers if training.recompute_method == "block" else None
-        return frozenset(BLOCK if first is None or layer < first else ())
+        return frozenset(BLOCK if first is None or place < first else ())
     core = ("scores",) if model.attention_dropout > 0 else ("scores", "values")
     products = {"core_attn": core, "mlp": ("fc1", "fc2")}
     return frozenset(name for module in training.recompute_modules for name in products.get(module, ()))
@@ -141,13 +156,13 @@ class FlopsPerToken:
         """Of a run.
 
         Raises:
-            ValueError: while the vocabulary's size is not known.
+            ValueError: while the vocabulary's size is not known, or when the pipeline cannot share the blocks.
         """
         model, training, s = config.model, config.training, config.training.seq_length
         padded = padded_vocabulary(
             model.vocab, model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
         )
-        full = flop_table(model, training, full_keys(model, s), model.vocab)
+        full = flop_table(model, training, full_keys(model, s), model.vocab, config.parallel)
         return cls(
             full=full.model,
             causal=flop_table(model, training, causal_keys(model, s), model.vocab).model,

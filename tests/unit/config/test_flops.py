@@ -15,7 +15,11 @@ from megatron.config.flops import FlopsPerToken, causal_keys, flop_table, full_k
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, TrainingConfig
-from tests.solo import TINY, Solo, random_batch, tiny
+from megatron.model.gpt import build_chunks
+from megatron.parallel.build import BuildContext
+from megatron.parallel.grads import GradSink
+from megatron.pipeline.plan import stage_layers
+from tests.solo import TINY, Solo, one_rank_mesh, random_batch, tiny
 
 SEQ, SAMPLES = 16, 2
 PADDED = 104  # 101 entries, to a multiple of 8
@@ -99,6 +103,34 @@ def test_every_recompute_plan_costs_what_torch_counts(plan: dict[str, Any], drop
     model = tiny(num_layers=3, num_query_groups=2, attention_dropout=dropout, hidden_dropout=dropout)
     training = TrainingConfig(**plan)
     assert expected(model, training) == counted(model, training, fused=True)
+
+
+SHARED: dict[str, dict[str, Any]] = {
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2 vpp2": {"pipeline_model_parallel_size": 2, "num_virtual_stages_per_pipeline_rank": 2},
+    "pp4, by cost": {"pipeline_model_parallel_size": 4, "pipeline_model_parallel_layout": "auto"},
+    "written out": {"pipeline_model_parallel_size": 3, "pipeline_model_parallel_layout": "Et*3|t|ttL"},
+}
+
+
+@pytest.mark.parametrize("blocks", [None, 1, 2, 4])
+@pytest.mark.parametrize("options", SHARED.values(), ids=SHARED)
+def test_each_stage_of_a_pipeline_recomputes_its_first_blocks(options: dict[str, Any], blocks: int | None) -> None:
+    model, parallel = tiny(num_layers=6), ParallelConfig(**options)
+    training = TrainingConfig(**FULL, recompute_method="block", recompute_num_layers=blocks)
+    context = BuildContext(one_rank_mesh(), GradSink())
+    chunks = build_chunks(model, training, context, dict(enumerate(stage_layers(model, parallel))))
+    sizes = {name: torch.zeros(spec.local_shape) for name, spec in context.specs.items()}
+    context.sink.bind(sizes, lambda name: None)
+    batch = random_batch(model, SAMPLES, SEQ)
+    x: torch.Tensor | None = None
+    with sdpa_kernel([SDPBackend.MATH]), FlopCounterMode(display=False) as counter:
+        for chunk in chunks.values():
+            x, _ = chunk.train()(x, batch)
+        assert x is not None
+        x.backward()
+    table = flop_table(model, training, SEQ, PADDED, parallel)
+    assert table.model + table.recomputed == counter.get_total_flops() / (SAMPLES * SEQ)
 
 
 def test_recomputed_layers_are_those_of_the_plan() -> None:
