@@ -22,6 +22,7 @@ from megatron.pipeline.actions import Schedule
 from megatron.pipeline.comms import add_communication, channels
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.stage import Chunk
 
 WIDTH = 8
 ROWS = 3
@@ -52,7 +53,7 @@ class _Linear(torch.autograd.Function):
         return x @ weight.T
 
     @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         rows = ctx.sink.recall(x, None)
         return dy @ weight, ctx.sink.add(ctx.name, rows, Rows(dy)), None, None
@@ -97,11 +98,17 @@ class Ends:
         self.counts[name] += 1
 
 
-def plain_loop(stages: int, microbatches: int) -> dict[str, Tensor]:
-    """The gradients of all stages by one graph per micro-batch, without any of the project's pipeline."""
+def plain_loop(stages: int, microbatches: int, left_out: Sequence[int] = ()) -> dict[str, Tensor]:
+    """The gradients of all stages by one graph per micro-batch, without any of the project's pipeline.
+
+    Args:
+        stages: of the pipeline.
+        microbatches: of a step.
+        left_out: stages that do nothing.
+    """
     ends = Ends()
     sink = ends.sink(range(stages))
-    chunks = [LinearStage(number, stages, sink) for number in range(stages)]
+    chunks = [LinearStage(number, stages, sink) for number in range(stages) if number not in left_out]
     for batch in batches_of(microbatches):
         x, total = None, torch.zeros((), dtype=torch.float64)
         for chunk in chunks:
@@ -112,11 +119,22 @@ def plain_loop(stages: int, microbatches: int) -> dict[str, Tensor]:
     return ends.gradients
 
 
-def pipeline_of(program: Schedule, rank: int, roads: Mapping[tuple[int, int], Channel], ends: Ends) -> Pipeline:
-    """The part of ``rank``, of linear stages."""
+def as_it_is(chunk: LinearStage) -> Chunk:
+    """The stage itself."""
+    return chunk
+
+
+def pipeline_of(
+    program: Schedule,
+    rank: int,
+    roads: Mapping[tuple[int, int], Channel],
+    ends: Ends,
+    dress: Callable[[LinearStage], Chunk] = as_it_is,
+) -> Pipeline:
+    """The part of ``rank``, of linear stages, each as ``dress`` returns it."""
     numbers = [stage for stage, place in enumerate(program.placement) if place == rank]
     sink = ends.sink(numbers)
-    chunks = {number: LinearStage(number, program.stages, sink) for number in numbers}
+    chunks = {number: dress(LinearStage(number, program.stages, sink)) for number in numbers}
     return Pipeline(chunks, program.placement, rank, roads, empty, sink)
 
 
@@ -153,7 +171,8 @@ class Post:
 
     def start_send(self, x: Tensor, channel: Channel) -> Letter:
         """In the place of :func:`comm.start_send`."""
-        assert not x.requires_grad and x.is_contiguous()
+        assert not x.requires_grad
+        assert x.is_contiguous()
         return self._put(Letter(x), self._sent, channel)
 
     def start_receive(self, out: Tensor, channel: Channel) -> Letter:

@@ -29,17 +29,18 @@ Record = Callable[[Action], AbstractContextManager[object]]
 """Notes when an action computes, inside."""
 
 
-PLACE = "in the pipeline at "
-"""What the note on an error begins with; the action follows."""
-
-
 def unmeasured(_: object) -> AbstractContextManager[object]:
     """The clock, and the record, of those who want neither."""
     return nullcontext()
 
 
 class Pipeline:
-    """The stages of one rank, and its channels to the ranks that have their neighbours."""
+    """The stages of one rank, and its channels to the ranks that have their neighbours.
+
+    Attributes:
+        at: the action that this rank is in, or in which it failed; None outside of a run.
+        record: told of every action that computes, without its waiting.
+    """
 
     def __init__(
         self,
@@ -63,6 +64,8 @@ class Pipeline:
         self._stages = {number: Stage(number, chunk) for number, chunk in chunks.items()}
         self._placement, self._rank, self._channels = tuple(placement), rank, channels
         self._buffers, self._sink = buffers, sink
+        self.at: Action | None = None
+        self.record: Record = unmeasured
         self._do: dict[str, Callable[[Action], None]] = {
             FORWARD: self._forward,
             BACKWARD: self._backward,
@@ -80,7 +83,6 @@ class Pipeline:
         batches: Sequence[MicroBatch],
         seed: Tensor | None,
         clock: Clock = unmeasured,
-        record: Record = unmeasured,
     ) -> None:
         """Do all actions, and wait until what was sent is there.
 
@@ -89,24 +91,24 @@ class Pipeline:
             batches: the micro-batches, by number.
             seed: factor of the summed losses in the global objective, 0-d; None to evaluate, without any graph.
             clock: measures ``forward-compute`` and ``backward-compute``, without waiting.
-            record: of every action that computes, without waiting.
 
         Raises:
             Exception: whatever an action raises, with a note that names the action.
         """
-        self._begin(batches, seed, clock, record)
-        with torch.set_grad_enabled(seed is not None):
-            for action in actions:
-                try:
-                    with span(str(action)):
-                        self._do[action.kind](action)
-                except Exception as error:
-                    error.add_note(f"{PLACE}{action}")
-                    raise
+        self._begin(batches, seed, clock)
+        try:
+            with torch.set_grad_enabled(seed is not None):
+                for self.at in actions:
+                    with span(str(self.at)):
+                        self._do[self.at.kind](self.at)
+        except Exception as error:
+            error.add_note(f"in the pipeline at {self.at}")
+            raise
         self._finish()
+        self.at = None
 
-    def _begin(self, batches: Sequence[MicroBatch], seed: Tensor | None, clock: Clock, record: Record) -> None:
-        self._batches, self._seed, self._clock, self._record = batches, seed, clock, record
+    def _begin(self, batches: Sequence[MicroBatch], seed: Tensor | None, clock: Clock) -> None:
+        self._batches, self._seed, self._clock = batches, seed, clock
         self._arriving: dict[Action, Pending] = {}  # under the RECV_F or RECV_B that it is, or would be
         self._leaving: dict[Action, Tensor] = {}  # under the SEND_F or SEND_B that is next
         self._sent: dict[Action, Pending] = {}
@@ -121,7 +123,7 @@ class Pipeline:
     def _forward(self, action: Action) -> None:
         number, _, microbatch = action
         x = self._take(Action(number, RECV_F, microbatch)) if number > 0 else None
-        with self._clock("forward-compute"), self._record(action):
+        with self._clock("forward-compute"), self.record(action):
             out = self._stages[number].forward(microbatch, x, self._batches[microbatch])
         if number + 1 < len(self._placement):
             self._hand_over(out, Action(number, SEND_F, microbatch), Action(number + 1, RECV_F, microbatch))
@@ -129,11 +131,11 @@ class Pipeline:
     def _backward(self, action: Action) -> None:
         number, _, microbatch = action
         if self._seed is None:
-            raise ValueError(f"{action} has no seed: an evaluation runs forward only")
+            raise ValueError(f"{action} needs a seed; without one a run goes forward only")
         last = number + 1 == len(self._placement)
         dy = self._seed if last else self._take(Action(number, RECV_B, microbatch))
         self._release(Action(number, SEND_F, microbatch))
-        with self._clock("backward-compute"), self._record(action):
+        with self._clock("backward-compute"), self.record(action):
             dx = self._stages[number].backward(microbatch, dy, self._seed)
         if dx is not None:
             self._hand_over(dx, Action(number, SEND_B, microbatch), Action(number - 1, RECV_B, microbatch))
@@ -143,7 +145,7 @@ class Pipeline:
             self._backward(action)
 
     def _weight(self, action: Action) -> None:
-        with self._clock("backward-compute"), self._record(action):
+        with self._clock("backward-compute"), self.record(action):
             self._sink.run(action.stage, action.microbatch)
 
     def _take(self, received: Action) -> Tensor:

@@ -28,6 +28,7 @@ from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest
 from megatron.training.together import claimed
 from megatron.training.wandb_sink import notes_on_the_journal
+from megatron.training.whereabouts import where_all_are, whereabouts
 
 
 def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = None) -> int:
@@ -89,7 +90,7 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
             data=data_facts(trainer.data),
             **place,
         )
-    with log:
+    with log, whereabouts(trainer.mesh, trainer.pipeline):
         for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
             log.note(text)
         tell = log.note if log.enabled else say  # each recording rank tells of its own profile
@@ -121,3 +122,5 @@ def report(error: Exception) -> None:
     launch = Launch.read(os.environ)
     where = f"error on rank {launch.rank}" if launch.world_size > 1 else "error"
     print(f"{where}: {explain(error)}", file=sys.stderr, flush=True)
+    if places := where_all_are(launch.rank, launch.world_size):
+        print(places, file=sys.stderr, flush=True)

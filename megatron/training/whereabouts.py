@@ -1,4 +1,4 @@
-"""Where in the pipeline every rank was when one failed: what the others did mostly tells what it was they waited for."""
+"""Where in the pipeline every rank was when one failed: what it did mostly tells what it was waiting for."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 
-from megatron.parallel.mesh import FAILED, leave_word, words_left
+from megatron.parallel.mesh import FAILED, Mesh, leave_word, words_left
+from megatron.parallel.stopwatch import NOTHING
+from megatron.pipeline.runtime import Pipeline
 
 LOOK_EVERY = 0.5
 """Seconds between two looks for a rank that has failed."""
@@ -18,6 +21,13 @@ PATIENCE = 2.0
 
 MOST_RANKS = 16
 """Ranks that are listed for one place."""
+
+
+def whereabouts(mesh: Mesh, pipeline: Pipeline) -> AbstractContextManager[object]:
+    """Say where in ``pipeline`` this rank is, should a rank fail inside; nothing where it runs on one rank."""
+    if len(set(mesh.placement)) == 1:
+        return NOTHING
+    return Whereabouts(mesh.rank, lambda: str(pipeline.at or "other work"))
 
 
 class Whereabouts:

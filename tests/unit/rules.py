@@ -24,6 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
         "megatron.checkpoint",
         "megatron.pipeline.stage",
         "megatron.pipeline.runtime",
+        "megatron.pipeline.recorder",
     ),
     ("megatron.convert",),
     ("megatron.training", "megatron.inference"),

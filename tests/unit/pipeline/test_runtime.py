@@ -2,26 +2,233 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import gc
+import weakref
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
+from torch import Tensor
 
-from megatron.parallel.comm import Channel
+from megatron.parallel.comm import Channel, Group
+from megatron.parallel.microbatch import MicroBatch
+from megatron.pipeline.actions import EVALUATION, Action, Schedule
+from megatron.pipeline.comms import add_communication
+from megatron.pipeline.recorder import recording
+from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.schedules import SCHEDULES
-from tests.pipelines import SEED, Ends, batches_of, in_threads, pipeline_of, plain_loop, program_of
+from megatron.pipeline.stage import Chunk, Stage
+from tests.pipelines import (
+    SEED,
+    Ends,
+    LinearStage,
+    as_it_is,
+    batches_of,
+    in_threads,
+    pipeline_of,
+    plain_loop,
+    program_of,
+)
+
+Roads = Mapping[tuple[int, int], Channel]
+
+
+def run_all(program: Schedule, ends: Ends, dress: object = as_it_is, seed: float | None = SEED) -> list[Pipeline]:
+    """Every rank's part of a program."""
+
+    def work(rank: int, roads: Roads) -> Pipeline:
+        pipeline = pipeline_of(program, rank, roads, ends, dress)  # type: ignore[arg-type]
+        batches = batches_of(program.microbatches)
+        pipeline.run(program.ranks[rank], batches, None if seed is None else torch.tensor(seed))
+        return pipeline
+
+    return in_threads(program, work)
+
+
+def assert_equal(ends: Ends, expected: Mapping[str, Tensor], microbatches: int) -> None:
+    for stage, gradient in expected.items():
+        torch.testing.assert_close(ends.gradients[stage], gradient, rtol=1e-12, atol=1e-12)
+        assert ends.counts[stage] == microbatches
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 3), (2, 4), (3, 7), (4, 4)])
 def test_gradients_are_those_of_a_plain_loop(name: str, ranks: int, microbatches: int) -> None:
-    program, ends, seed = program_of(name, ranks, microbatches), Ends(), torch.tensor(SEED)
+    program, ends = program_of(name, ranks, microbatches), Ends()
+    run_all(program, ends)
+    assert_equal(ends, plain_loop(program.stages, microbatches), microbatches)
 
-    def work(rank: int, roads: Mapping[tuple[int, int], Channel]) -> None:
-        pipeline_of(program, rank, roads, ends).run(program.ranks[rank], batches_of(microbatches), seed)
+
+def test_stages_may_be_empty() -> None:
+    """As where there are fewer layers than stages: the output is the input, and so are their gradients."""
+    program, ends = program_of("interleaved", 2, 4), Ends()
+
+    def dress(chunk: LinearStage) -> Chunk:
+        return (lambda x, batch: (x, torch.zeros(()))) if chunk.number == 1 else chunk
+
+    run_all(program, ends, dress)
+    expected = plain_loop(program.stages, 4, left_out=(1,))
+    del expected["1"]
+    assert_equal(ends, expected, 4)
+
+
+def test_a_schedule_of_ones_own_runs() -> None:
+    """Stages that lie on ranks as no schedule of ours has them."""
+    order = [Action(s, "F", m) for m in range(2) for s in range(4)] + [
+        Action(s, kind, m) for m in range(2) for s in (3, 2, 1, 0) for kind in "IW"
+    ]
+    homes = [(0, 1), (2, 3)]
+    schedule = Schedule("mine", tuple(tuple(a for a in order if a.stage in home) for home in homes))
+    ends = Ends()
+    run_all(add_communication(schedule), ends)
+    assert_equal(ends, plain_loop(4, 2), 2)
+
+
+def test_an_evaluation_goes_forward_only_and_makes_no_graph() -> None:
+    program, ends, seen = program_of("zb-v", 2, 3).only(EVALUATION), Ends(), []
+
+    def dress(chunk: LinearStage) -> Chunk:
+        def watched(x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            out, aux = chunk(x, batch)
+            seen.append((chunk.number, out))
+            return out, aux
+
+        return watched
+
+    run_all(program, ends, dress, seed=None)
+    assert [out.requires_grad for _, out in seen] == 12 * [False]
+    assert [float(out) for number, out in seen if number == 3] == plain_losses(3)
+    assert not any(ends.counts.values())
+
+
+def plain_losses(microbatches: int) -> list[float]:
+    chunks = [LinearStage(number, 4, Ends().sink([number])) for number in range(4)]
+    losses = []
+    for batch in batches_of(microbatches):
+        x: Tensor | None = None
+        for chunk in chunks:
+            x, _ = chunk(x, batch)
+        assert x is not None
+        losses.append(float(x.detach()))
+    return losses
+
+
+@pytest.mark.parametrize("name", ["zb-h1", "dualpipe-v"])
+def test_weight_gradients_are_computed_in_their_own_action(name: str) -> None:
+    program, ends = program_of(name, 2, 4), Ends()
+    before: dict[int, list[tuple[Action, int]]] = {0: [], 1: []}
+
+    def work(rank: int, roads: Roads) -> None:
+        pipeline = pipeline_of(program, rank, roads, ends)
+        own = [str(stage) for stage, place in enumerate(program.placement) if place == rank]
+
+        def note(action: Action) -> AbstractContextManager[None]:
+            before[rank].append((action, sum(ends.counts[stage] for stage in own)))
+            return nullcontext()
+
+        pipeline.record = note
+        pipeline.run(program.ranks[rank], batches_of(4), torch.tensor(SEED))
 
     in_threads(program, work)
-    expected = plain_loop(program.stages, microbatches)
-    for stage, gradient in expected.items():
-        torch.testing.assert_close(ends.gradients[stage], gradient, rtol=1e-12, atol=1e-12)
-        assert ends.counts[stage] == microbatches
+    for noted in before.values():
+        for index, (_, contributions) in enumerate(noted):
+            assert contributions == sum(action.kind in ("W", "B") for action, _ in noted[:index])
+        assert any(action.kind == "W" for action, _ in noted)
+
+
+def test_an_error_names_its_action_and_the_next_run_begins_anew() -> None:
+    program, ends, faults = program_of("1f1b", 1, 4), Ends(), [ValueError("too hot")]
+
+    def dress(chunk: LinearStage) -> Chunk:
+        def fails_once(x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+            if faults and int(batch.tokens[0, 0]) == 6:  # of micro-batch 2
+                raise faults.pop()
+            return chunk(x, batch)
+
+        return fails_once
+
+    def actions(text: str) -> Sequence[Action]:
+        return [Action.parse(word) for word in text.split()]
+
+    pipeline = pipeline_of(program, 0, {}, ends, dress)
+    with pytest.raises(ValueError, match="too hot") as caught:
+        pipeline.run(actions("0F0 0F1 0F2"), batches_of(4), torch.tensor(SEED))
+    assert caught.value.__notes__ == ["in the pipeline at 0F2"]
+    assert pipeline.at == Action(0, "F", 2)
+    pipeline.run(program.ranks[0], batches_of(4), torch.tensor(SEED))
+    assert pipeline.at is None
+    assert_equal(ends, plain_loop(1, 4), 4)
+
+
+def test_backward_without_a_seed_is_refused() -> None:
+    program = program_of("1f1b", 1, 1)
+    with pytest.raises(ValueError, match="0B0 needs a seed"):
+        pipeline_of(program, 0, {}, Ends()).run(program.ranks[0], batches_of(1), None)
+
+
+def test_a_stage_keeps_no_output() -> None:
+    """Its memory is free as soon as the send is over, as nothing that backward needs is in it."""
+    weight = torch.ones(4, 4, requires_grad=True)
+    stage = Stage(1, lambda x, batch: (x + torch.tanh(x @ weight), torch.zeros(())))  # type: ignore[operator]
+    [batch] = batches_of(1)
+    out = stage.forward(0, torch.ones(2, 4), batch)
+    assert not out.requires_grad
+    memory = weakref.ref(out.untyped_storage())
+    tensor = weakref.ref(out)
+    del out
+    gc.collect()
+    assert tensor() is None
+    assert memory() is None
+    dx = stage.backward(0, torch.ones(2, 4), torch.ones(()))
+    slope = 4 * (1 - torch.tanh(torch.tensor(4.0)) ** 2)
+    torch.testing.assert_close(dx, (1 + slope).expand(2, 4))
+
+
+def test_a_stage_lets_go_of_its_input_after_backward() -> None:
+    stage = Stage(1, lambda x, batch: ((x**2).sum(), torch.zeros(())))  # type: ignore[operator]
+    [batch] = batches_of(1)
+    x = torch.ones(3)
+    memory = weakref.ref(x)
+    stage.forward(0, x, batch)
+    stage.backward(0, torch.ones(()), torch.ones(()))
+    del x
+    assert memory() is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_seeds_take_the_format_of_what_they_seed(dtype: torch.dtype) -> None:
+    def chunk(x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        assert x is not None
+        return (x * 2).sum(), x.float().sum() * 3
+
+    stage = Stage(1, chunk)
+    [batch] = batches_of(1)
+    stage.forward(0, torch.ones(2, dtype=dtype), batch)
+    dx = stage.backward(0, torch.tensor(0.5), torch.tensor(0.25))
+    assert dx is not None
+    assert dx.dtype == dtype
+    assert dx.tolist() == [1.75, 1.75]
+
+
+def test_an_output_that_does_not_depend_on_the_input_is_an_error() -> None:
+    weight = torch.ones(2, requires_grad=True)
+    stage = Stage(3, lambda x, batch: (weight * 2, torch.zeros(())))
+    [batch] = batches_of(1)
+    stage.forward(0, torch.ones(2), batch)
+    with pytest.raises(RuntimeError, match="the output of stage 3 does not depend on its input"):
+        stage.backward(0, torch.ones(2), torch.ones(()))
+
+
+def test_what_is_recorded_is_the_order_of_the_work() -> None:
+    program, ends = program_of("zb-h1", 1, 3), Ends()
+    pipeline = pipeline_of(program, 0, {}, ends)
+    with recording(pipeline, Group(), torch.device("cpu")) as recorder:
+        pipeline.run(program.ranks[0], batches_of(3), torch.tensor(SEED))
+    pipeline.run(program.ranks[0], batches_of(3), torch.tensor(SEED))  # not recorded any more
+    timeline = recorder.timeline(program.name)
+    [intervals] = timeline.intervals
+    assert tuple(interval.action for interval in intervals) == program.ranks[0]
+    assert intervals[0].start == 0.0
+    assert all(before.end <= after.start for before, after in zip(intervals, intervals[1:]))
+    assert all(interval.start < interval.end for interval in intervals)
