@@ -1,0 +1,229 @@
+"""Every schedule ends, computes everything once, and has the bubble and the memory that it states."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.pipelining import schedules as stock
+
+from megatron.pipeline.actions import Action, Schedule, ScheduleError, Size
+from megatron.pipeline.schedules import SCHEDULES, depth_first_groups, interleaved, make
+from tests.unit.pipeline.clock import StuckError, bubbles, clock, memory
+
+V_SHAPED = ("zb-v", "dualpipe-v")
+
+
+def chunks_of(name: str, most: int = 4) -> list[int]:
+    chunks = SCHEDULES[name].chunks
+    return [chunks] if chunks else list(range(1, most + 1))
+
+
+def sizes(name: str, ranks: int, microbatches: int) -> Iterator[tuple[int, int, int]]:
+    for p in range(1, ranks + 1):
+        for v in chunks_of(name):
+            yield from ((p, v, m) for m in range(1, microbatches + 1))
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_size_ends_and_does_everything_once(name: str) -> None:
+    for p, v, m in sizes(name, ranks=6, microbatches=13):
+        schedule = make(name, p, v, m)
+        clock(schedule)
+        assert (schedule.stages, schedule.microbatches) == (p * v, m)
+        assert schedule.splits == SCHEDULES[name].splits or m < 2 * p
+        loop = tuple(stage % p for stage in range(p * v))
+        assert schedule.placement == ((*range(p), *reversed(range(p))) if name in V_SHAPED else loop)
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.sampled_from(sorted(SCHEDULES)), st.integers(1, 16), st.integers(1, 4), st.integers(1, 64))
+def test_larger_sizes_end(name: str, p: int, v: int, m: int) -> None:
+    clock(make(name, p, SCHEDULES[name].chunks or v, m))
+
+
+def test_the_clock_sees_deadlocks_and_what_is_missing_or_twice() -> None:
+    first, *others = make("1f1b", 4, 1, 8).ranks
+    small_groups = Size(ranks=8, chunks=2, microbatches=16, group=4)
+    with pytest.raises(StuckError, match="0F"):
+        clock(Schedule("broken", tuple(tuple(interleaved(rank, small_groups)) for rank in range(8))))
+    with pytest.raises(AssertionError):
+        clock(Schedule("broken", (first[:-1], *others)))
+    with pytest.raises(AssertionError, match="twice"):
+        clock(Schedule("broken", ((*first, first[0]), *others)))
+
+
+@pytest.mark.parametrize("seconds", [{"F": 1, "B": 2}, {"F": 3, "B": 5}, {"F": 2, "B": 1}])
+@pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved"])
+def test_bubble_is_the_formula(name: str, seconds: dict[str, int]) -> None:
+    """(p - 1)(f + b) / v of a rank's f and b, which are v times a stage's."""
+    for p, v, m in sizes(name, ranks=5, microbatches=11):
+        if m >= p:
+            bubble = (p - 1) * (seconds["F"] + seconds["B"])
+            assert max(bubbles(make(name, p, v, m), seconds)) == bubble, (p, v, m)
+
+
+def test_memory_is_the_formula() -> None:
+    for p, v, m in sizes("gpipe", ranks=5, microbatches=11):
+        assert [memory(actions) for actions in make("gpipe", p, v, m).ranks] == [v * m] * p
+        g = len(next(depth_first_groups(Size(p, v, m, p))))
+        expected = [min(v * m, 2 * (p - rank - 1) + (v - 1) * g + 1) for rank in range(p)]
+        assert [memory(actions) for actions in make("interleaved", p, v, m).ranks] == expected
+        assert [memory(actions) for actions in make("1f1b", p, 1, m).ranks] == [min(m, p - r) for r in range(p)]
+
+
+@pytest.mark.parametrize(("p", "v", "m", "group"), [(4, 2, 16, 4), (4, 3, 16, 8), (2, 4, 6, 2), (8, 2, 16, 16)])
+def test_warm_up_is_that_of_megatron(p: int, v: int, m: int, group: int) -> None:
+    for rank, actions in enumerate(make("interleaved", p, v, m, group).ranks):
+        first_backward = next(i for i, action in enumerate(actions) if action.kind == "B")
+        warmup = min(2 * (p - rank - 1) + (v - 1) * group, v * m)
+        assert first_backward == min(warmup + 1, v * m)
+
+
+@pytest.mark.parametrize(
+    ("p", "m", "group", "lengths"),
+    [
+        (4, 8, 4, [4, 4]),
+        (4, 3, 4, [3]),  # fewer micro-batches than ranks
+        (4, 7, 4, [7]),  # a rest of fewer than the ranks is shared out
+        (4, 11, 4, [6, 5]),
+        (4, 14, 8, [8, 6]),  # one of as many is a group
+        (4, 19, 8, [10, 9]),
+    ],
+)
+def test_depth_first_groups(p: int, m: int, group: int, lengths: list[int]) -> None:
+    groups = list(depth_first_groups(Size(p, 2, m, group)))
+    assert [len(each) for each in groups] == lengths
+    assert [mb for each in groups for mb in each] == list(range(m))
+
+
+@settings(derandomize=True, deadline=None, max_examples=60)
+@given(st.integers(1, 8), st.integers(1, 4), st.integers(1, 40), st.integers(0, 20))
+def test_any_group_of_at_least_the_ranks_keeps_the_bubble(p: int, v: int, m: int, more: int) -> None:
+    schedule = make("interleaved", p, v, m, p + more)
+    assert max(bubbles(schedule)) == 3 * (p - 1) or m < p
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence", "fixes"),
+    [
+        (("1f2b", 2, 1, 4), "no schedule is called '1f2b'; there are gpipe, 1f1b,", ("--pipeline-schedule 1f1b",)),
+        (("fancy", 2, 1, 4), "no schedule is called 'fancy'", ()),
+        (
+            ("1f1b", 4, 2, 8),
+            "1f1b has 1 stage on each rank, not 2",
+            ("--num-virtual-stages-per-pipeline-rank 1", "--pipeline-schedule interleaved"),
+        ),
+        (("zb-v", 4, 1, 8), "zb-v has 2 stages on each rank, not 1", ("--num-virtual-stages-per-pipeline-rank 2",)),
+        (("gpipe", 4, 1, 0), "0 micro-batches", ()),
+        (("gpipe", 4, 1, 8, 4), "gpipe has no groups of micro-batches", ("--pipeline-schedule interleaved",)),
+        (
+            ("interleaved", 4, 2, 8, 3),
+            "groups of 3 micro-batches: the first rank would wait for the last one",
+            ("--microbatch-group-size-per-virtual-pipeline-stage 4",),
+        ),
+    ],
+)
+def test_refusals(arguments: tuple[str, int, int, int], sentence: str, fixes: tuple[str, ...]) -> None:
+    with pytest.raises(ScheduleError) as error:
+        make(*arguments)
+    assert sentence in error.value.sentence
+    assert error.value.fixes == fixes
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 1, 2), (0, 1, 0, 1), (0, 1, 2, 2, 1, 0), (1, 0)])
+def test_one_by_one_no_two_ranks_work_at_a_time(placement: tuple[int, ...]) -> None:
+    schedule = one_by_one(placement, microbatches=3)
+    assert schedule.placement == placement
+    assert max(end for _, end in clock(schedule)) == 3 * len(placement) * 3
+    peaks = validate(add_communication(schedule))
+    assert peaks.activations == tuple(placement.count(rank) for rank in range(1 + max(placement)))
+
+
+def test_making_a_schedule_is_quick() -> None:
+    """Two microseconds per action are asked for; a loaded machine gets ten."""
+    start = time.process_time()
+    actions = sum(map(len, make("interleaved", 64, 8, 512).ranks))
+    assert actions == 64 * 8 * 512 * 2
+    assert (time.process_time() - start) / actions < 10e-6
+
+
+STOCK = {
+    "gpipe": stock.ScheduleGPipe,
+    "1f1b": stock.Schedule1F1B,
+    "interleaved": stock.ScheduleInterleaved1F1B,
+    "zb-h1": stock.ScheduleInterleavedZeroBubble,
+    "zb-v": stock.ScheduleZBVZeroBubble,
+    "dualpipe-v": stock.ScheduleDualPipeV,
+}
+
+
+"""What PyTorch has. Its interleaved zero bubble with one stage on each rank is ZB-H1."""
+
+
+def stock_schedule(kind: type, p: int, v: int, m: int) -> object:
+    """A schedule of torch.distributed.pipelining with what it makes its order from, but without stages or processes."""
+    schedule = object.__new__(kind)
+    schedule.__dict__.update(
+        _num_stages=p * v,
+        num_stages=p * v,
+        _n_microbatches=m,
+        pp_group_size=p,
+        n_local_stages=v,
+        _stages=range(v),
+        microbatches_per_round=m // max(1, m // p),
+    )
+    if kind in (stock.ScheduleGPipe, stock.Schedule1F1B):
+        schedule.pipeline_order = schedule._get_pipeline_order()
+    else:
+        schedule.pipeline_order = {rank: schedule._calculate_single_rank_operations(rank) for rank in range(p)}
+    return schedule
+
+
+def written_by_stock(kind: type, p: int, v: int, m: int, path: Path) -> Schedule:
+    """Its schedule by way of the file that it writes."""
+    schedule = stock_schedule(kind, p, v, m)
+    for rank, actions in schedule.pipeline_order.items():
+        schedule.pipeline_order[rank] = [a for a in actions if a is None or a.computation_type != stock.REDUCE_GRAD]
+    stock.PipelineScheduleMulti._dump_csv(schedule, path)
+    return Schedule.load(path)
+
+
+def is_in_stock(name: str, p: int, v: int, m: int) -> bool:
+    """Whether PyTorch has the schedule: one stage on a rank, rounds of one size, a DualPipe with all its phases.
+
+    Its 1F1B with fewer micro-batches than ranks does some that do not exist."""
+    unequal = m % max(1, m // p)
+    return not {"gpipe": v > 1, "1f1b": m < p, "interleaved": unequal, "dualpipe-v": m < 2 * p}.get(name)
+
+
+@pytest.mark.parametrize("name", STOCK)
+def test_order_is_that_of_pytorch(name: str, tmp_path: Path) -> None:
+    """Equal wherever PyTorch has the schedule, but for the last rank's forwards in 1F1B, which it counts from 1."""
+    compared = [size for size in sizes(name, ranks=5, microbatches=14) if is_in_stock(name, *size)]
+    for size in compared:
+        theirs = list(written_by_stock(STOCK[name], *size, tmp_path / "stock.csv").ranks)
+        if name == "1f1b":
+            theirs[-1] = tuple(a._replace(microbatch=a.microbatch - (a.kind == "F")) for a in theirs[-1])
+        assert list(make(name, *size).ranks) == theirs, size
+    assert len(compared) > 20
+
+
+def test_gpipe_is_breadth_first_as_in_pytorch_but_for_the_order_of_backward(tmp_path: Path) -> None:
+    p, v, m = 3, 2, 5
+    theirs = written_by_stock(stock.ScheduleLoopedBFS, p, v, m, tmp_path / "stock.csv").ranks
+    turned = [
+        [a if a.kind == "F" else Action(a.stage, "B", m - 1 - a.microbatch) for a in actions] for actions in theirs
+    ]
+    assert [list(actions) for actions in make("gpipe", p, v, m).ranks] == turned
+
+
+def test_reductions_that_pytorch_plans_are_refused(tmp_path: Path) -> None:
+    schedule = stock_schedule(stock.ScheduleGPipe, 2, 1, 4)
+    stock.PipelineScheduleMulti._dump_csv(schedule, tmp_path / "stock.csv")
+    with pytest.raises(ScheduleError, match=r"stock.csv, line 1: '0REDUCE_GRAD' is no action here.*FSDP"):
+        Schedule.load(tmp_path / "stock.csv")
