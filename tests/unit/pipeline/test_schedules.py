@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 from torch.distributed.pipelining import schedules as stock
 
 from megatron.pipeline.actions import Action, Schedule, ScheduleError, Size
-from megatron.pipeline.schedules import SCHEDULES, depth_first_groups, interleaved, make
+from megatron.pipeline.comms import add_communication
+from megatron.pipeline.schedules import SCHEDULES, depth_first_groups, interleaved, make, one_by_one
+from megatron.pipeline.validate import validate
 from tests.unit.pipeline.clock import StuckError, bubbles, clock, memory
 
 V_SHAPED = ("zb-v", "dualpipe-v")
