@@ -130,8 +130,10 @@ class Schedule:
         rank_of: dict[int, int] = {}
         for rank, actions in enumerate(self.ranks):
             for stage in {action.stage for action in actions}:
-                if rank_of.setdefault(stage, rank) != rank:
-                    raise ScheduleError(f"stage {stage} is on rank {rank_of[stage]} and on rank {rank}")
+                other = rank_of.setdefault(stage, rank)
+                if other != rank:
+                    there, here = (next(a for a in self.ranks[r] if a.stage == stage) for r in (other, rank))
+                    raise ScheduleError(f"stage {stage} is on rank {other} and on rank {rank}, with {there} and {here}")
         missing = [stage for stage in range(len(rank_of)) if stage not in rank_of]
         if missing or not rank_of:
             raise ScheduleError(f"no rank has stage {missing[0] if missing else 0}")

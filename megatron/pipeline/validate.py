@@ -21,6 +21,7 @@ from typing import NamedTuple
 from megatron.pipeline.actions import (
     BACKWARD,
     COMMUNICATION,
+    EVALUATION,
     FORWARD,
     INPUT,
     RECV_B,
@@ -110,7 +111,7 @@ def validate(program: Schedule, most_activations: float | None = None, most_weig
     """
     placement = program.placement
     kinds = [list(map(itemgetter(1), actions)) for actions in program.ranks]
-    trains = any(not {FORWARD, SEND_F, RECV_F}.issuperset(own) for own in kinds)
+    trains = any(not set(EVALUATION).issuperset(own) for own in kinds)
     _require_all_forwards(program, kinds)
     done = bytearray(len(placement) * program.microbatches)
     rules = _rules(placement, program.microbatches)
@@ -123,8 +124,8 @@ def validate(program: Schedule, most_activations: float | None = None, most_weig
         nothing = (0,) * len(kinds)
         return Peaks(nothing, nothing, nothing)
     peaks = Peaks(*(tuple(max(_held(k, counted)) for k in kinds) for counted in (ACTIVATIONS, WEIGHTS, BOTH)))
-    _check_bound(program, kinds, ACTIVATIONS, most_activations, "activations of micro-batches")
-    _check_bound(program, kinds, WEIGHTS, most_weights, "gradients of weights to be made")
+    _check_bound(program, kinds, ACTIVATIONS, most_activations, "activations")
+    _check_bound(program, kinds, WEIGHTS, most_weights, "weight gradients yet to be made")
     return peaks
 
 
@@ -191,7 +192,9 @@ def _fault(program: Schedule, rank: int, index: int, rule: _Rule, done: bytearra
     if done[place] & rule.once:
         if action in actions[:index]:
             return ScheduleError(f"rank {rank} has {action} twice")
-        return ScheduleError(f"rank {rank} has {action} after {stage}{BACKWARD}{microbatch}, which includes it")
+        halves = (BACKWARD, INPUT, WEIGHT)
+        first = next(a for a in actions if a.stage == stage and a.microbatch == microbatch and a.kind in halves)
+        return ScheduleError(f"rank {rank} has {action} after {first}: a backward is one B, or one I and one W")
     lacking = rule.needs & ~done[place]
     if not lacking:
         stage, lacking = stage + (1 if rule.offset > 0 else -1), rule.there
@@ -208,7 +211,7 @@ def _require_all_done(program: Schedule, rules: _Rules, done: bytearray, trains:
     """Refuse what no rank does for some micro-batch."""
     count = program.microbatches
     for stage, own in enumerate(rules):
-        wanted = [kind for kind in own if trains or kind in (FORWARD, SEND_F, RECV_F)]
+        wanted = [kind for kind in own if trains or kind in EVALUATION]
         complete = 0
         for kind in wanted:
             complete |= own[kind].does

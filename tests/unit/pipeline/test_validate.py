@@ -1,0 +1,261 @@
+"""The proof of programs against an independent judge: every schedule of the library, and ones broken on purpose."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.actions import (
+    BACKWARD,
+    COMMUNICATION,
+    COMPUTE,
+    FORWARD,
+    INPUT,
+    WEIGHT,
+    Action,
+    Schedule,
+    ScheduleError,
+)
+from megatron.pipeline.comms import add_communication
+from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.validate import LEAVE_OUT, Peaks, validate
+from tests.unit.pipeline.judge import Play
+
+ACTION = re.compile(rf"\d+({'|'.join((*COMMUNICATION, *COMPUTE))})\d+")
+
+BREAKAGES = ("drop", "double", "swap", "move", "hasten W", "swap posts", "wrong rank", "other kind")
+
+
+def program(*lines: str) -> Schedule:
+    """From the text of each rank."""
+    return Schedule("mine", tuple(tuple(Action.parse(word) for word in line.split()) for line in lines))
+
+
+def refusal(found: Schedule, **bounds: float) -> str:
+    """The sentence with which a program is refused."""
+    with pytest.raises(ScheduleError) as error:
+        validate(found, **bounds)
+    return error.value.sentence
+
+
+@st.composite
+def schedules(draw: st.DrawFn, ranks: int, chunks: int, microbatches: int) -> Schedule:
+    """Any schedule of the library, up to a size."""
+    name = draw(st.sampled_from(sorted(SCHEDULES)))
+    wanted = SCHEDULES[name].chunks or draw(st.integers(1, chunks))
+    try:
+        return make(name, draw(st.integers(1, ranks)), wanted, draw(st.integers(1, microbatches)))
+    except ScheduleError:
+        assume(False)
+        raise
+
+
+def held_at_most(schedule: Schedule, rank: int, start: tuple[str, ...], end: tuple[str, ...]) -> int:
+    """The most micro-batches of stages between an action of kinds ``start`` and one of kinds ``end``, by looking."""
+    actions = schedule.ranks[rank]
+    most = 0
+    for now in range(len(actions)):
+        began = {(a.stage, a.microbatch) for a in actions[: now + 1] if a.kind in start}
+        ended = {(a.stage, a.microbatch) for a in actions[: now + 1] if a.kind in end}
+        most = max(most, len(began - ended))
+    return most
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(schedules(ranks=16, chunks=4, microbatches=64))
+def test_every_schedule_of_the_library_is_valid(schedule: Schedule) -> None:
+    validate(add_communication(schedule))
+
+
+@pytest.mark.slow
+@settings(max_examples=4000, derandomize=True, deadline=None)
+@given(schedules(ranks=16, chunks=4, microbatches=64))
+def test_thousands_of_schedules_are_valid(schedule: Schedule) -> None:
+    validate(add_communication(schedule))
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(schedules(ranks=4, chunks=3, microbatches=6))
+def test_schedules_come_to_their_end_by_the_judge_too(schedule: Schedule) -> None:
+    found = add_communication(schedule)
+    assert Play(found, schedule.placement, ordered=True).comes_to_its_end()
+    evaluation = add_communication(schedule.only((FORWARD,)))
+    assert Play(evaluation, schedule.placement, ordered=True).comes_to_its_end()
+    validate(evaluation)
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(schedules(ranks=4, chunks=3, microbatches=6))
+def test_peaks_are_counted(schedule: Schedule) -> None:
+    ranks = range(len(schedule.ranks))
+    peaks = validate(add_communication(schedule))
+    assert peaks.activations == tuple(held_at_most(schedule, r, (FORWARD,), (BACKWARD, INPUT)) for r in ranks)
+    assert peaks.weights == tuple(held_at_most(schedule, r, (INPUT,), (WEIGHT,)) for r in ranks)
+    assert peaks.both == tuple(held_at_most(schedule, r, (FORWARD,), (BACKWARD, WEIGHT)) for r in ranks)
+
+
+@st.composite
+def breakages(draw: st.DrawFn) -> tuple[str, list[Action], Schedule, tuple[int, ...]]:
+    """What was done, the actions it was done to, the program after it, and the placement that was meant."""
+    whole = add_communication(draw(schedules(ranks=4, chunks=3, microbatches=5)))
+    ranks = [list(actions) for actions in whole.ranks]
+    what = draw(
+        st.sampled_from(["drop", "double", "swap", "move", "hasten W", "swap posts", "wrong rank", "other kind"])
+    )
+    rank = draw(st.integers(0, len(ranks) - 1))
+    actions = ranks[rank]
+    eligible = [i for i, a in enumerate(actions) if what != "hasten W" or a.kind == WEIGHT]
+    if what == "swap posts":
+        eligible = [i for i, a in enumerate(actions) if a.kind in COMMUNICATION]
+    assume(len(eligible) > 1)
+    place, other = (draw(st.sampled_from(eligible)) for _ in range(2))
+    touched = [actions[place]]
+    if what == "drop":
+        actions.pop(place)
+    elif what == "double":
+        actions.insert(other, actions[place])
+    elif what in ("swap", "swap posts"):
+        touched.append(actions[other])
+        actions[place], actions[other] = actions[other], actions[place]
+    elif what == "move":
+        actions.insert(other, actions.pop(place))
+    elif what == "hasten W":
+        half = actions.index(Action(actions[place].stage, INPUT, actions[place].microbatch))
+        actions.insert(half, actions.pop(place))
+    elif what == "wrong rank":
+        assume(len(ranks) > 1)
+        ranks[(rank + draw(st.integers(1, len(ranks) - 1))) % len(ranks)].append(actions.pop(place))
+    else:
+        actions[place] = actions[place]._replace(kind=draw(st.sampled_from((*COMPUTE, *COMMUNICATION))))
+        touched.append(actions[place])
+    return what, touched, Schedule("broken", tuple(map(tuple, ranks))), whole.placement
+
+
+@settings(max_examples=600, derandomize=True, deadline=None)
+@given(breakages())
+def test_what_is_broken_is_refused_and_what_is_not_is_not(
+    breakage: tuple[str, list[Action], Schedule, tuple[int, ...]],
+) -> None:
+    what, touched, found, placement = breakage
+    if Play(found, placement, ordered=True).comes_to_its_end():
+        validate(found)
+        return
+    sentence = refusal(found)
+    assert ACTION.search(sentence)
+    if what in ("drop", "double", "hasten W", "wrong rank"):
+        assert re.search(rf"\b{touched[0]}\b", sentence), f"{what} {touched[0]}: {sentence}"
+
+
+def pairs(microbatches: int) -> Schedule:
+    """1F1B on two ranks."""
+    return add_communication(make("1f1b", 2, 1, microbatches))
+
+
+def without(found: Schedule, text: str) -> Schedule:
+    """The program without the action of that text."""
+    return Schedule("broken", tuple(tuple(a for a in actions if str(a) != text) for actions in found.ranks))
+
+
+def test_a_deadlock_of_ordered_channels_that_mailboxes_would_not_have() -> None:
+    """Rank 1 takes micro-batch 1 first, and only then posts the receive of what was sent first."""
+    found = program(
+        "0F0 0SEND_F0 0F1 0SEND_F1 0RECV_B1 0B1 0RECV_B0 0B0",
+        "1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F0 1F0 1B0 1SEND_B0",
+    )
+    assert Play(found, (0, 1), ordered=False).comes_to_its_end()
+    assert not Play(found, (0, 1), ordered=True).comes_to_its_end()
+    assert refusal(found) == (
+        "rank 1 has 1RECV_F1 where 1RECV_F0 belongs: transfer 0 from rank 0 to rank 1 is 0SEND_F0, "
+        "and receives stand in the order of the sends"
+    )
+    validate(add_communication(found.only(COMPUTE)))
+
+
+def test_a_circle_is_told_rank_by_rank() -> None:
+    found = add_communication(program("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
+    assert not Play(found, (0, 1), ordered=False).comes_to_its_end()
+    assert refusal(found) == (
+        "ranks wait for each other in a circle: rank 0 waits for 0RECV_B0 before 0B0, which rank 1 sends after 1B0; "
+        "rank 1 waits for 1RECV_F1 before 1F1, which rank 0 sends after 0F1"
+    )
+
+
+def test_of_a_long_circle_the_beginning_is_told() -> None:
+    """With two stages on each rank in a loop, and the second one of rank 0 before its first."""
+    others = [f"{rank}F0 {rank + 6}F0" for rank in range(1, 6)]
+    sentence = refusal(add_communication(program("6F0 0F0", *others)))
+    assert sentence.endswith("which rank 3 sends after 3F0; and so on over 6 ranks, back to rank 0")
+    assert sentence.count("waits for") == 3
+
+
+def test_ranks_that_only_wait_for_a_circle_are_not_in_it() -> None:
+    sentence = refusal(add_communication(program("0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1", "2F1 2B1 2F0 2B0")))
+    assert "rank 0" not in sentence
+    assert "rank 1 waits for 1RECV_B0" in sentence
+    assert "rank 2 waits for 2RECV_F1" in sentence
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (("0F0 0B0 0B0",), "rank 0 has 0B0 twice"),
+        (("0F0 0I0 0B0 0W0",), "rank 0 has 0B0 after 0I0: a backward is one B, or one I and one W"),
+        (("0F0 0B0 0W0",), "rank 0 has 0W0 after 0B0: a backward is one B, or one I and one W"),
+        (("0F0 0W0 0I0",), "rank 0 has 0W0 before 0I0, whose result it needs"),
+        (("0F0 0I0 0F1 0B1",), "rank 0 has no 0B0 or 0W0: stages 0 to 0 each do micro-batches 0 to 1"),
+        (("0F0 0B0 0F2 0B2",), "rank 0 has no 0F1: stages 0 to 0 each do micro-batches 0 to 2"),
+        (("0B0 0F0",), "rank 0 has 0B0 before 0F0, whose result it needs"),
+        (("0F0 0SEND_F0 0B0",), "0SEND_F0 has no other end: the stages are 0 to 0"),
+        (("0F0 1F0 0SEND_F0 1B0 0B0",), "0SEND_F0 goes nowhere: stages 0 and 1 are both on rank 0"),
+        (("0F0 1F0 0B0 1B0",), "rank 0 has 0B0 before 1B0, whose result it needs"),
+        (("0F0 1F0 0B0",), "rank 0 has 0B0 but no 1B0 or 1I0, whose result it needs"),
+        (("0F0 0B0", ""), "rank 1 of 2 does nothing: every rank has a stage"),
+    ],
+)
+def test_sentences(lines: tuple[str, ...], sentence: str) -> None:
+    assert refusal(program(*lines)) == sentence
+
+
+@pytest.mark.parametrize("text", ["0SEND_F1", "1RECV_F1", "1SEND_B0", "0RECV_B0"])
+def test_communication_that_is_missing_is_named_and_can_be_left_out(text: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        validate(without(pairs(2), text))
+    assert text in error.value.sentence
+    assert error.value.fixes == (LEAVE_OUT,)
+
+
+def test_a_schedule_needs_its_communication() -> None:
+    assert "no 0RECV_B0" in refusal(make("1f1b", 2, 1, 2))
+
+
+def test_an_action_on_another_rank_is_named() -> None:
+    sentence = refusal(program("0F0 0F1 0B0", "1F0 1B0 1F1 1B1 0B1"))
+    assert sentence == "stage 0 is on rank 0 and on rank 1, with 0F0 and 0B1"
+
+
+def test_a_number_out_of_all_proportion_costs_no_memory() -> None:
+    assert refusal(program("0F0 0B0 0F999999999 0B999999999")).startswith("rank 0 has no 0F1:")
+
+
+def test_an_evaluation_keeps_nothing() -> None:
+    assert validate(pairs(3).only(("F", "SEND_F", "RECV_F"))) == Peaks((0, 0), (0, 0), (0, 0))
+    assert "no 1RECV_F1" in refusal(without(pairs(3).only(("F", "SEND_F", "RECV_F")), "1RECV_F1"))
+
+
+def test_bounds_name_the_first_action_above_them() -> None:
+    gpipe = add_communication(make("gpipe", 2, 1, 4))
+    assert validate(gpipe, most_activations=4).activations == (4, 4)
+    assert refusal(gpipe, most_activations=3) == "rank 0 holds 4 activations after 0F3, more than 3"
+    late = program("0F0 0I0 0F1 0I1 0W0 0W1")
+    assert validate(late, most_activations=1, most_weights=2) == Peaks((1,), (2,), (2,))
+    assert refusal(late, most_weights=1.5) == "rank 0 holds 2 weight gradients yet to be made after 0I1, more than 1.5"
+
+
+def test_a_program_from_a_file_may_send_late_and_receive_early() -> None:
+    """Valid, if slow: what counts is the order, not the place that ``add_communication`` would have chosen."""
+    rank_0 = "0RECV_B0 0RECV_B1 0F0 0F1 0SEND_F0 0SEND_F1 0B0 0B1"
+    rank_1 = "1RECV_F0 1RECV_F1 1F0 1B0 1F1 1SEND_B0 1B1 1SEND_B1"
+    assert validate(program(rank_0, rank_1)).activations == (2, 1)
