@@ -270,7 +270,8 @@ def finish(drawing: Drawing, arguments: argparse.Namespace) -> None:
             draw(figure, drawing.panels, drawing.unit)
     elif not arguments.compare:
         width, color = shutil.get_terminal_size((120, 24)).columns, sys.stdout.isatty()
-        drawings = [f"{name}\n{drawn(timeline, width, color)}" for name, timeline in drawing.panels.items()]
+        clock = max(timeline.makespan for timeline in timelines)
+        drawings = [f"{name}\n{drawn(timeline, width, color, clock)}" for name, timeline in drawing.panels.items()]
         print("", *drawings, legend(timelines), sep="\n")
     for path in filter(None, (arguments.csv, arguments.trace, arguments.out)):
         print(path)

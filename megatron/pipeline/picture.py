@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-COLORS = {FORWARD: "#0072b2", BACKWARD: "#cc79a7", INPUT: "#e69f00", WEIGHT: "#009e73"}
-"""Of the kinds: from the palette of Okabe and Ito, which people of any colour vision tell apart."""
+COLORS = {FORWARD: "#17407f", BACKWARD: "#b245d8", INPUT: "#f3c530", WEIGHT: "#35bd8c"}
+"""Of the kinds: people of any colour vision tell them apart, and so do black and white copies."""
 WORDS = {FORWARD: "F: forward", BACKWARD: "B: backward", INPUT: "I: input gradient", WEIGHT: "W: weight gradient"}
 IDLE, HATCH, INK, MUTED, LIMIT = "#eef0f3", "#4b5563", "#1f2933", "#7b8794", "#dc2626"
 PALEST = 0.6
@@ -168,7 +168,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: float | None) -> None:
 
 def _shades(ranks: int) -> list[tuple[float, float, float]]:
     """Dark to light, one for each rank."""
-    dark, light = (0.13, 0.05, 0.35), (0.62, 0.70, 0.92)
+    dark, light = (0.13, 0.05, 0.35), (0.50, 0.60, 0.93)
     parts = [rank / max(1, ranks - 1) for rank in range(ranks)]
     red, green, blue = ([a + (b - a) * part for part in parts] for a, b in zip(dark, light))
     return list(zip(red, green, blue))

@@ -13,7 +13,7 @@ ANSI = {FORWARD: "44;97", BACKWARD: "45;97", INPUT: "43;30", WEIGHT: "42;30"}
 PLAIN = "\x1b[0m"
 
 
-def drawn(timeline: Timeline, width: int = 120, color: bool = False) -> str:
+def drawn(timeline: Timeline, width: int = 120, color: bool = False, clock: float | None = None) -> str:
     """The timeline as lines of ``width`` characters: one per rank, time from left to right.
 
     An action is its kind and micro-batch, such as ``F12``, filled up with ``-``, and cut off where there is no room;
@@ -23,11 +23,13 @@ def drawn(timeline: Timeline, width: int = 120, color: bool = False) -> str:
         timeline: simulated or measured.
         width: characters of a line, names of ranks included; at least 20 are used.
         color: whether to add the colours that terminals understand.
+        clock: time that a line stands for, so that several timelines can be compared; default: the makespan.
     """
     names = [f"rank {rank} " for rank in range(len(timeline.intervals))]
     room = max(map(len, names))
     columns = max(20, width) - room
-    lines = [f"{name:{room}}{_row(timeline, rank, columns, color)}".rstrip() for rank, name in enumerate(names)]
+    scale = columns / float(clock or timeline.makespan or 1)
+    lines = [f"{name:{room}}{_row(timeline, rank, scale, color)}".rstrip() for rank, name in enumerate(names)]
     return "\n".join(lines)
 
 
@@ -64,11 +66,10 @@ def _waits(timeline: Timeline) -> bool:
     return any(timeline.exposed)
 
 
-def _row(timeline: Timeline, rank: int, columns: int, color: bool) -> str:
-    """What one rank does, in as many ``columns``."""
-    scale = columns / float(timeline.makespan or 1)
+def _row(timeline: Timeline, rank: int, scale: float, color: bool) -> str:
+    """What one rank does, at ``scale`` characters for a unit of time."""
     chunks = chunks_of(timeline)
-    cells = [IDLE] * columns
+    cells = [IDLE] * round(timeline.makespan * scale)
 
     def place(start: float, end: float) -> range:
         return range(round((start - timeline.start) * scale), round((end - timeline.start) * scale))
