@@ -40,7 +40,7 @@ def test_a_transfer_that_is_waited_for() -> None:
 
 
 def test_every_second_stage_is_in_lower_case() -> None:
-    lines = drawn(timeline("interleaved", 2, 2, 2), width=7 + 3 * 12).splitlines()
+    lines = drawn(timeline("interleaved", 2, 2, 2), width=7 + 3 * 15).splitlines()
     assert lines[1] == "rank 1    F0-F1-f0-b0----f1-b1----B0----B1----"
 
 
