@@ -72,8 +72,8 @@ def channel_of(action: Action, placement: Sequence[int]) -> tuple[int, int]:
     """
     if action.kind not in STEP:
         raise ScheduleError(f"{action} computes: only {', '.join(COMMUNICATION)} go through a channel")
-    other = action.stage + STEP[action.kind]
-    if not 0 <= other < len(placement):
+    other, stages = action.stage + STEP[action.kind], range(len(placement))
+    if action.stage not in stages or other not in stages:
         raise ScheduleError(f"{action} has no other end: the stages are 0 to {len(placement) - 1}")
     here, there = placement[action.stage], placement[other]
     if here == there:
