@@ -1,0 +1,142 @@
+"""The runtime on real ranks: gradients, and what is told when one of them fails in the middle of a schedule."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.parallel import ParallelConfig
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh, first_to_fail
+from megatron.parallel.microbatch import MicroBatch
+from megatron.pipeline.actions import COMPUTE, EVALUATION, Action, Schedule
+from megatron.pipeline.recorder import recording
+from megatron.pipeline.schedules import SCHEDULES
+from megatron.pipeline.simulate import Timeline
+from megatron.pipeline.stage import Chunk
+from megatron.training.failure import explain
+from megatron.training.whereabouts import where_all_are, whereabouts
+from tests.distributed.pool import Pool, RankError
+from tests.pipelines import SEED, Ends, LinearStage, batches_of, pipeline_of, plain_loop, program_of
+
+RANKS, MICROBATCHES = 4, 6
+TIMEOUT = 20.0
+"""Of the groups, in seconds."""
+
+CLOCKS = 1e-3
+"""Seconds by which the clocks of two processes may differ."""
+
+
+def mesh_of(rank: int, program: Schedule, seconds: float = TIMEOUT) -> Mesh:
+    ranks = len(program.ranks)
+    layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=ranks), ranks)
+    return Mesh(layout, rank, timedelta(seconds=seconds), placement=program.placement)
+
+
+def gradients(rank: int, world_size: int, names: tuple[str, ...]) -> dict[str, dict[str, list[list[float]]]]:
+    """Of this rank's stages, by schedule; after an evaluation, which must leave no trace."""
+    found, meshes, batches = {}, {}, batches_of(MICROBATCHES)
+    for name in names:
+        program, ends = program_of(name, world_size, MICROBATCHES), Ends()
+        if program.placement not in meshes:
+            meshes[program.placement] = mesh_of(rank, program)
+        mesh = meshes[program.placement]
+        pipeline = pipeline_of(program, rank, mesh.channels, ends)
+        pipeline.run(program.only(EVALUATION).ranks[rank], batches, None)
+        pipeline.run(program.ranks[rank], batches, torch.tensor(SEED))
+        found[name] = {stage: gradient.tolist() for stage, gradient in ends.gradients.items()}
+    return found
+
+
+def test_gradients_of_every_schedule_are_those_of_a_plain_loop(pool: Pool) -> None:
+    results = pool.run(RANKS, gradients, tuple(SCHEDULES), check_collectives=False)
+    for name in SCHEDULES:
+        expected = plain_loop(program_of(name, RANKS, MICROBATCHES).stages, MICROBATCHES)
+        for found in results:
+            for stage, gradient in found[name].items():
+                expected_here = expected.pop(stage)
+                torch.testing.assert_close(
+                    torch.tensor(gradient, dtype=torch.float64), expected_here, rtol=1e-12, atol=1e-12
+                )
+        assert not expected
+
+
+def fails_in_1f2(chunk: LinearStage, how: str) -> Chunk:
+    """A stage 1 that raises, or whose process dies, in micro-batch 2."""
+
+    def run(x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        if chunk.number == 1 and int(batch.tokens[0, 0]) == 6:
+            if how == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ValueError("too hot")
+        return chunk(x, batch)
+
+    return run
+
+
+def fail(rank: int, world_size: int, how: str, told: Path) -> None:
+    """A step in which rank 1 fails; the first rank to notice writes what it would print, and when it could."""
+    program, ends = program_of("1f1b", world_size, MICROBATCHES), Ends()
+    mesh = mesh_of(rank, program)
+    pipeline = pipeline_of(program, rank, mesh.channels, ends, partial(fails_in_1f2, how=how))
+    began = time.monotonic()
+    try:
+        with whereabouts(mesh, pipeline):
+            pipeline.run(program.ranks[rank], batches_of(MICROBATCHES), torch.tensor(SEED))
+    except Exception as error:
+        if first_to_fail():
+            text = f"{explain(error)}\n{where_all_are(rank, world_size)}"
+            told.write_text(f"{text}\nafter {time.monotonic() - began:.1f} s", encoding="utf-8")
+        raise
+
+
+def test_what_a_rank_raises_is_told_with_the_action_of_each(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 4 failed in .*: ValueError: too hot") as caught:
+        pool.run(RANKS, fail, "raise", tmp_path / "told", check_collectives=False)
+    assert "still running" not in str(caught.value)
+    *_, cause, note, places, seconds = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
+    assert cause == "ValueError: too hot"
+    assert note == "in the pipeline at 1F2"
+    assert places == "the ranks were at: 0B0 (rank 0), 1F2 (rank 1), 2F2 (rank 2), 3F2 (rank 3)"
+    assert float(seconds.split()[1]) < TIMEOUT / 2
+
+
+def test_of_a_rank_that_is_killed_the_others_tell(pool: Pool, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"rank 1 of 4 failed in .*: process died: killed by SIGKILL") as caught:
+        pool.run(RANKS, fail, "kill", tmp_path / "told", check_collectives=False)
+    assert "still running" not in str(caught.value)
+    cause, *_, places, seconds = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
+    assert cause.startswith("another rank ended without a word")
+    assert places == "the ranks were at: 0B0 (rank 0), no answer (rank 1), 2F2 (rank 2), 3F2 (rank 3)"
+    assert float(seconds.split()[1]) < TIMEOUT / 2
+
+
+def timeline(rank: int, world_size: int) -> Timeline:
+    program, ends = program_of("zb-v", world_size, MICROBATCHES), Ends()
+    mesh = mesh_of(rank, program)
+    pipeline = pipeline_of(program, rank, mesh.channels, ends)
+    with recording(pipeline, mesh.group("pp"), torch.device("cpu")) as recorder:
+        pipeline.run(program.ranks[rank], batches_of(MICROBATCHES), torch.tensor(SEED))
+    return recorder.timeline(program.name)
+
+
+def test_ranks_record_one_timeline_together(pool: Pool) -> None:
+    """On one clock: nothing begins before what it needs is over on another rank."""
+    seen, *others = pool.run(2, timeline, check_collectives=False)
+    assert all(other == seen for other in others)
+    program = program_of("zb-v", 2, MICROBATCHES)
+    ran = {interval.action: interval for intervals in seen.intervals for interval in intervals}
+    computed = [tuple(a for a in actions if a.kind in COMPUTE) for actions in program.ranks]
+    assert [tuple(interval.action for interval in intervals) for intervals in seen.intervals] == computed
+    for (stage, kind, microbatch), start, _ in ran.values():
+        before = Action(stage - 1, kind, microbatch) if kind == "F" else Action(stage + 1, kind, microbatch)
+        if before in ran and kind != "W":
+            assert ran[before].end <= start + CLOCKS
