@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.config.checks import batch, checkpoint, data, graphs, idle, optimizer, profiling
+from megatron.config.checks import batch, checkpoint, data, graphs, idle, optimizer, pipeline, profiling
 from megatron.config.compare import compare
 from megatron.config.foreign import assumptions, costs, habits, judge
 from megatron.config.launch import Launch
@@ -113,7 +113,7 @@ def parse(
     notes += assumptions(reading.spellings, said)
     notes += costs(reading.spellings, config, world_size)
     notes += [*batch.remarks(config, world_size), *data.remarks(config), *checkpoint.remarks(config)]
-    notes += [*profiling.remarks(config, world_size), *graphs.remarks(config)]
+    notes += [*profiling.remarks(config, world_size), *graphs.remarks(config), *pipeline.remarks(config)]
     asked = lay_over(layer.values for layer in (*files, flags, assignments))
     notes += map(in_flags, idle.remarks(config, asked))
     notes += optimizer.unseen(config) if known.check_config else ()

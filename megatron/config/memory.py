@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import MOMENTS, OptimizerConfig, RunConfig
 from megatron.parallel.shard import padded_vocabulary
+from megatron.pipeline.partition import StageLayers
+from megatron.pipeline.plan import placement, resolved, stage_layers
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Of a number in each format."""
@@ -18,7 +23,7 @@ def state_bytes(config: RunConfig) -> dict[str, int]:
     Raises:
         ValueError: while the vocabulary's size is not known.
     """
-    elements = rank_parameters(config.model, config.parallel.tensor_model_parallel_size)
+    elements = rank_parameters(config.model, config.parallel)
     narrow = BYTES[config.precision.params_dtype]
     wide = max(narrow, BYTES["fp32"])
     return {
@@ -49,13 +54,31 @@ def _moments(config: OptimizerConfig, wide: int) -> int:
     return sum(BYTES["bf16"] if name == "bf16" else wide for name in formats)
 
 
-def rank_parameters(m: ModelConfig, tp: int) -> int:
-    """Elements of the parameters on the fullest of ``tp`` tensor-parallel ranks, vocabulary padding included."""
-    rows = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp) // tp
-    embeddings = rows * m.hidden_size * (2 if m.untie_embeddings_and_output_weights else 1)
-    if m.position_embedding_type == "learned_absolute":
-        embeddings += (m.max_position_embeddings or 0) * m.hidden_size
-    return embeddings + m.num_layers * _rank_layer(m, tp) + m.norm_parameters()
+def rank_parameters(m: ModelConfig, parallel: ParallelConfig) -> int:
+    """Elements of the parameters on the fullest rank, vocabulary padding included.
+
+    A tied weight is on the ranks of the first and of the last stage, once on either.
+
+    Raises:
+        ValueError: while the vocabulary's size is not known.
+    """
+    held: dict[int, list[StageLayers]] = {}
+    parallel = resolved(m, parallel)
+    chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+    for rank, stage in zip(placement(parallel, chunks), stage_layers(m, parallel), strict=True):
+        held.setdefault(rank, []).append(stage)
+    return max(_parameters_of(stages, m, parallel.tensor_model_parallel_size) for stages in held.values())
+
+
+def _parameters_of(stages: Sequence[StageLayers], m: ModelConfig, tp: int) -> int:
+    """Elements of some stages on the fullest of ``tp`` tensor-parallel ranks."""
+    first, last = any(stage.first for stage in stages), any(stage.last for stage in stages)
+    tables = first + last if m.untie_embeddings_and_output_weights else int(first or last)
+    count = tables * padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp) // tp * m.hidden_size
+    if first and m.position_embedding_type == "learned_absolute":
+        count += (m.max_position_embeddings or 0) * m.hidden_size
+    layers = sum(len(stage.layers) for stage in stages)
+    return count + layers * _rank_layer(m, tp) + (m.norm_parameters() if last else 0)
 
 
 def _rank_layer(m: ModelConfig, tp: int) -> int:

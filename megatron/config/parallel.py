@@ -22,8 +22,8 @@ class ParallelConfig:
     )
     pipeline_schedule: str | None = option(
         None,
-        "Order of the pipeline's work: a name, or a file of actions that ends in .csv. Default: 1f1b, and interleaved "
-        "with several stages on a rank.",
+        "Order of the pipeline's work: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v, searched, or a file "
+        "of actions that ends in .csv. Default: 1f1b, and interleaved with several stages on a rank.",
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
         None,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 from megatron.config.batch import global_batch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig, TrainingConfig
+from megatron.pipeline.actions import ScheduleError
+from megatron.pipeline.plan import resolved
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
@@ -19,7 +22,7 @@ def resolve(config: RunConfig, world_size: int) -> RunConfig:
     return replace(
         config,
         model=_model(config.model, config.training.seq_length),
-        parallel=_parallel(config.parallel),
+        parallel=_parallel(config.model, config.parallel),
         training=_training(config, config.parallel.data_parallel_size(world_size)),
     )
 
@@ -34,7 +37,10 @@ def _model(model: ModelConfig, seq_length: int) -> ModelConfig:
     )
 
 
-def _parallel(parallel: ParallelConfig) -> ParallelConfig:
+def _parallel(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
+    """A pipeline that contradicts itself, which the checks tell of, stays as it is."""
+    with suppress(ScheduleError):
+        parallel = resolved(model, parallel)
     return replace(
         parallel,
         expert_tensor_parallel_size=parallel.expert_tensor_parallel_size or parallel.tensor_model_parallel_size,

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from megatron.config.batch import batch_stages, global_batch, total_steps, trained_samples
 from megatron.config.memory import checkpoint_bytes, rank_parameters, shown, state_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.run import RunConfig
 from megatron.parallel.shard import padded_vocabulary
+from megatron.pipeline.partition import StageLayers, notation
+from megatron.pipeline.plan import (
+    bubble_of,
+    dealt_by_cost,
+    layer_costs,
+    peaks_for,
+    resolved,
+    stage_layers,
+    virtual_stages,
+)
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
-    """At most ten lines: ranks, model, memory, batch and its ramp, length, learning rate, precision, checkpoints.
+    """At most eleven lines: ranks, pipeline, model, memory, batch, ramp, length, learning rate, precision, checkpoints.
 
     Args:
         config: resolved or not.
@@ -21,6 +33,7 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
     """
     rows = {
         "ranks": _ranks(config, world_size),
+        "pipeline": _pipeline(config, world_size),
         "model": _model(config.model),
         "parameters": _parameters(config),
         "memory": _memory(config),
@@ -38,7 +51,43 @@ def _ranks(config: RunConfig, world_size: int) -> str:
     p = config.parallel
     dp, tp = p.data_parallel_size(world_size), p.tensor_model_parallel_size
     sharing = "tensor and sequence parallel" if p.sequence_parallel and tp > 1 else "tensor parallel"
-    return f"{world_size} = DP {dp} (copies of the model) x TP {tp} ({sharing})"
+    chunks = virtual_stages(config.model, p)
+    stages = f"pipeline, VPP {chunks}" if chunks > 1 else "pipeline"
+    pp = f"PP {p.pipeline_model_parallel_size} ({stages}) x " if p.pipeline_model_parallel_size > 1 else ""
+    return f"{world_size} = {pp}DP {dp} (copies of the model) x TP {tp} ({sharing})"
+
+
+def _pipeline(config: RunConfig, world_size: int) -> str:
+    """Schedule, stages, bubble of the full batch where communication takes no time, and what is kept."""
+    parallel = resolved(config.model, config.parallel)
+    stages = stage_layers(config.model, parallel)
+    if len(stages) == 1:
+        return ""
+    t, dp = config.training, parallel.data_parallel_size(world_size)
+    count = global_batch(t, dp) // (t.micro_batch_size * dp)
+    kept = f"at most {max(peaks_for(parallel, count).both)} micro-batches of a stage kept"
+    return f"{parallel.pipeline_schedule}, {_dealt(config, stages)}, {_bubble(config, count)}, {kept}"
+
+
+def _bubble(config: RunConfig, microbatches: int) -> str:
+    """As the formulas have it, and with what the stages cost."""
+    parallel = resolved(config.model, config.parallel)
+    same = f"{100 * bubble_of(parallel, microbatches):.1f}%"
+    if config.model.vocab_size is None:
+        return f"bubble {same} where stages cost the same"
+    costs = tuple(layer_costs(config.model).of(stage) for stage in stage_layers(config.model, parallel))
+    real = f"{100 * bubble_of(parallel, microbatches, costs):.1f}%"
+    return f"bubble {same}" + (f" ({real} as these stages cost)" if real != same else "")
+
+
+def _dealt(config: RunConfig, stages: Sequence[StageLayers]) -> str:
+    """Layers of every stage, where they are not equally many as a layout."""
+    sizes = {len(stage.layers) for stage in stages}
+    if len(sizes) == 1:
+        return f"{len(stages)} stages of {_counted(sizes.pop(), 'layer', 'layers')}"
+    if config.model.vocab_size is None and dealt_by_cost(config.model, config.parallel):
+        return f"{len(stages)} stages of equal cost; the tokenizer says what the output layer costs"
+    return f"{len(stages)} stages {notation(stages)}"
 
 
 def _model(m: ModelConfig) -> str:
@@ -54,10 +103,10 @@ def _parameters(config: RunConfig) -> str:
     if m.vocab_size is None:
         blocks = m.num_layers * m.layer_parameters() + m.norm_parameters()
         return f"{blocks:,} and the embeddings; the tokenizer says how many entries they have"
-    held = rank_parameters(m, tp)
+    held = rank_parameters(m, config.parallel)
     padded = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp)
     padding = f"; vocabulary {m.vocab:,}" + (f" padded to {padded:,}" if padded != m.vocab else "")
-    return f"{m.num_parameters():,} ({held:,} on each rank){padding}"
+    return f"{m.num_parameters():,} ({held:,} on {_each(config)}){padding}"
 
 
 def _memory(config: RunConfig) -> str:
@@ -65,7 +114,11 @@ def _memory(config: RunConfig) -> str:
         return ""
     parts = {name: held for name, held in state_bytes(config).items() if held}
     by_part = ", ".join(f"{name} {shown(held)}" for name, held in parts.items())
-    return f"{shown(sum(parts.values()))} on each rank, without activations: {by_part}"
+    return f"{shown(sum(parts.values()))} on {_each(config)}, without activations: {by_part}"
+
+
+def _each(config: RunConfig) -> str:
+    return "each rank" if config.parallel.pipeline_model_parallel_size == 1 else "the fullest rank"
 
 
 def _batch(config: RunConfig, world_size: int) -> str:

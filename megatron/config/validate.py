@@ -17,6 +17,7 @@ from megatron.config.checks import (
     logging,
     model,
     optimizer,
+    pipeline,
     profiling,
 )
 from megatron.config.problems import Problem
@@ -27,6 +28,7 @@ from megatron.config.sources import flat
 CHECKS = (
     *model.CHECKS,
     *layout.CHECKS,
+    *pipeline.CHECKS,
     *batch.CHECKS,
     *optimizer.CHECKS,
     *data.CHECKS,

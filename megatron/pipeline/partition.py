@@ -10,11 +10,16 @@ import heapq
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
+from megatron.config.numbers import beside, offers
 from megatron.pipeline.actions import ScheduleError
 
 AUTO = "--pipeline-model-parallel-layout auto"
+
+
+MOST_DIGITS = 5
+"""Of a number that says how often something is repeated in a layout."""
 
 
 @dataclass(frozen=True)
@@ -121,32 +126,36 @@ def by_rank(layers: int, placement: Sequence[int], first: int | None, last: int 
         last: layers of the last rank; None likewise.
 
     Raises:
-        ScheduleError: where something does not divide, or a rank would have nothing.
+        ScheduleError: where something does not divide, or a stage would have nothing.
     """
+    counts = _on_ranks(layers, placement, first, last)
+    if counts is not None:
+        return stages_of(counts)
+    ranks, flags = 1 + max(placement), _flags(first, last)
+    flag, value = flags[0]
+    others = [n for n in range(1, layers + 1) if _on_ranks(layers, placement, *((n, last) if first else (None, n)))]
+    said = " and ".join(f"{flag} {value}" for flag, value in flags)
+    sentence = f"{layers} layers do not fill PP{ranks} x VPP{len(placement) // ranks} equally with {said}"
+    raise ScheduleError(sentence, *offers(flag, beside(value, others)), f"drop {flag}")
+
+
+def _on_ranks(layers: int, placement: Sequence[int], first: int | None, last: int | None) -> list[int] | None:
+    """Layers of every stage; None where something does not divide."""
     ranks = 1 + max(placement)
-    said = {0: first} if first is not None else {}
-    if last is not None:
-        said[ranks - 1] = last
-    others, rest = ranks - len(said), layers - sum(said.values())
-    if rest < 0 or (rest > 0 if others == 0 else rest % others):
-        shared = f"{rest} layers are left for {others} ranks"
-        raise ScheduleError(
-            f"{_flags(first, last)} and {layers} layers in all: {shared}, which do not share them equally", AUTO
-        )
-    on_rank = [said.get(rank, rest // max(1, others)) for rank in range(ranks)]
+    said = {rank: count for rank, count in ((0, first), (ranks - 1, last)) if count is not None}
+    if len(said) < ranks:
+        size, left = divmod(layers - sum(said.values()), ranks - len(said))
+    else:
+        size, left = 1, layers - sum(said.values())
     chunks = len(placement) // ranks
-    uneven = [rank for rank, count in enumerate(on_rank) if count % chunks]
-    if uneven:
-        sentence = (
-            f"the {on_rank[uneven[0]]} layers of pipeline rank {uneven[0]} do not divide over its {chunks} stages"
-        )
-        raise ScheduleError(f"{_flags(first, last)}: {sentence}", AUTO)
-    return stages_of([on_rank[rank] // chunks for rank in placement])
+    counts = [divmod(said.get(rank, size), chunks) for rank in placement]
+    fits = not left and size > 0 and not any(rest for _, rest in counts)
+    return [count for count, _ in counts] if fits else None
 
 
-def _flags(first: int | None, last: int | None) -> str:
+def _flags(first: int | None, last: int | None) -> list[tuple[str, int]]:
     said = (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last))
-    return " ".join(f"{flag} {count}" for flag, count in said if count is not None)
+    return [(flag, count) for flag, count in said if count is not None]
 
 
 def written(layout: str, layers: int) -> tuple[StageLayers, ...]:
@@ -165,10 +174,14 @@ def written(layout: str, layers: int) -> tuple[StageLayers, ...]:
             raise ScheduleError(f"{layout}: stage {number} has nothing in it", AUTO)
     parts = "".join(stages)
     if not re.fullmatch("Et*L", parts):
-        raise ScheduleError(f"{layout}: a layout begins with E, ends with L, and has either once, with t between them")
-    if parts.count("t") != layers:
         raise ScheduleError(
-            f"{layout} has {parts.count('t')} layers, and the model {layers}", f"--num-layers {parts.count('t')}"
+            f"{layout}: a layout begins with E, ends with L, and has either once, with t between them", AUTO
+        )
+    count = parts.count("t")
+    if count != layers:
+        has = "1 layer" if count == 1 else f"{count} layers"
+        raise ScheduleError(
+            f"{layout} has {has}, and the model {layers}", *offers("--num-layers", [count] if count else [])
         )
     return stages_of([stage.count("t") for stage in stages])
 
@@ -197,4 +210,24 @@ def spelled_out(layout: str) -> str:
 
 def _repeat(found: re.Match[str]) -> str:
     group, letter, times, once = found.groups()
-    return once if times is None else (group if letter is None else letter) * int(times)
+    if times is None:
+        return str(once)
+    if len(times) > MOST_DIGITS:
+        raise ScheduleError(f"*{times} repeats more than any model has layers", AUTO)
+    return str(group if letter is None else letter) * int(times)
+
+
+def notation(stages: Sequence[StageLayers]) -> str:
+    """The layout that :func:`written` reads as these stages."""
+    counts = [len(stage.layers) for stage in stages]
+    if len(counts) == 1:
+        return f"E{_layers(counts[0])}L"
+    middle = ""
+    for count, same in groupby(counts[1:-1]):
+        times = len(list(same))
+        middle += f"({_layers(count)}|)*{times}" if times > 1 else f"{_layers(count)}|"
+    return f"E{_layers(counts[0])}|{middle}{_layers(counts[-1])}L"
+
+
+def _layers(count: int) -> str:
+    return "t" * count if count < 3 else f"t*{count}"

@@ -6,17 +6,19 @@ Everything refused is a ``ScheduleError`` with the flags that would do. Where th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
 from megatron.config.model import ModelConfig
-from megatron.config.numbers import beside, divisors, offers
+from megatron.config.numbers import beside, divisors, multiples_beside, offers
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import did_you_mean
 from megatron.pipeline.actions import Schedule, ScheduleError
 from megatron.pipeline.comms import add_communication
 from megatron.pipeline.partition import LayerCosts, StageLayers, balanced, by_rank, equal, spelled_out, written
 from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.validate import Peaks, validate
 
 ONE_STAGE, SEVERAL_STAGES = "1f1b", "interleaved"
@@ -49,11 +51,12 @@ def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
         layout = str(parallel.pipeline_model_parallel_layout)
         stages = spelled_out(layout).count("|") + 1
         said[f"--pipeline-model-parallel-layout '{layout}'"] = _on_each_rank(layout, stages, parallel)
-    if parallel.pipeline_schedule is not None and _stages_of_schedule(parallel) is not None:
-        said[f"--pipeline-schedule {parallel.pipeline_schedule}"] = _stages_of_schedule(parallel) or 1
+    needed = stages_of_schedule(parallel)
+    if needed is not None:
+        said[f"--pipeline-schedule {parallel.pipeline_schedule}"] = needed
     if len(set(said.values())) > 1:
         (one, first), (other, second) = next((a, b) for a in said.items() for b in said.items() if a[1] != b[1])
-        sentence = f"{one} makes {_stages(first)} on each pipeline rank, and {other} {second}"
+        sentence = f"{one} makes {_stages(first)} on each pipeline rank, and {other} makes {second}"
         raise ScheduleError(sentence, f"drop {one}", f"drop {other}")
     return next(iter(said.values()), 1)
 
@@ -93,13 +96,15 @@ def _on_each_rank(name: str, stages: int, parallel: ParallelConfig) -> int:
     return stages // ranks
 
 
-def _stages_of_schedule(parallel: ParallelConfig) -> int | None:
-    """Stages that the schedule asked for needs on each rank; None where it works with any number.
+def stages_of_schedule(parallel: ParallelConfig) -> int | None:
+    """Stages that the schedule asked for needs on each rank; None where it works with any number, or none is asked for.
 
     Raises:
-        ScheduleError: when there is no such schedule, or its file does not do.
+        ScheduleError: when there is no such schedule, or its file cannot be read or is for other ranks.
     """
-    name = str(parallel.pipeline_schedule)
+    name = parallel.pipeline_schedule
+    if name is None:
+        return None
     if name.endswith(FILE):
         schedule = _from_file(name)
         if len(schedule.ranks) != parallel.pipeline_model_parallel_size:
@@ -113,14 +118,20 @@ def _stages_of_schedule(parallel: ParallelConfig) -> int | None:
     return SCHEDULES[name].chunks
 
 
-def _from_file(name: str) -> Schedule:
-    path = Path(name).absolute()
-    return _loaded(path, path.stat().st_mtime_ns if path.exists() else 0)
-
-
 @lru_cache(maxsize=2)
-def _loaded(path: Path, changed: int) -> Schedule:
-    return Schedule.load(path)
+def _from_file(name: str) -> Schedule:
+    return Schedule.load(Path(name))
+
+
+def resolved(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
+    """The same options with the number of stages on a rank and the schedule written out.
+
+    Raises:
+        ScheduleError: as :func:`virtual_stages`.
+    """
+    count = virtual_stages(model, parallel)
+    name = schedule_name(parallel, count)
+    return replace(parallel, num_virtual_stages_per_pipeline_rank=count, pipeline_schedule=name)
 
 
 def schedule_name(parallel: ParallelConfig, stages_per_rank: int) -> str:
@@ -154,11 +165,23 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
         return by_rank(layers, placement(parallel, chunks), first, last)
     if layout not in (None, AUTO):
         return written(str(layout), layers)
-    accounted = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
-    same = equal(layers, stages, *accounted) if layout is None else None
-    if any(accounted) and same is None:
+    embedding, output = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
+    same = equal(layers, stages, embedding, output) if layout is None else None
+    if same is None and (embedding or output or stages > layers + 2):
         raise _unfilled(model, parallel, chunks)
     return same or balanced(layers, stages, layer_costs(model))
+
+
+def dealt_by_cost(model: ModelConfig, parallel: ParallelConfig) -> bool:
+    """Whether the stages are as :func:`stage_layers` makes them of equal cost.
+
+    Raises:
+        ScheduleError: as :func:`stage_layers`.
+    """
+    stages, layout = stage_layers(model, parallel), parallel.pipeline_model_parallel_layout
+    said = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
+    accounted = parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split
+    return layout == AUTO or not (layout or said or accounted or model.num_layers % len(stages) == 0)
 
 
 def _exclude(parallel: ParallelConfig) -> None:
@@ -180,15 +203,21 @@ def _exclude(parallel: ParallelConfig) -> None:
 
 
 def _unfilled(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> ScheduleError:
+    """What to do about layers that neither divide over the stages nor can be dealt out by cost."""
     ranks, total = parallel.pipeline_model_parallel_size, _counted_layers(model, parallel)
-    stages, extra = ranks * chunks, total - model.num_layers
-    what = f"{model.num_layers} layers and {extra} accounted for"
+    stages, accounted = ranks * chunks, total - model.num_layers
+    what = f"{model.num_layers} layers" + (f" and {accounted} that count as one" if accounted else "")
     sentence = f"{what} do not fill PP{ranks} x VPP{chunks} ({stages} stages x {total / stages:.4g})"
-    return ScheduleError(
-        sentence,
-        "drop --account-for-embedding-in-pipeline-split and --account-for-loss-in-pipeline-split",
-        *offers("--num-layers", [max(1, -(-total // stages)) * stages - extra]),
-    )
+    if accounted:
+        fix = "--no-account-for-embedding-in-pipeline-split --no-account-for-loss-in-pipeline-split"
+        enough = [n - accounted for n in multiples_beside(total, stages) if n > accounted]
+        return ScheduleError(sentence, fix, *offers("--num-layers", enough))
+    most = model.num_layers + 2
+    fewer = [n for n in range(1, chunks) if ranks * n <= most] if stages_of_schedule(parallel) is None else []
+    shorter = [n for n in divisors(ranks) if n * chunks <= most]
+    fixes = offers("--num-virtual-stages-per-pipeline-rank", fewer[-1:])
+    fixes += offers("--pipeline-model-parallel-size", shorter[-1:])
+    return ScheduleError(sentence, *fixes, f"--num-layers {stages - 2}")
 
 
 def layer_costs(model: ModelConfig) -> LayerCosts:
@@ -217,6 +246,16 @@ def schedule_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
     return make(name, parallel.pipeline_model_parallel_size, chunks, microbatches, group)
 
 
+def usual_microbatches(parallel: ParallelConfig) -> int:
+    """A number of micro-batches that the schedule was made for: its own, of a file, or twice the ranks.
+
+    Raises:
+        ScheduleError: when there is no such file.
+    """
+    name = schedule_name(parallel, 1)
+    return _from_file(name).microbatches if name.endswith(FILE) else 2 * parallel.pipeline_model_parallel_size
+
+
 @lru_cache(maxsize=4)
 def program_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
     """The schedule with its communication, proven to come to its end.
@@ -237,3 +276,21 @@ def peaks_for(parallel: ParallelConfig, microbatches: int) -> Peaks:
         ScheduleError: when its program would not come to its end.
     """
     return validate(add_communication(schedule_for(parallel, microbatches)))
+
+
+@cache
+def bubble_of(parallel: ParallelConfig, microbatches: int, costs: tuple[float, ...] | None = None) -> float:
+    """Part of all ranks' time, 0 to 1, in which they wait for others or for the end of the step.
+
+    Args:
+        parallel: of a resolved configuration.
+        microbatches: of a step, on each data-parallel rank.
+        costs: of every stage, in any unit; None where they cost the same. Each is taken once forward, once for the
+            gradients of inputs, once for those of weights; communication takes no time.
+
+    Raises:
+        ScheduleError: when there is no such program.
+    """
+    program = program_for(parallel, microbatches)
+    seconds = costs or (1,) * program.stages
+    return simulate(program, Costs(seconds, seconds, seconds)).bubble

@@ -202,9 +202,17 @@ def _fault(program: Schedule, rank: int, index: int, rule: _Rule, done: bytearra
     later = [a for a in actions[index:] if a.stage == stage and a.kind in kinds and a.microbatch == microbatch]
     if later:
         return ScheduleError(f"rank {rank} has {action} before {later[0]}, whose result it needs")
+    if kinds[0] == RECV_B and not _backward(program, stage + 1, microbatch):
+        return _missing(program, stage + 1, microbatch, (BACKWARD, INPUT))
     names = " or ".join(f"{stage}{kind}{microbatch}" for kind in kinds)
     fixes = (LEAVE_OUT,) if kinds[0] in (RECV_F, RECV_B) else ()
     return ScheduleError(f"rank {rank} has {action} but no {names}, whose result it needs", *fixes)
+
+
+def _backward(program: Schedule, stage: int, microbatch: int) -> bool:
+    """Whether some rank makes the gradient of the stage's input."""
+    wanted = (Action(stage, BACKWARD, microbatch), Action(stage, INPUT, microbatch))
+    return any(action in actions for actions in program.ranks for action in wanted)
 
 
 def _require_all_done(program: Schedule, rules: _Rules, done: bytearray, trains: bool) -> None:

@@ -65,10 +65,18 @@ def documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E910", sentence, (f"--kernels {masked}", "--cuda-graph optimizer", EAGERLY))
 
 
+def pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """A recorded step that sends to other pipeline ranks was never tried."""
+    ranks = config.parallel.pipeline_model_parallel_size
+    if config.compute.cuda_graph == "step" and ranks > 1:
+        sentence = f"--cuda-graph step has not been tried on a pipeline, and there are {ranks} pipeline ranks"
+        yield Problem("E912", sentence, ("--cuda-graph optimizer", EAGERLY))
+
+
 def remarks(config: RunConfig) -> Iterator[str]:
     """A line where every step is watched, and so none repeated."""
     if config.compute.cuda_graph == "step" and config.logging.log_health_interval == 1:
         yield "--log-health-interval 1: steps of a health report run eagerly, so --cuda-graph step repeats none"
 
 
-CHECKS = (device, dropout, weight_decay, communication, documents)
+CHECKS = (device, dropout, weight_decay, communication, documents, pipeline)

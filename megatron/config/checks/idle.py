@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from megatron.config.problems import Problem
 from megatron.config.run import AFTER_DOCUMENTS, RunConfig
 from megatron.config.settings import SETTINGS
+from megatron.pipeline.actions import ScheduleError
+from megatron.pipeline.plan import SEVERAL_STAGES, resolved
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,23 @@ FROM_A_MODEL = (
 
 DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
 
+
+def _takes_turns(config: RunConfig) -> bool:
+    """Whether the stages of a rank take turns by groups of micro-batches; what cannot be told is told elsewhere."""
+    try:
+        parallel = resolved(config.model, config.parallel)
+    except ScheduleError:
+        return True
+    return parallel.pipeline_schedule == SEVERAL_STAGES and parallel.num_virtual_stages_per_pipeline_rank != 1
+
+
 MISTAKES = (
+    Rule(
+        ("microbatch_group_size_per_virtual_pipeline_stage",),
+        _takes_turns,
+        "the schedule interleaved on several stages",
+        "--pipeline-schedule interleaved --num-virtual-stages-per-pipeline-rank 2",
+    ),
     Rule(
         ("rotary_base", "rotary_percent", "rotary_interleaved"),
         lambda c: c.model.position_embedding_type in ("rope", "yarn"),
@@ -144,7 +162,7 @@ MISTAKES = (
         "--wandb-project mine",
     ),
     Rule(
-        ("profile", "profile_memory"),
+        ("profile", "profile_memory", "profile_pipeline"),
         lambda c: c.logging.run_dir is not None,
         "a run_dir to keep it in",
         "--run-dir runs/mine",
@@ -184,6 +202,11 @@ MISTAKES = (
 )
 
 HARMLESS = (
+    Rule(
+        ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
+        lambda c: c.parallel.pipeline_model_parallel_size > 1,
+        "PP above 1",
+    ),
     Rule(("sequence_parallel",), lambda c: c.parallel.tensor_model_parallel_size > 1, "TP above 1"),
     Rule(("eval_interval",), lambda c: c.training.eval_iters > 0, "eval_iters above 0"),
     Rule(("min_lr",), lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays"),
@@ -197,8 +220,8 @@ HARMLESS = (
     Rule(("lion_beta1", "lion_beta2"), lambda c: c.optimizer.optimizer == "lion", "optimizer lion"),
     Rule(
         ("profile_step_start", "profile_step_end"),
-        lambda c: c.profiling.profile or c.profiling.profile_memory,
-        "profile or profile_memory",
+        lambda c: c.profiling.profile or c.profiling.profile_memory or c.profiling.profile_pipeline,
+        "profile, profile_memory or profile_pipeline",
     ),
     Rule(
         ("profile_ranks", "pytorch_profiler_collect_shapes", "pytorch_profiler_collect_callstack"),

@@ -11,16 +11,15 @@ from megatron.config.settings import flag
 
 
 def built_axes(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """This version trains on TP x SP x DP; the other axes exist in the mesh only."""
+    """This version trains on TP x SP x PP x DP; the other axes exist in the mesh only."""
     p = config.parallel
     axes = (
-        ("pipeline_model_parallel_size", "pipeline", p.pipeline_model_parallel_size),
         ("context_parallel_size", "context", p.context_parallel_size),
         ("expert_model_parallel_size", "expert", p.expert_model_parallel_size),
     )
     for name, words, size in axes:
         if size > 1:
-            sentence = f"{words} parallelism of {size} is not built; tensor, sequence and data parallelism are"
+            sentence = f"{words} parallelism of {size} is not built; tensor, pipeline and data parallelism are"
             yield Problem("E201", sentence, (f"{flag(name)} 1",))
     if p.expert_tensor_parallel_size not in (None, p.tensor_model_parallel_size):
         sentence = f"expert tensor parallelism of {p.expert_tensor_parallel_size}: there are no experts in this version"
@@ -32,7 +31,8 @@ def world(config: RunConfig, world_size: int) -> Iterator[Problem]:
     p = config.parallel
     if world_size % p.model_ranks == 0:
         return
-    name = "TP" if p.model_ranks == p.tensor_model_parallel_size else "TP x PP x CP"
+    name = "TP" if p.model_ranks == p.tensor_model_parallel_size else "TP x PP"
+    name += " x CP" if p.context_parallel_size > 1 else ""
     ranks = "1 rank is" if world_size == 1 else f"{world_size} ranks are"
     smaller = offers("--tensor-model-parallel-size", beside(p.tensor_model_parallel_size, divisors(world_size))[:1])
     enough = max(multiples_beside(world_size, p.model_ranks))

@@ -42,7 +42,7 @@ def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def _asked(profiling: ProfilingConfig) -> bool:
-    return profiling.profile or profiling.profile_memory
+    return profiling.profile or profiling.profile_memory or profiling.profile_pipeline
 
 
 CHECKS = (window, ranks)

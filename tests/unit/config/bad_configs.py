@@ -15,6 +15,7 @@ from megatron.config.problems import UserError
 GOLDEN = Path(__file__).parents[2] / "golden" / "bad_configs.txt"
 RUN = "--mock-data --vocab-size 257 --train-iters 100"
 FILES = "--vocab-size 257 --train-iters 100"
+SCHEDULES = "tests/golden/schedules"
 THERE = "tests/golden/megatron/case0"
 
 
@@ -107,7 +108,7 @@ CASES = (
     Case("--position-embedding-type yarn --yarn-beta-fast 1 --yarn-beta-slow 2"),
     Case("--position-embedding-type rope --use-rope-scaling --rope-low-freq-factor 4"),
     # layout
-    Case("--pipeline-model-parallel-size 2 --context-parallel-size 2 --expert-tensor-parallel-size 4", ranks=4),
+    Case("--context-parallel-size 2 --expert-tensor-parallel-size 4", ranks=2),
     Case("--tensor-model-parallel-size 4", ranks=6),
     Case("--tensor-model-parallel-size 2"),
     Case("--tensor-model-parallel-size 16", ranks=24),
@@ -116,6 +117,80 @@ CASES = (
     Case("--tensor-model-parallel-size 4 --ffn-hidden-size 342", ranks=4),
     Case("--tensor-model-parallel-size 4 --sequence-parallel --seq-length 1022", ranks=4),
     Case("--distributed-backend nccl --device cpu"),
+    # pipelines
+    Case("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", ranks=6),
+    Case("--pipeline-model-parallel-size 2 --pipeline-schedule interleave", ranks=2),
+    Case("--pipeline-model-parallel-size 2 --pipeline-schedule chimera", ranks=2),
+    Case("--pipeline-model-parallel-size 2 --pipeline-schedule no/such/file.csv", ranks=2),
+    Case(f"--pipeline-model-parallel-size 2 --pipeline-schedule {SCHEDULES}/missing.csv", ranks=2),
+    Case(f"--pipeline-model-parallel-size 4 --num-layers 4 --pipeline-schedule {SCHEDULES}/two_ranks.csv", ranks=4),
+    Case(f"--pipeline-model-parallel-size 2 --pipeline-schedule {SCHEDULES}/two_ranks.csv", ranks=2),
+    Case(
+        f"--pipeline-model-parallel-size 2 --pipeline-schedule {SCHEDULES}/two_ranks.csv"
+        " --global-batch-size 8 --rampup-batch-size 4 2 100 --micro-batch-size 2",
+        ranks=4,
+    ),
+    Case(
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4"
+        " --microbatch-group-size-per-virtual-pipeline-stage 1",
+        ranks=2,
+    ),
+    Case("--pipeline-model-parallel-size 2 --microbatch-group-size-per-virtual-pipeline-stage 4", ranks=2),
+    Case("--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3 --pipeline-schedule zb-v", ranks=2),
+    Case(
+        "--pipeline-model-parallel-size 2 --num-layers 12 --num-virtual-stages-per-pipeline-rank 2"
+        " --num-layers-per-virtual-pipeline-stage 2",
+        ranks=2,
+    ),
+    Case("--pipeline-model-parallel-size 2 --num-layers 80 --num-layers-per-virtual-pipeline-stage 3", ranks=2),
+    Case(
+        "--pipeline-model-parallel-size 2 --num-layers 8 --num-layers-per-virtual-pipeline-stage 2"
+        " --decoder-first-pipeline-num-layers 3",
+        ranks=2,
+    ),
+    Case("--pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4", ranks=8),
+    Case("--pipeline-model-parallel-size 8 --num-layers 2", ranks=8),
+    Case(
+        "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --num-layers 80"
+        " --account-for-embedding-in-pipeline-split",
+        ranks=4,
+    ),
+    Case("--pipeline-model-parallel-size 4 --num-layers 10 --decoder-first-pipeline-num-layers 3", ranks=4),
+    Case(
+        "--pipeline-model-parallel-size 2 --num-layers 10 --decoder-first-pipeline-num-layers 3"
+        " --decoder-last-pipeline-num-layers 4",
+        ranks=2,
+    ),
+    Case(
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 --num-layers 10"
+        " --decoder-last-pipeline-num-layers 3",
+        ranks=2,
+    ),
+    Case(
+        "--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout auto --decoder-first-pipeline-num-layers 1",
+        ranks=2,
+    ),
+    Case(
+        "--pipeline-model-parallel-size 2 --num-layers 4 --decoder-last-pipeline-num-layers 1"
+        " --account-for-loss-in-pipeline-split",
+        ranks=2,
+    ),
+    *(
+        Case(f"--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout '{layout}'", ranks=2)
+        for layout in (
+            "E|t|L",
+            "Et|t*2L",
+            "Ett",
+            "Et||tL",
+            "Et|tmL",
+            "Et|xL",
+            "Et|(tL",
+            "Et*|tL",
+            "Et|t*99999999L",
+            "Et|t*0L",
+            "Et|tE|t|L",
+        )
+    ),
     # batch
     Case("--global-batch-size 100 --micro-batch-size 8", ranks=4),
     Case("--global-batch-size 30 --micro-batch-size 4", ranks=8),
@@ -251,6 +326,7 @@ CASES = (
     Case("--cuda-graph step --device cpu --hidden-dropout 0.1"),
     Case("--cuda-graph optimizer --start-weight-decay 0.1 --end-weight-decay 0.2 --weight-decay-incr-style linear"),
     Case("--cuda-graph step --distributed-backend gloo", ranks=2),
+    Case("--cuda-graph step --pipeline-model-parallel-size 2 --hidden-dropout 0 --attention-dropout 0", ranks=2),
     Case("--cuda-graph step --reset-attention-mask --eod-id 0 --kernels auto norm=torch"),
     # everything at once
     Case(

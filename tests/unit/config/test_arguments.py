@@ -43,7 +43,7 @@ def test_field_names_and_flags_are_unique_over_all_groups() -> None:
 def test_nothing_said_gives_the_defaults() -> None:
     said = {"mock_data", "vocab_size", "train_iters"}
     derived = {"num_query_groups", "kv_channels", "ffn_hidden_size", "max_position_embeddings", "global_batch_size"}
-    derived.add("expert_tensor_parallel_size")
+    derived |= {"expert_tensor_parallel_size", "num_virtual_stages_per_pipeline_rank", "pipeline_schedule"}
     config, defaults = flat(accepted().config), flat(RunConfig())
     assert {name for name in config if config[name] != defaults[name]} == said | derived
 

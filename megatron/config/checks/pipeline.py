@@ -1,0 +1,88 @@
+"""Whether the layers fill the stages of the pipeline, and its schedule can run every batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+from megatron.config.batch import batch_stages
+from megatron.config.checks.batch import share
+from megatron.config.parallel import ParallelConfig
+from megatron.config.problems import Problem
+from megatron.config.run import RunConfig
+from megatron.pipeline import plan
+from megatron.pipeline.actions import ScheduleError
+from megatron.pipeline.partition import AUTO, written
+
+
+def stages(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """There is such a schedule, the options agree on the stages of a rank, and the layers fill them."""
+    model, parallel = config.model, config.parallel
+    layout = parallel.pipeline_model_parallel_layout
+    problem = _told("E208", plan.stages_of_schedule, parallel)
+    if layout not in (None, plan.AUTO):
+        problem = problem or _told("E210", written, layout, model.num_layers)
+    problem = problem or _told("E209", plan.virtual_stages, model, parallel)
+    if problem:
+        yield problem
+        return
+    known = plan.resolved(model, parallel)
+    if known.pipeline_schedule != plan.SEVERAL_STAGES:  # of which the checks of idle options tell
+        known = replace(known, microbatch_group_size_per_virtual_pipeline_stage=None)
+    unfilled = _told("E210", plan.stage_layers, model, known)
+    unable = _told("E208", plan.peaks_for, known, plan.usual_microbatches(known))
+    if unable and str(known.pipeline_schedule).endswith(plan.FILE):
+        unable = replace(unable, sentence=f"{known.pipeline_schedule}: {unable.sentence}")
+    yield from filter(None, (unfilled, unable))
+
+
+def batches(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Every batch of the run, on the way of a ramp too, is one that the schedule can run."""
+    parallel = _running(config)
+    if parallel is None or world_size % parallel.model_ranks:
+        return
+    t, unit = config.training, share(config, world_size)
+    for sample, size in batch_stages(t, parallel.data_parallel_size(world_size)):
+        count, rest = divmod(size, unit)
+        problem = None if rest or not count else _told("E211", plan.peaks_for, parallel, count)
+        if problem:
+            ramped = t.rampup_batch_size is not None
+            batch = f"global batch {size}" + (f" from sample {sample:,} on" if ramped else "")
+            wanted = plan.usual_microbatches(parallel) * unit
+            fixes = ("drop --rampup-batch-size",) if ramped else (f"--global-batch-size {wanted}",)
+            yield Problem("E211", f"{batch}: {problem.sentence}", fixes)
+            return
+
+
+def _running(config: RunConfig) -> ParallelConfig | None:
+    """The pipeline's options written out, of one that :func:`stages` has nothing to say about."""
+    try:
+        parallel = plan.resolved(config.model, config.parallel)
+        plan.peaks_for(parallel, plan.usual_microbatches(parallel))
+    except ScheduleError:
+        return None
+    return parallel
+
+
+def _told(code: str, ask: Callable[..., object], *what: object) -> Problem | None:
+    try:
+        ask(*what)
+    except ScheduleError as error:
+        return Problem(code, error.sentence, error.fixes)
+    return None
+
+
+def remarks(config: RunConfig) -> Iterator[str]:
+    """A line on layers that are dealt out unevenly, and on a schedule that has nothing to save."""
+    model, parallel = config.model, plan.resolved(config.model, config.parallel)
+    chunks, name = parallel.num_virtual_stages_per_pipeline_rank or 1, parallel.pipeline_schedule
+    ranks = parallel.pipeline_model_parallel_size
+    if plan.dealt_by_cost(model, parallel) and parallel.pipeline_model_parallel_layout is None:
+        yield f"{model.num_layers} layers do not divide over {ranks * chunks} stages: dealt out as {AUTO} does, by cost"
+    if ranks > 1 and name == plan.SEVERAL_STAGES and chunks == 1:
+        yield "--pipeline-schedule interleaved with 1 stage on each rank: it keeps more than 1f1b and waits as long"
+    if ranks == 1 and (chunks > 1 or name not in (plan.ONE_STAGE, plan.SEVERAL_STAGES)):
+        yield f"a pipeline of 1 rank waits for nobody: {name} with {chunks} stages on it only keeps more"
+
+
+CHECKS = (stages, batches)
