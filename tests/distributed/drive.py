@@ -23,6 +23,7 @@ from tests.distributed.pool import Pool
 
 SEQ_LENGTH = 12
 GLOBAL_BATCH = 4
+"""Samples, where a case does not say otherwise."""
 LR = 1e-2
 RATES = Rates(LR, 0.1, decoupled_lr=LR / 4)
 
@@ -51,6 +52,7 @@ class Case:
     """A run on ``tp * pp * dp`` ranks.
 
     Attributes:
+        samples: of a global batch.
         masked: some labels do not count, and not equally many in every sample.
         documents: where an end of a document is named, samples are several documents, and this is made of them.
     """
@@ -61,6 +63,7 @@ class Case:
     training: TrainingConfig = TRAINING
     optimizer: OptimizerConfig = OPTIMIZER
     dp: int = 1
+    samples: int = GLOBAL_BATCH
     masked: bool = True
     documents: Masks = ONE_DOCUMENT
     steps: int = 3
@@ -76,7 +79,7 @@ class Case:
         training = replace(
             self.training,
             seq_length=SEQ_LENGTH,
-            global_batch_size=GLOBAL_BATCH,
+            global_batch_size=self.samples,
             train_iters=self.steps,
             device="cpu",
         )
@@ -93,7 +96,7 @@ class Case:
 
     def twin(self) -> Case:
         """The same numbers on one process in one micro-batch, by stock PyTorch, keeping all activations."""
-        training = TrainingConfig(micro_batch_size=GLOBAL_BATCH, seed=self.training.seed)
+        training = TrainingConfig(micro_batch_size=self.samples, seed=self.training.seed)
         return replace(self, parallel=ONE_RANK, training=training, dp=1, compute=STOCK)
 
 
@@ -129,18 +132,18 @@ def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
     """This rank's micro-batches of a step: micro-batch ``m`` of the global batch goes to replica ``m % dp``."""
     replicas, size = trainer.mesh.replicas, trainer.config.training.micro_batch_size
     whole = global_batch(case, step)
-    starts = range(replicas.rank * size, GLOBAL_BATCH, replicas.size * size)
+    starts = range(replicas.rank * size, case.samples, replicas.size * size)
     return [_rows(whole, slice(at, at + size)) for at in starts]
 
 
 def global_batch(case: Case, step: int) -> MicroBatch:
     """All samples of a step."""
     generator = torch.Generator().manual_seed(step)
-    shape = (GLOBAL_BATCH, SEQ_LENGTH)
-    ids = torch.randint(0, case.model.vocab, (GLOBAL_BATCH, SEQ_LENGTH + 1), generator=generator)
+    shape = (case.samples, SEQ_LENGTH)
+    ids = torch.randint(0, case.model.vocab, (case.samples, SEQ_LENGTH + 1), generator=generator)
     mask = torch.ones(shape)
     if case.masked:  # the later the sample, the fewer of its labels count
-        chances = torch.linspace(0.9, 0.3, GLOBAL_BATCH).unsqueeze(1)
+        chances = torch.linspace(0.9, 0.3, case.samples).unsqueeze(1)
         mask = (torch.rand(shape, generator=generator) < chances).float()
     if case.documents.eod is not None:
         ends = torch.rand(ids.shape, generator=generator) < 0.25
@@ -148,7 +151,7 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     columns = case.documents.columns(ids[:, :-1].numpy(), ids[:, 1:].numpy())
     tokens, labels, counts = (torch.from_numpy(column) for column in columns[:3])
     positions, documents = (None if c is None else torch.from_numpy(c) for c in columns[3:])
-    samples = torch.arange(GLOBAL_BATCH) + step * GLOBAL_BATCH
+    samples = torch.arange(case.samples) + step * case.samples
     return MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents)
 
 

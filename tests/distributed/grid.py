@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
+from functools import cache
+from itertools import product
 from typing import Any
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.masks import Masks
-from tests.distributed.drive import GLOBAL_BATCH, LR, MODEL, Case
+from megatron.pipeline.plan import SCHEDULES
+from tests.distributed.drive import LR, MODEL, Case
 from tests.distributed.pairwise import Choice
 
 
@@ -79,14 +83,23 @@ GROUPS: dict[str, dict[str, Any]] = {
     },
 }
 
+MAX_RANKS = 8
+"""Of a case: what the pool has."""
+MAX_COLLECTIVES = 48
+"""Layers x micro-batches x TP of a case: roughly what it costs, where many ranks share few cores."""
+
 FACTORS: dict[str, tuple[Any, ...]] = {
+    "pp": (1, 2, 4),
+    "vpp": (1, 2),
+    "schedule": ("1f1b", *(name for name in SCHEDULES if name != "1f1b")),
     "tp": ("1", "2", "2sp", "4", "4sp"),
     "dp": (1, 2),
+    "samples": (4, 8, 6),
     "micro_batch": (1, 2, 4),
-    "recompute": tuple(RECOMPUTE),
+    "recompute": ("nothing", "all modules", "uniform 2", "block 1"),
     "positions": tuple(POSITIONS),
     "rotary": tuple(ROTARY),
-    "layers": (2, 3),
+    "layers": (2, 3, 5, 8),  # on 1, 2, 4 or 8 stages
     "untied": (False, True),
     "kv_heads": (4, 2, 1),  # MHA, GQA and MQA; fewer than TP 4 in both of the latter
     "kv_channels": (None, 12),
@@ -110,13 +123,37 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 }
 
 
+LAYOUT = ("pp", "vpp", "schedule", "tp", "dp", "samples", "micro_batch", "layers")
+"""Factors that rules of the rank grid and of the pipeline connect."""
+
+
 def valid(choice: Choice) -> bool:
-    """Whether a choice, complete or not, breaks no rule."""
-    if choice.get("micro_batch", 1) * choice.get("dp", 1) > GLOBAL_BATCH:
+    """Whether a choice can be completed so that it breaks no rule."""
+    names = tuple(name for name in LAYOUT if name in choice)
+    if tuple(choice[name] for name in names) not in _parts_of_layouts(names):
         return False
     if choice.get("optimizer") == "lion" and _has_key_bias(choice):
         return False
     return choice.get("positions", "rope") in ROTATING or choice.get("rotary", "plain") == "plain"
+
+
+@cache
+def _parts_of_layouts(names: tuple[str, ...]) -> frozenset[tuple[Any, ...]]:
+    """The values under these names of every layout that there can be."""
+    return frozenset(tuple(layout[name] for name in names) for layout in layouts())
+
+
+def layouts() -> Iterator[Choice]:
+    """Every combination of the values in ``LAYOUT`` that fits together."""
+    for values in product(*(FACTORS[name] for name in LAYOUT)):
+        c = dict(zip(LAYOUT, values))
+        fits = SCHEDULES[c["schedule"]].chunks in (None, c["vpp"])
+        filled = c["pp"] * c["vpp"] <= c["layers"] + 2  # the first and the last stage may have no block
+        tp, (micro_batches, rest) = int(c["tp"][0]), divmod(c["samples"], c["micro_batch"] * c["dp"])
+        small = tp * c["pp"] * c["dp"] <= MAX_RANKS and c["layers"] * micro_batches * tp <= MAX_COLLECTIVES
+        in_turn = rest == 0 and (micro_batches > 1 or c["pp"] == 1)  # one alone has no order to get wrong
+        if fits and filled and small and in_turn:
+            yield c
 
 
 def _has_key_bias(choice: Choice) -> bool:
@@ -147,6 +184,9 @@ def case_of(choice: Choice) -> Case:
     )
     parallel = ParallelConfig(
         tensor_model_parallel_size=int(c["tp"][0]),
+        pipeline_model_parallel_size=c["pp"],
+        num_virtual_stages_per_pipeline_rank=c["vpp"],
+        pipeline_schedule=c["schedule"],
         sequence_parallel=c["tp"].endswith("sp"),
         ddp_bucket_size=c["bucket"],
         overlap_grad_reduce=c["overlap"],
@@ -165,12 +205,23 @@ def case_of(choice: Choice) -> Case:
     )
     documents = DOCUMENTS[c["documents"]]
     return Case(
-        model, parallel, training=training, optimizer=optimizer, dp=c["dp"], masked=c["masked"], documents=documents
+        model,
+        parallel,
+        training=training,
+        optimizer=optimizer,
+        dp=c["dp"],
+        samples=c["samples"],
+        masked=c["masked"],
+        documents=documents,
     )
+
+
+IN_LABEL = ("pp", "vpp", "schedule", "tp", "dp", "micro_batch", "samples")
 
 
 def label(choice: Choice) -> str:
     """A name for people: the layout, then what is not the first value of its factor."""
-    layout = f"tp{choice['tp']} dp{choice['dp']} mb{choice['micro_batch']}"
-    rest = [f"{n}={v}" for n, v in choice.items() if n not in ("tp", "dp", "micro_batch") and v != FACTORS[n][0]]
+    c = choice
+    layout = f"pp{c['pp']}x{c['vpp']} {c['schedule']} tp{c['tp']} dp{c['dp']} mb{c['micro_batch']}of{c['samples']}"
+    rest = [f"{n}={v}" for n, v in choice.items() if n not in IN_LABEL and v != FACTORS[n][0]]
     return ",".join([layout, *rest]).replace(" ", "-")

@@ -31,7 +31,7 @@ from tests.distributed.drive import (
     reference,
     run_on,
 )
-from tests.distributed.grid import DOCUMENTS, FACTORS, case_of, label, valid
+from tests.distributed.grid import DOCUMENTS, FACTORS, LAYOUT, RECOMPUTE, case_of, choices, label, valid
 from tests.distributed.pairwise import Choice, covering, pairs_of, valid_pairs
 from tests.distributed.pool import Pool
 
@@ -71,6 +71,17 @@ def check(steps: Sequence[StepTrace], differences: Sequence[Difference], toleran
 @pytest.mark.parametrize("choice", MATRIX, ids=label)
 def test_every_layout_trains_like_one_process(pool: Pool, choice: Choice) -> None:
     case = case_of(choice)
+    steps = run_on(pool, case)
+    check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
+
+
+@pytest.mark.parametrize("module", choices("recompute_modules"))
+def test_every_recomputed_module_alone(pool: Pool, module: str) -> None:
+    """On both stages of a pipeline whose weight gradients come later than what is made again for them."""
+    plain = {name: values[0] for name, values in FACTORS.items()}
+    choice = plain | {"pp": 2, "schedule": "zb-h1", "tp": "2sp", "recompute": module, "dropout": "hidden"}
+    case = case_of(choice)
+    assert case.training.recompute_modules == RECOMPUTE[module]["recompute_modules"] == (module,)
     steps = run_on(pool, case)
     check(steps, compare_with_twin(steps, case), TOLERANCE_FP64)
 
@@ -126,8 +137,9 @@ def test_the_matrix_is_small_and_covers_every_pair_that_can_occur() -> None:
 
 
 RULED = [
-    dict(zip(("dp", "micro_batch", "positions", "rotary"), values))
-    for values in itertools.product(*(FACTORS[n] for n in ("dp", "micro_batch", "positions", "rotary")))
+    dict(zip(names, values))
+    for names in (LAYOUT, ("positions", "rotary"))
+    for values in itertools.product(*(FACTORS[name] for name in names))
 ]
 """Every combination of factors that some rule speaks of; what Lion cannot have is optional, and off by default."""
 
@@ -136,7 +148,8 @@ def all_pairs() -> list[frozenset[tuple[str, object]]]:
     return valid_pairs(FACTORS, lambda choice: True)
 
 
-MATTERS = sorted(set(FACTORS) - {"tp", "dp", "micro_batch", "recompute", "loss_chunk", "overlap", "bucket", "rotary"})
+OF_COMPUTING = {"pp", "vpp", "schedule", "tp", "dp", "micro_batch", "recompute", "loss_chunk", "overlap", "bucket"}
+MATTERS = sorted(set(FACTORS) - OF_COMPUTING - {"rotary"})
 
 
 @pytest.mark.parametrize("factor", MATTERS)
