@@ -57,8 +57,14 @@ def save(trainer: Trainer) -> Saved:
     path = folder.path(t.iteration)
     write(path, to_write(t), state(t), to_dict(t.config), t.mesh.world, t.files)
     warning = _make_room(t, folder) if t.mesh.world.rank == 0 else None
-    size = sum(spec.numel * tensor.element_size() for spec, tensor in held(t).values())
-    return Saved(path, size, time.monotonic() - started, warning)
+    return Saved(path, size_of(t), time.monotonic() - started, warning)
+
+
+def size_of(trainer: Trainer) -> int:
+    """Bytes of all tensors of a checkpoint; of every kind there is one for each parameter."""
+    t = trainer
+    kinds = [t.optimizer.masters, *t.optimizer.extra_state().values()]
+    return t.config.model.num_parameters() * sum(next(iter(kind.values())).element_size() for kind in kinds)
 
 
 def _make_room(trainer: Trainer, folder: Checkpoints) -> str | None:

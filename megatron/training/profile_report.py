@@ -15,10 +15,14 @@ import numpy as np
 
 from megatron.config.memory import shown
 from megatron.parallel.ranges import COMMUNICATION
+from megatron.pipeline.actions import Action, ScheduleError
 from megatron.training.trace_file import MEMORY_TRACK, Event
 
 STEP = "step "
 """What the range of a step begins with; its number follows."""
+
+STAGE = "stage "
+"""What the actions of a stage begin with in a table; its number and the kind of the action follow."""
 
 BACKENDS = ("gloo:", "nccl:")
 """What the ranges begin with that torch.distributed makes itself."""
@@ -50,6 +54,8 @@ class Account:
         for event in events:
             category = event.get("cat")
             if event.get("ph") == "X" and category in tallies:
+                if category in (RANGE, DEVICE_RANGE):
+                    event = {**event, "name": without_micro_batch(event["name"])}
                 tallies[category].add(event)
                 if category == RANGE:
                     self._ranges.add(event["name"])
@@ -134,6 +140,15 @@ class Tally:
         return dict(zip(self._names, rows))
 
 
+def without_micro_batch(name: str) -> str:
+    """``stage 2 F`` for ``2F0``, an action of the pipeline: those of all micro-batches have one row."""
+    try:
+        stage, kind, _ = Action.parse(name)
+    except ScheduleError:
+        return name
+    return f"{STAGE}{stage} {kind}"
+
+
 def is_layer(name: str) -> bool:
     """Whether a module, or the range around its forward pass, is one of a numbered list: ``layers.3``."""
     return name.rpartition(".")[2].isdecimal()
@@ -141,7 +156,7 @@ def is_layer(name: str) -> bool:
 
 def _sections(ranges: Iterable[str]) -> dict[str, list[str]]:
     """Names of ranges by what they are; those of the steps themselves left out."""
-    phases, waits, layers, backends = [], [], [], []
+    phases, actions, waits, layers, backends = [], [], [], [], []
     for name in ranges:
         if name.startswith(COMMUNICATION):
             waits.append(name)
@@ -149,10 +164,13 @@ def _sections(ranges: Iterable[str]) -> dict[str, list[str]]:
             backends.append(name)
         elif is_layer(name):
             layers.append(name)
+        elif name.startswith(STAGE):
+            actions.append(name)
         elif not name.startswith(STEP):
             phases.append(name)
     found = {
         "phases": phases,
+        "actions of the pipeline": actions,
         "waits for other ranks, by axes": waits,
         "collectives of all axes, as their threads see them": backends,
         "forward passes of layers": layers,

@@ -64,6 +64,9 @@ def test_the_table_has_shares_of_the_steps() -> None:
             event("communication tp", 3_000, 1_500, "user_annotation"),
             event("decoder.layers.3", 6_000, 100, "user_annotation"),
             event("gloo:all_reduce", 6_000, 100, "user_annotation", tid=9),
+            event("2F0", 6_000, 300, "user_annotation"),
+            event("2F1", 6_300, 400, "user_annotation"),
+            event("2SEND_F1", 6_700, 50, "user_annotation"),
             event("aten::mm", 0, 500),
             {"ph": "M", "name": "process_name"},
         ]
@@ -75,8 +78,11 @@ def test_the_table_has_shares_of_the_steps() -> None:
         "communication tp": ["25.0%", "2.500"],
         "decoder.layers.3": ["1.0%", "0.100"],
         "gloo:all_reduce": ["1.0%", "0.100"],
+        "stage 2 F": ["7.0%", "0.700"],
+        "stage 2 SEND_F": ["0.5%", "0.050"],
         "aten::mm": ["1", "0.500"],
     }
+    assert "\nactions of the pipeline " in text
     assert f"allocated since the recording began, at most: {shown(2_000_000)}" in text
 
 
