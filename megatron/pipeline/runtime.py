@@ -112,8 +112,6 @@ class Pipeline:
         self._arriving: dict[Action, Pending] = {}  # under the RECV_F or RECV_B that it is, or would be
         self._leaving: dict[Action, Tensor] = {}  # under the SEND_F or SEND_B that is next
         self._sent: dict[Action, Pending] = {}
-        for stage in self._stages.values():
-            stage.forget()
 
     def _finish(self) -> None:
         for pending in self._sent.values():

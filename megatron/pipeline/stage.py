@@ -78,10 +78,6 @@ class Stage:
             raise RuntimeError(f"the output of stage {self.number} does not depend on its input")
         return None if x is None else x.grad
 
-    def forget(self) -> None:
-        """Free what an interrupted step left."""
-        self._kept.clear()
-
 
 def _root(result: Tensor) -> _Root | None:
     return _Root(get_gradient_edge(result), result.dtype) if result.requires_grad else None

@@ -189,10 +189,11 @@ def test_a_stage_lets_go_of_its_input_after_backward() -> None:
     stage = Stage(1, lambda x, batch: ((x**2).sum(), torch.zeros(())))  # type: ignore[operator]
     [batch] = batches_of(1)
     x = torch.ones(3)
-    memory = weakref.ref(x)
+    memory = weakref.ref(x.untyped_storage())
     stage.forward(0, x, batch)
-    stage.backward(0, torch.ones(()), torch.ones(()))
     del x
+    assert memory() is not None
+    stage.backward(0, torch.ones(()), torch.ones(()))
     assert memory() is None
 
 
