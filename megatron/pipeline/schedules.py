@@ -3,8 +3,9 @@
 Every schedule is a function of the size of the pipeline that lists the actions of one rank; the rest of the project
 knows none of them by name. Below, p is the number of ranks, v of stages on each (chunks), m of micro-batches; f, b, i
 and w are the seconds that a *rank* takes for all its stages: one micro-batch forward, backward, and backward's halves
-for inputs and for weights (b = i + w). A rank's bubble is its idle time between its first and its last action; memory
-is the most (stage, micro-batch) pairs whose activations are alive at once, 1/v of a rank's layers each.
+for inputs and for weights (b = i + w). The bubble is the longest time that a rank idles between its first and its last
+action, all stages alike and communication free; memory is the most (stage, micro-batch) pairs whose activations a rank
+holds at once, each a v-th of those of its layers.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ def gpipe(rank: int, size: Size) -> list[Action]:
     Backward takes the micro-batches in the order of forward. The reverse would free nothing earlier, and this way
     gradients are summed in the order of the other schedules, to the same bits.
 
-    Bubble: (p - 1)(f + b) / v. Memory: v m.
+    Bubble: (p - 1)(f + b) / v, with at least p micro-batches where v > 1. Memory: v m.
 
     Source: Huang et al., arXiv 1811.06965; with several stages on a rank, Lamy-Poirier, arXiv 2211.05953.
     """

@@ -15,7 +15,7 @@ from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, 
 def zb_h1(rank: int, size: Size) -> list[Action]:
     """1F1B whose ranks put off W the longer the later they are: all hold as many micro-batches as the first.
 
-    Bubble: (p - 1)(f + i - w). Memory: min(m, p) on every rank.
+    Bubble: (p - 1)(f + i - w) where w <= f, w <= i and m >= p. Memory: min(m, p) on every rank.
 
     Source: Qi et al., arXiv 2401.10241, section 2.3.
     """
@@ -37,7 +37,7 @@ def zb_h2(rank: int, size: Size) -> list[Action]:
     none left, and wait for gradients. What W is put off at first is done in the middle, but for one that fills the gap
     between a rank's last forward and the gradient that it needs next.
 
-    Bubble: (p - 1)(f + i - 2w). Memory: min(m, 2p - 1) on every rank.
+    Bubble: (p - 1)(f + i - 2w), or none, where w <= f, w <= i and m >= 2p - 1. Memory: min(m, 2p - 1) on every rank.
 
     Source: Qi et al., arXiv 2401.10241, section 2.3.
     """
@@ -57,7 +57,7 @@ def zb_h2(rank: int, size: Size) -> list[Action]:
 def zb_v(rank: int, size: Size) -> list[Action]:
     """Two stages on each rank, in a V: no bubble in the memory of 1F1B.
 
-    Bubble: 0 where f = i = w. Memory: min(2m, 2p) half stages, on every rank.
+    Bubble: none where f = i = w and m >= 2p - 1. Memory: min(2m, 2p), each half of a rank's layers.
 
     Source: Qi et al., arXiv 2401.10241, section 6; as the V-Zero of Qi et al., arXiv 2405.15362.
     """
@@ -85,7 +85,8 @@ def dualpipe_v(rank: int, size: Size) -> list[Action]:
     DualPipe computes such a pair at once, to hide the communication of one behind the other; here they are two
     actions in a row. Whole backwards, except for the first of the loss's half and the last of both.
 
-    Bubble: (p - 1)(f + b - 3w) in time of pairs, as its authors count. Memory: 2p + 1 half stages.
+    Bubble: (p - 1)(f + i - w) / 2 where w <= i <= f <= b and m >= 2p; its authors count with pairs that take less time than
+    their parts. Memory: min(2m, 2p + 1), each half of a rank's layers.
 
     Source: DeepSeek-AI, arXiv 2412.19437, section 3.2.1, and its repository DualPipe; cut in half by Sea AI Lab.
     """

@@ -93,7 +93,8 @@ def test_warm_up_is_that_of_megatron(p: int, v: int, m: int, group: int) -> None
         (4, 3, 4, [3]),  # fewer micro-batches than ranks
         (4, 7, 4, [7]),  # a rest of fewer than the ranks is shared out
         (4, 11, 4, [6, 5]),
-        (4, 14, 8, [8, 6]),  # one of as many is a group
+        (4, 12, 8, [8, 4]),  # one of as many is a group
+        (4, 14, 8, [8, 6]),
         (4, 19, 8, [10, 9]),
     ],
 )

@@ -43,7 +43,7 @@ def test_no_rank_idles_where_all_take_equally_long(name: str) -> None:
 @pytest.mark.parametrize("seconds", [(1, 1, 1), (2, 2, 1), (3, 2, 1), (2, 1, 1), (3, 3, 2)])
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 7, 8])
 def test_bubble_of_dualpipe_v(p: int, seconds: tuple[int, int, int]) -> None:
-    """Half of (p - 1)(f + i - w), where w <= i <= f; a stage's seconds are half of a rank's."""
+    """Half of (p - 1)(f + i - w), where w <= i <= f <= b; a stage's seconds are half of a rank's."""
     f, i, w = seconds
     for m in (2 * p, 2 * p + 1, 5 * p):
         assert max(bubbles(make("dualpipe-v", p, 2, m), durations(f, i, w))) == (p - 1) * (f + i - w)
