@@ -15,13 +15,13 @@ from megatron.layers import linear, loss
 from megatron.layers.dropout import dropout_attention, dropout_rows
 from megatron.model.gpt import GPTChunk
 from megatron.optim import clip
-from megatron.optim.optimizer import Clock
 from megatron.parallel import comm
 from megatron.parallel.build import BuildContext
 from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink, Rows
 from megatron.parallel.microbatch import MicroBatch
 from megatron.parallel.shard import Shard, ShardSpec
+from megatron.pipeline.actions import BACKWARD, INPUT, WEIGHT, Action, Schedule
 from megatron.training import setup, step
 from megatron.training.setup import Trainer
 
@@ -116,34 +116,41 @@ def largest_logit_not_subtracted() -> AbstractContextManager[Any]:
     return patch.object(comm, "all_reduce", all_reduce)
 
 
-def deferred(run: Callable[[GradSink, int], None] = lambda sink, i: sink.run(0, i)) -> AbstractContextManager[Any]:
-    """No fault by itself: weight gradients wait until ``run`` asks for those of micro-batch ``i`` of the run."""
-    original, done = step.forward_backward, iter(range(1000))
+def deferred(dropped: int | None = None) -> AbstractContextManager[Any]:
+    """No fault by itself: every B is an I and a W; the W of micro-batch ``dropped`` is left out."""
+    original = setup.program_for
 
-    def forward_backward(chunk: GPTChunk, batch: MicroBatch, seed: Tensor, clock: Clock) -> None:
-        i, sink = next(done), chunk.context.sink
-        with sink.deferring(0, i):
-            original(chunk, batch, seed, clock)
-        run(sink, i)
+    def halves(action: Action) -> list[Action]:
+        if action.kind != BACKWARD:
+            return [action]
+        kinds = (INPUT,) if action.microbatch == dropped else (INPUT, WEIGHT)
+        return [action._replace(kind=kind) for kind in kinds]
 
-    return patch.object(step, "forward_backward", forward_backward)
+    def program_for(*arguments: Any) -> Schedule:
+        whole = original(*arguments)
+        return Schedule(whole.name, tuple(tuple(half for a in rank for half in halves(a)) for rank in whole.ranks))
+
+    return patch.object(setup, "program_for", program_for)
 
 
 def weight_gradient_dropped() -> AbstractContextManager[Any]:
     """The W action of one micro-batch never runs."""
-    return deferred(lambda sink, i: sink.run(0, i) if i != 1 else None)
+    return deferred(dropped=1)
 
 
-def weight_gradient_empty() -> AbstractContextManager[Any]:
+@contextmanager
+def weight_gradient_empty() -> Iterator[None]:
     """The W action of one micro-batch runs, and adds nothing."""
+    original = GradSink.run
 
-    def run(sink: GradSink, i: int) -> None:
-        queue = sink._queues[0, i]
-        if i == 1:
+    def run(self: GradSink, chunk: int, microbatch: int) -> None:
+        queue = self._queues[chunk, microbatch]
+        if microbatch == 1:
             queue[:] = [(name, Rows(torch.zeros_like(x.wait())), dy) for name, x, dy in queue]
-        sink.run(0, i)
+        original(self, chunk, microbatch)
 
-    return deferred(run)
+    with deferred(), patch.object(GradSink, "run", run):
+        yield
 
 
 def kv_copy_drifts() -> AbstractContextManager[Any]:
