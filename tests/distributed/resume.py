@@ -8,7 +8,7 @@ import signal
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
@@ -17,13 +17,13 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.config.resolve import resolve
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.parallel.mesh import everyone
-from megatron.training.checkpointing import consumed_digest, held, save
+from megatron.training.checkpointing import consumed_digest, held, save, size_of
 from megatron.training.resume import begin, choose
 from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
 from megatron.training.stop import SIGNALS
 from megatron.training.verify import RankTrace, StepTrace, hold, join
-from tests.distributed.grid import FACTORS, case_of, label, valid
+from tests.distributed.grid import FACTORS, LAYOUT, case_of, label, layouts, valid
 from tests.distributed.pairwise import Choice
 from tests.runs import Told, before_step, full_disk, kill, misread, start
 
@@ -31,14 +31,7 @@ GLOBAL_BATCH = 6
 BEFORE, AFTER = 2, 10
 """Steps before and after the checkpoint."""
 
-LAYOUTS = [("1", 1), ("1", 2), ("1", 3), ("2", 1), ("2sp", 1)]
-"""TP and DP on up to three ranks."""
-ON_FOUR = [("2", 2), ("2sp", 2), ("4", 1), ("4sp", 1)]
-
-MICRO_BATCHES = {1: (2, 3, 6), 2: (1, 3), 3: (1, 2)}
-"""By DP, sizes that make whole micro-batches."""
-
-OTHERWISE = ("recompute", "micro_batch", "loss_chunk", "overlap", "bucket")
+OTHERWISE = ("recompute", "loss_chunk", "overlap", "bucket")
 """What may change with the layout."""
 
 
@@ -50,26 +43,43 @@ class Pair:
     after: Choice
 
     def __str__(self) -> str:
-        moved = " ".join(f"{n}={self.after[n]}" for n in OTHERWISE if self.after[n] != self.before[n])
-        return f"{label(self.before)}->tp{self.after['tp']} dp{self.after['dp']} {moved}".strip().replace(" ", "-")
+        c, otherwise = self.after, [n for n in OTHERWISE if self.after[n] != self.before[n]]
+        layout = f"pp{c['pp']}x{c['vpp']} {c['schedule']} tp{c['tp']} dp{c['dp']} mb{c['micro_batch']}"
+        return " ".join([f"{label(self.before)}->{layout}", *(f"{n}={c[n]}" for n in otherwise)]).replace(" ", "-")
 
 
-def random_pair(seed: int, on_four: bool = False) -> Pair:
-    """Two different layouts of a random model; with ``on_four`` maybe on four ranks."""
+@cache
+def layouts_of(layers: int, ranks: int) -> list[Choice]:
+    """All layouts of a model with so many layers on at most so many ranks; without a pipeline, of one chunk."""
+    found = [layout for layout in layouts() if layout["layers"] == layers and layout["samples"] == GLOBAL_BATCH]
+    found = [c for c in found if c["pp"] > 1 or (c["vpp"], c["schedule"]) == (1, "1f1b")]
+    by_three = [layout | {"dp": 3} for layout in found if layout["dp"] == 1 and layout["micro_batch"] <= 2]
+    return [layout for layout in found + by_three if ranks_of(layout) <= ranks]
+
+
+def random_pair(seed: int, ranks: int, **fixed: Choice) -> Pair:
+    """Two different layouts of a random model.
+
+    Args:
+        seed: of the choice.
+        ranks: most on which they may be.
+        fixed: what is not left to chance, of the ``model``, and of the layouts ``before`` and ``after``.
+    """
     chance = random.Random(seed)
-    (tp, dp), (other_tp, other_dp) = chance.sample(LAYOUTS + ON_FOUR if on_four else LAYOUTS, 2)
-    model = {name: chance.choice(values) for name, values in FACTORS.items()} | {"documents": "one", "masked": False}
+    model = {name: chance.choice(values) for name, values in FACTORS.items() if name not in LAYOUT}
+    model |= {"documents": "one", "masked": False, **fixed.get("model", {})}
     for name, value in (("rotary", "plain"), ("optimizer", "adam")):
-        if not valid(model | {"micro_batch": 1, "dp": 1}):
+        if not valid(model):
             model[name] = value
     otherwise = {name: chance.choice(FACTORS[name]) for name in OTHERWISE}
-    sizes = {"tp": tp, "dp": dp, "micro_batch": chance.choice(MICRO_BATCHES[dp])}
-    other = {"tp": other_tp, "dp": other_dp, "micro_batch": chance.choice(MICRO_BATCHES[other_dp])}
-    return Pair(model | sizes, model | otherwise | other)
+    wanted = [fixed.get(side, {}).items() for side in ("before", "after")]
+    possible = [[[c for c in layouts_of(n, ranks) if w <= c.items()] for w in wanted] for n in FACTORS["layers"]]
+    before, after = map(chance.choice, chance.choice([sides for sides in possible if all(sides)]))
+    return Pair(model | before, model | otherwise | after)
 
 
 def ranks_of(choice: Choice) -> int:
-    return int(choice["tp"][0]) * int(choice["dp"])
+    return int(choice["tp"][0]) * int(choice["dp"]) * int(choice["pp"])
 
 
 def config_of(choice: Choice, options: CheckpointConfig) -> RunConfig:
@@ -85,7 +95,8 @@ def config_of(choice: Choice, options: CheckpointConfig) -> RunConfig:
 def die_within(trainer: Trainer) -> None:
     """Be killed in the middle of the next forward pass, as the operating system does it."""
     kill_now = partial(os.kill, os.getpid(), signal.SIGKILL)
-    trainer.chunks[0].get_submodule("layers.1").register_forward_hook(lambda *arguments: kill_now())
+    for chunk in trainer.chunks.values():
+        chunk.register_forward_hook(lambda *arguments: kill_now())
 
 
 def _raise_signal(number: signal.Signals, trainer: Trainer) -> None:
@@ -100,11 +111,13 @@ class Leg:
         state: masters as ``weights``, moments as ``grads``.
         losses: of the steps after it.
         digest: of all samples in the end.
+        bytes: of the tensors in a checkpoint, as they are told.
     """
 
     state: RankTrace
     losses: list[float]
     digest: int
+    bytes: int
 
 
 def save_and_go_on(rank: int, world_size: int, config: RunConfig) -> Leg:
@@ -131,7 +144,7 @@ def go_on(trainer: Trainer) -> Leg:
     moments = {name: pieces for name, pieces in tensors.items() if name.startswith("optim.")}
     state = RankTrace(0.0, 0.0, moments, weights)
     losses = advance(trainer, trainer.total_steps - trainer.iteration)
-    return Leg(state, losses, consumed_digest(trainer))
+    return Leg(state, losses, consumed_digest(trainer), size_of(trainer))
 
 
 def advance(trainer: Trainer, steps: int) -> list[float]:

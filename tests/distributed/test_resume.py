@@ -17,9 +17,11 @@ import pytest
 import torch
 
 from megatron.checkpoint.lock import hold
+from megatron.checkpoint.manifest import Manifest
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.data.files.indexed import IndexedDatasetWriter
 from tests.distributed.grid import FACTORS
+from tests.distributed.pairwise import Choice
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.resume import (
     BEFORE,
@@ -35,7 +37,18 @@ from tests.distributed.resume import (
 from tests.distributed.sites import ROOT
 from tests.runs import FLAGS, Told, checkpoint, differences, records, saved_steps, start, steps, tiny_run
 
-PAIRS = [random_pair(seed) for seed in range(9)] + [random_pair(seed, on_four=True) for seed in (0, 9)]
+ONE_RANK: Choice = {"pp": 1, "tp": "1", "dp": 1}
+PAIRS = [
+    *(random_pair(seed, ranks=3) for seed in (0, 1, 2, 3, 6)),
+    random_pair(24, 3, model={"optimizer": "lion", "biases": "no"}, before={"dp": 2}),
+    random_pair(7, 4, before={"tp": "4"}, after={"tp": "2sp", "dp": 2}),
+    random_pair(8, 4, before={"pp": 4}, after=ONE_RANK),
+    random_pair(9, 4, before=ONE_RANK, after={"pp": 4, "vpp": 1}),
+    random_pair(10, 4, before={"pp": 2, "tp": "2"}, after={"dp": 3}),
+    random_pair(11, 4, before={"dp": 2, "pp": 1}, after={"pp": 2, "tp": "2sp"}),
+    random_pair(12, 4, before={"pp": 2, "vpp": 2, "schedule": "interleaved"}, after={"pp": 2, "vpp": 1, "dp": 1}),
+    random_pair(13, 4, before={"pp": 2, "schedule": "zb-h1", "dp": 2}, after={"pp": 2, "schedule": "zb-v", "dp": 1}),
+]
 
 
 def check_pair(pool: Pool, folder: Path, pair: Pair) -> None:
@@ -43,7 +56,10 @@ def check_pair(pool: Pool, folder: Path, pair: Pair) -> None:
     whole = pool.run(ranks_of(pair.before), save_and_go_on, config_of(pair.before, saving), check_collectives=False)
     other = pool.run(ranks_of(pair.after), load_and_go_on, config_of(pair.after, loading), check_collectives=False)
     saved, loaded = gathered(whole), gathered(other)
-    stored, _ = checkpoint(folder / f"iter_{BEFORE:07d}")
+    path = folder / f"iter_{BEFORE:07d}"
+    stored, _ = checkpoint(path)
+    assert {leg.bytes for leg in whole} == {sum(tensor.nbytes for tensor in stored.values())}
+    assert Manifest.open(path).state["written_by"]["layout"]["pp"] == pair.before["pp"]
     assert stored.keys() == saved.weights.keys() | saved.grads.keys()
     for name, tensor in stored.items():
         for trace in (saved, loaded):
@@ -58,7 +74,9 @@ def test_the_layouts_are_of_all_kinds() -> None:
     for side in ("before", "after"):
         choices = [getattr(pair, side) for pair in PAIRS]
         assert {c["dp"] for c in choices} == {1, 2, 3}
-        assert {c["tp"][0] for c in choices} == {"1", "2", "4"}
+        assert {c["tp"][0] for c in choices} >= {"1", "2"}
+        assert {c["pp"] for c in choices} == {1, 2, 4}
+        assert {c["vpp"] for c in choices} == {1, 2}
     assert any(int(pair.before["tp"][0]) > pair.before["kv_heads"] for pair in PAIRS)
     for switch in ("kv_heads", "untied", "vocab", "biases", "optimizer", "dropout"):
         assert {pair.before[switch] for pair in PAIRS} == set(FACTORS[switch]), switch
@@ -70,7 +88,7 @@ def test_a_run_goes_on_on_any_other_layout(pool: Pool, tmp_path: Path, pair: Pai
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", [random_pair(seed, on_four=True) for seed in range(100, 300)], ids=str)
+@pytest.mark.parametrize("pair", [random_pair(seed, ranks=4) for seed in range(100, 300)], ids=str)
 def test_a_run_goes_on_on_any_other_layout_long(pool: Pool, tmp_path: Path, pair: Pair) -> None:
     check_pair(pool, tmp_path, pair)
 
