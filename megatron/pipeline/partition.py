@@ -149,7 +149,8 @@ def _on_ranks(layers: int, placement: Sequence[int], first: int | None, last: in
         size, left = 1, layers - sum(said.values())
     chunks = len(placement) // ranks
     counts = [divmod(said.get(rank, size), chunks) for rank in placement]
-    fits = not left and size > 0 and not any(rest for _, rest in counts)
+    agree = first is None or said[0] == first  # of one rank, which is the last one too
+    fits = agree and not left and size > 0 and not any(rest for _, rest in counts)
     return [count for count, _ in counts] if fits else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Any
+from typing import cast
 
 import pytest
 import torch
@@ -14,18 +14,21 @@ from torch import Tensor
 from megatron.config.arguments import parse
 from megatron.config.memory import BYTES, checkpoint_bytes, rank_parameters, shown, state_bytes
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import MOMENTS, TrainingConfig
-from megatron.model.gpt import GPTChunk
+from megatron.model.gpt import build_chunks
 from megatron.optim.buckets import ALIGNMENT
 from megatron.parallel.build import BuildContext
 from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink
+from megatron.parallel.mesh import Mesh
+from megatron.pipeline.plan import placement, resolved, stage_layers
 from megatron.training.checkpointing import held
 from megatron.training.setup import build
 
 
 def shapes() -> list[ModelConfig]:
-    base = ModelConfig(num_layers=2, hidden_size=32, num_attention_heads=8, vocab_size=50, max_position_embeddings=16)
+    base = ModelConfig(num_layers=3, hidden_size=32, num_attention_heads=8, vocab_size=50, max_position_embeddings=16)
     switches = product((1, 2, 8), ("gelu", "swiglu"), ((True, "RMSNorm"), (False, "LayerNorm")))
     models = [
         replace(
@@ -42,19 +45,45 @@ def shapes() -> list[ModelConfig]:
 
 
 @dataclass(frozen=True)
-class FirstRank:
+class OneRank:
     """As much of a mesh as building takes."""
 
     tp: Group
+    placement: tuple[int, ...]
+    coordinate: dict[str, int]
+    ends: Group
+
+
+PIPELINES = (
+    ParallelConfig(),
+    ParallelConfig(pipeline_model_parallel_size=2),
+    ParallelConfig(pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2),
+    ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="zb-v"),
+    ParallelConfig(pipeline_model_parallel_size=3, pipeline_model_parallel_layout="E|ttt|L"),
+)
+
+
+def built(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    """Elements of the parameters on each rank of a pipeline."""
+    layers = stage_layers(model, parallel)
+    ranks, tp = parallel.pipeline_model_parallel_size, tuple(range(parallel.tensor_model_parallel_size))
+    of_stage = placement(parallel, len(layers) // ranks)
+    ends = Group(tuple({of_stage[0], of_stage[-1]}))
+    counts = []
+    for rank in range(ranks):
+        mesh = cast("Mesh", OneRank(Group(tp), of_stage, {"pp": rank}, ends))
+        context = BuildContext(mesh, GradSink(), device=torch.device("meta"))
+        build_chunks(model, TrainingConfig(), context, {s: layers[s] for s, r in enumerate(of_stage) if r == rank})
+        counts.append(sum(p.numel() for p in context.params.values()))
+    return counts
 
 
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @pytest.mark.parametrize("model", shapes(), ids=repr)
 def test_parameters_on_a_rank_are_those_of_the_model_it_builds(model: ModelConfig, tp: int) -> None:
-    mesh: Any = FirstRank(Group(tuple(range(tp))))
-    context = BuildContext(mesh, GradSink(), device=torch.device("meta"))
-    chunk = GPTChunk(model, TrainingConfig(), context, range(model.num_layers))
-    assert rank_parameters(model, tp) == sum(p.numel() for p in chunk.parameters())
+    for pipeline in PIPELINES:
+        parallel = replace(resolved(model, pipeline), tensor_model_parallel_size=tp)
+        assert rank_parameters(model, parallel) == max(built(model, parallel)), pipeline
 
 
 def nbytes(tensors: Iterable[Tensor]) -> int:

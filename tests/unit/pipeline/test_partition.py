@@ -1,0 +1,182 @@
+"""Layers of stages against every possible split, and layouts against their letters written out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.pipeline.actions import ScheduleError
+from megatron.pipeline.partition import (
+    LayerCosts,
+    StageLayers,
+    balanced,
+    by_rank,
+    equal,
+    notation,
+    spelled_out,
+    stages_of,
+    written,
+)
+
+
+def counts(stages: Sequence[StageLayers]) -> list[int]:
+    return [len(stage.layers) for stage in stages]
+
+
+def check(stages: Sequence[StageLayers], layers: int) -> None:
+    """Every layer once and in order; the embedding in front, the output layer behind, and nothing empty between."""
+    assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
+    assert [stage.first for stage in stages] == [True] + [False] * (len(stages) - 1)
+    assert [stage.last for stage in stages] == [False] * (len(stages) - 1) + [True]
+    assert all(counts(stages)[1:-1])
+
+
+def every_split(layers: int, stages: int) -> list[tuple[StageLayers, ...]]:
+    sizes = (sizes for sizes in product(range(layers + 1), repeat=stages) if sum(sizes) == layers and all(sizes[1:-1]))
+    return [stages_of(found) for found in sizes]
+
+
+@settings(max_examples=60, derandomize=True, deadline=None)
+@given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 4), st.integers(0, 9), st.integers(0, 9))
+def test_no_split_is_better_balanced(layers: int, stages: int, layer: int, embedding: int, output: int) -> None:
+    costs = LayerCosts(layer, embedding, output)
+    if stages > layers + 2:
+        with pytest.raises(ScheduleError, match="do not fill"):
+            balanced(layers, stages, costs)
+        return
+    found = balanced(layers, stages, costs)
+    check(found, layers)
+
+    def unevenness(split: Sequence[StageLayers]) -> tuple[float, float]:
+        each = [costs.of(stage) for stage in split]
+        return max(each), sum(cost**2 for cost in each)
+
+    assert unevenness(found) == min(map(unevenness, every_split(layers, stages)))
+
+
+def test_of_equally_good_splits_the_first_stage_has_fewer_layers() -> None:
+    assert counts(balanced(10, 4, LayerCosts(1))) == [2, 2, 3, 3]
+    assert counts(balanced(10, 4, LayerCosts(1, 0, 0.3))) == [2, 3, 3, 2]
+
+
+def test_a_large_output_layer_stands_alone() -> None:
+    assert counts(balanced(6, 4, LayerCosts(1, 0, 5))) == [2, 2, 2, 0]
+    assert counts(balanced(2, 4, LayerCosts(1))) == [0, 1, 1, 0]
+
+
+@pytest.mark.parametrize(("embedding", "output"), [*product((False, True), repeat=2)])
+def test_equal_stages_count_what_is_said_to_count(embedding: bool, output: bool) -> None:
+    for layers, stages in product(range(1, 20), range(1, 7)):
+        found = equal(layers, stages, embedding, output)
+        total = layers + embedding + output
+        assert (found is None) == bool(total % stages)
+        if found is not None:
+            check(found, layers)
+            sizes = counts(found)
+            sizes[0] += embedding
+            sizes[-1] += output
+            assert set(sizes) == {total // stages}
+
+
+LOOP, V = (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)
+
+
+@pytest.mark.parametrize("placement", [(0,), (0, 1), (0, 1, 2), LOOP, V], ids=str)
+@pytest.mark.parametrize("said", [*product((None, 2, 3, 4), repeat=2)][1:], ids=str)
+def test_ranks_have_the_layers_that_were_said(placement: tuple[int, ...], said: tuple[int | None, int | None]) -> None:
+    ranks = max(placement) + 1
+    for layers in range(1, 20):
+        try:
+            found = by_rank(layers, placement, *said)
+        except ScheduleError:
+            continue
+        check(found, layers)
+        on_rank = [sum(n for n, r in zip(counts(found), placement) if r == rank) for rank in range(ranks)]
+        assert said[0] in (None, on_rank[0])
+        assert said[1] in (None, on_rank[-1])
+        free = [
+            n for rank, n in enumerate(on_rank) if not (said[0] and rank == 0) and not (said[1] and rank == ranks - 1)
+        ]
+        assert len(set(free)) <= 1
+        for rank in range(ranks):
+            assert len({n for n, r in zip(counts(found), placement) if r == rank}) == 1
+
+
+def test_what_ranks_cannot_share_is_refused_with_the_numbers_beside_it() -> None:
+    with pytest.raises(ScheduleError, match="10 layers do not fill PP4 x VPP1 equally") as caught:
+        by_rank(10, range(4), 3, None)
+    assert [fix.split()[1] for fix in caught.value.fixes[:2]] == ["1", "4"]
+    with pytest.raises(ScheduleError) as caught:
+        by_rank(10, LOOP, None, 3)
+    assert [fix.split()[1] for fix in caught.value.fixes[:2]] == ["2", "6"]
+    with pytest.raises(ScheduleError):
+        by_rank(3, range(3), 2, 1)  # which leaves nothing for the rank between them
+
+
+WRITTEN_OUT = {
+    "Et*3|(tt|)*29L": "Ettt|" + "tt|" * 29 + "L",
+    "Ettt | (tt|)*2, tL": "Ettt|tt|tt|tL",
+    "E | t * 4 | L": "E|tttt|L",
+    "((Et|)*1(t|)*2)tL": "Et|t|t|tL",
+    "Et*2(|t)*3L": "Ett|t|t|tL",
+    "E(t(|t)*2)*2L": "Et|t|tt|t|tL",
+}
+
+
+@pytest.mark.parametrize("layout", WRITTEN_OUT)
+def test_layouts_mean_their_letters(layout: str) -> None:
+    letters = WRITTEN_OUT[layout]
+    assert spelled_out(layout) == letters
+    found = written(layout, letters.count("t"))
+    check(found, letters.count("t"))
+    assert counts(found) == [stage.count("t") for stage in letters.split("|")]
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.lists(st.integers(1, 5), max_size=8), st.integers(0, 4), st.integers(0, 4))
+def test_a_split_reads_back_from_its_layout(middle: list[int], first: int, last: int) -> None:
+    for split in (stages_of([first, *middle, last]), stages_of([first])):
+        assert written(notation(split), sum(counts(split))) == split
+
+
+def test_the_layout_of_a_regular_split_is_short() -> None:
+    assert notation(stages_of([3] + [2] * 29 + [0])) == "Et*3|(tt|)*29L"
+    assert notation(stages_of([4])) == "Et*4L"
+
+
+REFUSED = {
+    "E|t|m|L": "multi-token prediction",
+    "Et||tL": "stage 1 has nothing in it",
+    "EttL|": "stage 1 has nothing in it",
+    "ttL": "begins with E",
+    "EtE|tL": "begins with E",
+    "Ett": "ends with L",
+    "EtL|tL": "begins with E",
+    "Et|L": "has 1 layer, and the model 2",
+    "Et|t|tL": "has 3 layers, and the model 2",
+    "Et|(tL": "nothing to go with",
+    "Et|t)L": "nothing to go with",
+    "E*|ttL": "nothing to go with",
+    "E2t|L": "nothing to go with",
+    "Et|*2tL": "nothing to go with",
+    "Et|xL": "'x' is no part",
+    "": "stage 0 has nothing in it",
+    "Et*1000000L": "repeats more than any model",
+    f"Et*{'9' * 5000}L": "repeats more than any model",
+}
+
+
+@pytest.mark.parametrize("layout", REFUSED, ids=lambda layout: layout[:12])
+def test_what_is_no_layout_of_the_model_is_refused(layout: str) -> None:
+    with pytest.raises(ScheduleError, match=REFUSED[layout].replace("(", r"\(")):
+        written(layout, 2)
+
+
+@pytest.mark.parametrize("make", [stages_of, lambda sizes: written("E|" + "|".join("t" * n for n in sizes) + "|L", 3)])
+def test_only_ends_may_be_without_layers(make: Callable[[list[int]], object]) -> None:
+    with pytest.raises(ScheduleError, match=r"stage \d (would have no layers|has nothing)"):
+        make([1, 0, 2])
