@@ -63,7 +63,7 @@ def progress_line(record: TrainRecord, yardstick: Yardstick, width: int | None =
 
 
 def _waits(record: TrainRecord) -> list[Column]:
-    """Shares of the step that passed in waiting, for other ranks by axes of the grid and for data."""
+    """Shares of the step that passed in waiting: for other ranks by axes of the grid, in the pipeline, for data."""
     columns = []
     if record.communication_share is not None:
         of = record.communication_share / (sum(record.communication.values()) or 1.0)  # so that they add up to it
@@ -72,6 +72,8 @@ def _waits(record: TrainRecord) -> list[Column]:
         columns.append(Column(f"comm {record.communication_share:.0%}", 3, 6))
         if told:
             columns.append(Column(f"({' '.join(told)})", 3, 10))
+    if record.bubble is not None:
+        columns.append(Column(f"bubble {record.bubble:.1%}", 3, 5))
     if record.data_wait is not None:
         share = record.data_wait / record.seconds_per_step
         columns.append(Column(f"data {share:.0%}", 3, 9 if share < WORTH_TELLING else 4))

@@ -164,6 +164,7 @@ class StepWindow:
             data_wait=ranks.data_wait,
             communication=ranks.communication if seen else {},
             communication_share=ranks.communication_share if seen else None,
+            bubble=ranks.bubble if seen else None,
             slowest_rank=ranks.slowest_rank if several and seen else None,
             slowest_excess=ranks.slowest_excess if several and seen else None,
             timings={name: timing for name, timing in timings.items() if name not in RECORDED[self._recorded]},

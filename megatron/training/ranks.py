@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from megatron.parallel import comm
-from megatron.parallel.comm import Group
+from megatron.parallel.comm import BUBBLE, Group
 from megatron.training.records import Timing
 
 
@@ -19,7 +19,8 @@ class RankTimes:
 
     Attributes:
         seconds: per step, wall clock.
-        waits: seconds per step in which a collective stopped it, by the axes of the grid.
+        waits: seconds per step in which a collective stopped it, by the axes of the grid; as ``BUBBLE``, those in
+            which it waited for a neighbour in its pipeline.
         phases: seconds per step, by timer.
         memory_bytes: peak use.
         memory_total_bytes: capacity.
@@ -65,6 +66,8 @@ class Comparison:
     Attributes:
         communication: mean over the ranks of the seconds per step in which collectives stopped them, by axes.
         communication_share: of the step, 0 to 1.
+        bubble: mean over the ranks of the time in which they waited for neighbours in the pipeline, of the step; None
+            without a pipeline.
         data_wait: seconds per step of the rank that waited longest for its data.
         phases: seconds per step of every rank, by timer.
         fullest_rank: with the largest peak use of memory.
@@ -76,6 +79,7 @@ class Comparison:
 
     communication: Mapping[str, float]
     communication_share: float
+    bubble: float | None
     data_wait: float
     phases: Mapping[str, tuple[float, ...]]
     fullest_rank: int
@@ -102,11 +106,14 @@ def compare(ranks: Sequence[RankTimes]) -> Comparison:
     slowest = max(range(len(ranks)), key=own.__getitem__)
     fullest = max(range(len(ranks)), key=lambda r: ranks[r].memory_bytes)
     median = statistics.median(own)
-    communication = {axis: statistics.fmean(rank.waits[axis] for rank in ranks) for axis in ranks[0].waits}
+    step = statistics.fmean(rank.seconds for rank in ranks)
+    waits = {axes: statistics.fmean(rank.waits[axes] for rank in ranks) for axes in ranks[0].waits}
+    communication = {axes: seconds for axes, seconds in waits.items() if axes != BUBBLE}
     phases = {name: tuple(rank.phases[name] for rank in ranks) for name in ranks[0].phases}
     return Comparison(
         communication=communication,
-        communication_share=sum(communication.values()) / statistics.fmean(rank.seconds for rank in ranks),
+        communication_share=sum(communication.values()) / step,
+        bubble=waits[BUBBLE] / step if BUBBLE in waits else None,
         data_wait=max(phases.get("batch-generator", (0.0,))),
         phases=phases,
         fullest_rank=fullest,

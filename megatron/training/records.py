@@ -54,6 +54,8 @@ class TrainRecord:
         data_wait: seconds per step in which the rank that waited longest waited for its data.
         communication: seconds per step in which other ranks kept a rank waiting, by axes of the grid: the ranks' mean.
         communication_share: all of these, as a share of the step.
+        bubble: share of the step in which a rank waited for its neighbours in the pipeline, the ranks' mean; not in the
+            two before. None without a pipeline.
         slowest_rank: with the longest own time, which is the step less what it waited for others.
         slowest_excess: by how much that is longer than the median rank's, as a share.
         timings: timers by name, seconds per step.
@@ -84,6 +86,7 @@ class TrainRecord:
     data_wait: float | None = None
     communication: Mapping[str, float] = field(default_factory=dict)
     communication_share: float | None = None
+    bubble: float | None = None
     slowest_rank: int | None = None
     slowest_excess: float | None = None
     timings: Mapping[str, Timing] = field(default_factory=dict)
@@ -132,6 +135,7 @@ class TrainRecord:
             "data-wait": self.data_wait,
             **{f"communication-{axes}": seconds for axes, seconds in self.communication.items()},
             "communication-share": self.communication_share,
+            "bubble": self.bubble,
             "slowest-rank": self.slowest_rank,
             "slowest-rank-excess": self.slowest_excess,
             "goodput": self.goodput,

@@ -51,6 +51,7 @@ LARGE = replace(
     data_wait=0.01,
     communication={"tp": 0.46, "pp": 0.23, "dp": 0.15, "world": 0.001},
     communication_share=0.11,
+    bubble=0.025,
     slowest_rank=731,
     slowest_excess=0.041,
     goodput=0.979,
@@ -59,7 +60,7 @@ LARGE = replace(
 )
 WIDEST = (
     FULL.split(" | mem")[0]
-    + " | comm 11% (tp6 pp3 dp2) data 0% | mem 27/80G r113 | slow r731 +4% | goodput 97.9% ETA 8d7h"
+    + " | comm 11% (tp6 pp3 dp2) bubble 2.5% data 0% | mem 27/80G r113 | slow r731 +4% | goodput 97.9% ETA 8d7h"
 )
 
 
@@ -72,9 +73,10 @@ def test_a_line_of_many_ranks() -> None:
     [
         ({"slowest_excess": 0.029}, "slow", False),
         ({"slowest_excess": None}, "slow", False),
-        ({"communication": {"tp": 0.03}, "communication_share": 0.004}, "comm 0% data", True),
+        ({"communication": {"tp": 0.03}, "communication_share": 0.004}, "comm 0% bubble", True),
         ({"communication": {}, "communication_share": None}, "comm", False),
         ({"communication": {"tp": 9.0, "dp": 1.0}, "communication_share": 0.9}, "comm 90% (tp81 dp9)", True),
+        ({"bubble": None}, "bubble", False),
         ({"goodput": 0.996}, "goodput", False),
         ({"goodput": 0.996, "starts": 2}, "goodput 99.6%", True),
         ({"run_seconds": 599.0}, "goodput", False),

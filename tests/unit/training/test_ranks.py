@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.parallel.comm import BUBBLE
 from megatron.training.ranks import RankTimes, compare
 from megatron.training.records import Timing
 
@@ -30,6 +31,17 @@ def test_the_share_of_waits_is_that_of_the_mean_step() -> None:
     """0.4 s of two steps that took 1 and 3 s, whoever waited."""
     seen = compare([RANK, replace(RANK, seconds=3.0)])
     assert seen.communication_share == pytest.approx(0.4 / 4.0)
+
+
+def test_waits_for_the_pipeline_are_no_communication() -> None:
+    """Half a second and none, of two steps of a second; the rank that never waits for its neighbours is the slowest."""
+    bubbles = [replace(RANK, waits=RANK.waits | {BUBBLE: seconds}) for seconds in (0.5, 0.0)]
+    seen = compare(bubbles)
+    assert seen.bubble == pytest.approx(0.25)
+    assert seen.communication == pytest.approx({"tp": 0.1, "dp": 0.1})
+    assert seen.communication_share == pytest.approx(0.2)
+    assert seen.slowest_rank == 1
+    assert compare([RANK]).bubble is None
 
 
 def test_one_rank_is_compared_with_nobody() -> None:
