@@ -153,11 +153,22 @@ def make(name: str, ranks: int, chunks: int, microbatches: int, group: int | Non
             f"a pipeline of {ranks} ranks, {chunks} stages on each and {microbatches} micro-batches: it takes at least "
             "one of each"
         )
-    recipe = SCHEDULES[name]
-    if recipe.chunks not in (None, chunks):
+    check_choice(name, ranks, chunks, group)
+    size = Size(ranks, chunks, microbatches, group or ranks)
+    return Schedule(name, tuple(tuple(SCHEDULES[name].actions(rank, size)) for rank in range(ranks)))
+
+
+def check_choice(name: str, ranks: int, chunks: int, group: int | None) -> None:
+    """Refuse stages on a rank that the schedule ``name`` cannot have, and groups that end in waiting.
+
+    Raises:
+        ScheduleError: naming the nearest choice.
+    """
+    needed = SCHEDULES[name].chunks
+    if needed not in (None, chunks):
         raise ScheduleError(
-            f"{name} has {recipe.chunks} {'stage' if recipe.chunks == 1 else 'stages'} on each rank, not {chunks}",
-            f"--num-virtual-stages-per-pipeline-rank {recipe.chunks}",
+            f"{name} has {needed} {'stage' if needed == 1 else 'stages'} on each rank, not {chunks}",
+            f"--num-virtual-stages-per-pipeline-rank {needed}",
             *(["--pipeline-schedule interleaved"] if name == "1f1b" else []),
         )
     if group is not None and name != "interleaved":
@@ -170,5 +181,3 @@ def make(name: str, ranks: int, chunks: int, microbatches: int, group: int | Non
             "last one; a group has at least as many micro-batches as the pipeline has ranks",
             f"--microbatch-group-size-per-virtual-pipeline-stage {ranks}",
         )
-    size = Size(ranks, chunks, microbatches, group or ranks)
-    return Schedule(name, tuple(tuple(recipe.actions(rank, size)) for rank in range(ranks)))

@@ -62,14 +62,17 @@ def zb_v(rank: int, size: Size) -> list[Action]:
     Source: Qi et al., arXiv 2401.10241, section 6; as the V-Zero of Qi et al., arXiv 2405.15362.
     """
     line, down, up = Line(size.microbatches), rank, 2 * size.ranks - 1 - rank
+    # Warm-up: the second stage starts, and goes back at once, when the first micro-batch has come round.
     line.add(down, FORWARD, times=2 * (size.ranks - rank) - 1)
     for _ in range(rank):
         line.add(up, FORWARD)
         line.add(down, FORWARD)
     line.add(up, FORWARD, INPUT, WEIGHT, times=size.ranks - rank)
+    # Steady: both stages in turn.
     for _ in range(max(size.ranks - 1, size.microbatches - size.ranks)):
         line.add(down, FORWARD, INPUT, WEIGHT)
         line.add(up, FORWARD, INPUT, WEIGHT)
+    # Gradients first: the ranks before this one wait for them. What W is put off fills the end.
     for _ in range(rank):
         line.add(down, INPUT)
         line.add(up, INPUT)
@@ -85,36 +88,40 @@ def dualpipe_v(rank: int, size: Size) -> list[Action]:
     DualPipe computes such a pair at once, to hide the communication of one behind the other; here they are two
     actions in a row. Whole backwards, except for the first of the loss's half and the last of both.
 
-    Bubble: (p - 1)(f + i - w) / 2 where w <= i <= f <= b and m >= 2p; its authors count with pairs that take less time than
-    their parts. Memory: min(2m, 2p + 1), each half of a rank's layers.
+    Bubble: (p - 1)(f + i - w) / 2 where w <= i <= f <= b and m >= 2p; its authors count with pairs that take less time
+    than their parts. Memory: min(2m, 2p + 1), each half of a rank's layers.
 
     Source: DeepSeek-AI, arXiv 2412.19437, section 3.2.1, and its repository DualPipe; cut in half by Sea AI Lab.
     """
     line, down, up = Line(size.microbatches), rank, 2 * size.ranks - 1 - rank
-    later = size.ranks - 1 - rank
-    line.add(down, FORWARD, times=2 * later)
+    behind = size.ranks - 1 - rank
+    # Warm-up, until gradients have come back to the rank's second stage, then to its first one.
+    line.add(down, FORWARD, times=2 * behind)
     for _ in range(rank + 1):
         line.add(down, FORWARD)
         line.add(up, FORWARD)
-    line.add(up, INPUT, WEIGHT, FORWARD, times=later)
+    line.add(up, INPUT, WEIGHT, FORWARD, times=behind)
+    # A forward and a backward in turn, while there are forwards.
     for _ in range(max(0, size.microbatches - 2 * size.ranks) + rank + 1):
         line.add(down, FORWARD)
         line.add(up, BACKWARD)
         line.add(up, FORWARD)
         line.add(down, BACKWARD)
-    for _ in range(later):
+    for _ in range(behind):
         line.add(up, BACKWARD, FORWARD)
         line.add(down, BACKWARD)
+    # Backwards: whole ones, then halves, with W between the last gradients to arrive.
     last = [up, down] * (rank + 1)
-    for stage in last[: rank + 1]:
+    whole, halves = last[: rank + 1], last[rank + 1 :]
+    for stage in whole:
         line.add(stage, BACKWARD)
-    halves = last[rank + 1 :]
     for stage in halves:
         line.add(stage, INPUT)
-    for stage in [*halves, *[down] * later][:later]:
+    owed = [*halves, *[down] * behind]
+    for stage in owed[:behind]:
         line.add(stage, WEIGHT)
         line.add(down, INPUT)
-    for stage in [*halves, *[down] * later][later:]:
+    for stage in owed[behind:]:
         line.add(stage, WEIGHT)
     return line.actions
 
