@@ -42,6 +42,7 @@ def test_metrics_have_the_names_it_says() -> None:
         data_wait=0.1,
         communication={"tp": 0.1},
         communication_share=0.1,
+        bubble=0.02,
         slowest_rank=0,
         slowest_excess=0.1,
         goodput=0.9,
