@@ -94,7 +94,8 @@ def test_a_run_goes_on_on_any_other_layout_long(pool: Pool, tmp_path: Path, pair
 
 
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
-LAYOUTS = {"tp2-sp": TP2_SP, "dp2": ""}
+PP2 = "--pipeline-model-parallel-size 2"
+LAYOUTS = {"tp2-sp": TP2_SP, "dp2": "", "pp2": f"{PP2} --pipeline-schedule zb-v"}
 DROPOUT = "--hidden-dropout 0.1 --attention-dropout 0.1"
 
 
@@ -123,7 +124,8 @@ WAYS = {
 
 
 @pytest.mark.parametrize(
-    ("way", "layout"), [*itertools.product(("bf16", "fp32"), LAYOUTS), ("adam", "tp2-sp"), ("lion", "dp2")]
+    ("way", "layout"),
+    [*itertools.product(("bf16", "fp32"), LAYOUTS), ("adam", "tp2-sp"), ("adam", "pp2"), ("lion", "dp2")],
 )
 def test_a_killed_run_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path, way: str, layout: str) -> None:
     flags = f"{LAYOUTS[layout]} {DROPOUT} {WAYS[way]} --eval-interval 3 --eval-iters 1"
