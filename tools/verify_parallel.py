@@ -25,6 +25,7 @@ from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
 from megatron.data.vocabulary import vocabulary
+from megatron.pipeline.plan import schedule_name, stage_layers, usual_microbatches
 
 if TYPE_CHECKING:
     from megatron.training.verify import Difference, RankTrace, StepTrace
@@ -41,6 +42,16 @@ MISSING = {
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 FLOOR = {"fp64": 1e-5, "fp32": 1e-2}
 """A gradient counts as at least this share of all gradients: some are zero in exact arithmetic and rounding here."""
+
+COUNTED = (
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+    "decoder_first_pipeline_num_layers",
+    "decoder_last_pipeline_num_layers",
+    "account_for_embedding_in_pipeline_split",
+    "account_for_loss_in_pipeline_split",
+)
+"""Options of a pipeline that fit no other number of layers."""
 
 LARGE = 20_000_000
 """Parameters above which a person may wonder whether anything happens."""
@@ -98,7 +109,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--steps", type=int, default=2, metavar="N", help="steps to compare; fp32 compares one (2)")
     parser.add_argument("--dtype", choices=tuple(TOLERANCE), default="fp64", help="number format to compare in (fp64)")
     parser.add_argument(
-        "--shrink", action="store_true", help="at most 2 layers, samples of 64 tokens and 2 micro-batches per rank"
+        "--shrink",
+        action="store_true",
+        help="at most 2 layers, samples of 64 tokens and 2 micro-batches per rank; in a pipeline a layer per stage, "
+        "and twice as many micro-batches as ranks",
     )
     return parser
 
@@ -169,11 +183,13 @@ def shrunk(config: RunConfig, world_size: int) -> list[str]:
     """Assignments that make the run short where it is long; widths, and so how they are cut, stay as they are."""
     training, parallel = config.training, config.parallel
     tp, dp = parallel.tensor_model_parallel_size, parallel.data_parallel_size(world_size)
+    batch = usual_microbatches(parallel) * training.micro_batch_size * dp
     small = {
-        "num_layers": (config.model.num_layers, 2),
         "seq_length": (training.seq_length, -(-64 // tp) * tp),
-        "global_batch_size": (training.global_batch_size or 0, 2 * training.micro_batch_size * dp),
+        "global_batch_size": (training.global_batch_size or 0, batch),
     }
+    if not any(getattr(parallel, option) for option in COUNTED):
+        small = {"num_layers": (config.model.num_layers, max(2, len(stage_layers(config.model, parallel))))} | small
     assignments = [f"{name}={limit}" for name, (value, limit) in small.items() if value > limit]
     if (training.recompute_num_layers or 0) > 2:
         assignments.append("recompute_num_layers=2")
@@ -186,10 +202,7 @@ def compare(check: Check, launch: Launcher) -> int:
     from megatron.training.verify import compare as differences
     from megatron.training.verify import join, trace_steps
 
-    parallel = check.layout.parallel
-    dp, tp = parallel.data_parallel_size(check.world_size), parallel.tensor_model_parallel_size
-    sharing = " + sequence parallel" if parallel.sequence_parallel else ""
-    print(f"1 process against {check.world_size}: DP {dp} x TP {tp}{sharing}")
+    print(f"1 process against {check.world_size}: {described(check.layout.parallel, check.world_size)}")
     steps_each = f"{check.steps} step{'' if check.steps == 1 else 's'}"
     print(f"reference: {steps_each} on 1 process ...", flush=True)
     reference = [join([step]) for step in trace_steps(build(check.reference, 0, 1), check.steps)]
@@ -207,6 +220,16 @@ def compare(check: Check, launch: Launcher) -> int:
             return 1
     print(f"equal: {len(reference[0].grads)} gradients agree to {TOLERANCE[dtype]:g}, copies to the bit")
     return 0
+
+
+def described(parallel: ParallelConfig, world_size: int) -> str:
+    """``PP 2 x VPP 2 (interleaved) x DP 1 x TP 2 + sequence parallel``."""
+    pp, vpp = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
+    chunks = f" x VPP {vpp}" if vpp > 1 else ""
+    pipeline = f"PP {pp}{chunks} ({schedule_name(parallel, vpp)}) x " if pp * vpp > 1 else ""
+    sharing = " + sequence parallel" if parallel.sequence_parallel else ""
+    dp = parallel.data_parallel_size(world_size)
+    return f"{pipeline}DP {dp} x TP {parallel.tensor_model_parallel_size}{sharing}"
 
 
 def row(got: StepTrace, found: Sequence[Difference]) -> str:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from megatron.config.run import RunConfig
+from megatron.optim.replicas import ReplicaGrads
 from megatron.parallel.grads import GradSink, Rows
 from megatron.training.setup import build
 from megatron.training.verify import RankTrace, trace_steps
@@ -44,7 +46,23 @@ def one_rank_fails() -> AbstractContextManager[Any]:
     return patch.object(GradSink, "add", side_effect=RuntimeError("out of luck"))
 
 
-FAULTS = {f.__name__: f for f in (no_fault, one_gradient_doubled, one_rank_fails, faults.kv_copies_not_summed)}
+@contextmanager
+def tied_copies_not_summed() -> Iterator[None]:
+    """The first and the last stage each use their own part of a tied weight's gradient."""
+    original = ReplicaGrads.__init__
+
+    def init(self: ReplicaGrads, *arguments: Any) -> None:
+        original(self, *arguments)
+        self._tied = []
+
+    with patch.object(ReplicaGrads, "__init__", init):
+        yield
+
+
+FAULTS = {
+    f.__name__: f
+    for f in (no_fault, one_gradient_doubled, one_rank_fails, faults.kv_copies_not_summed, tied_copies_not_summed)
+}
 
 
 def traced(rank: int, world_size: int, config: RunConfig, steps: int, fault: str) -> list[RankTrace]:
@@ -64,6 +82,35 @@ def test_a_right_layout_passes(pool: Pool, capsys: pytest.CaptureFixture[str]) -
     assert "1 process against 2: DP 1 x TP 2 + sequence parallel\n" in out
     assert "reference: 2 steps on 1 process ...\nlayout: 2 steps on 2 processes ...\n" in out
     assert "equal: 15 gradients agree to 1e-10, copies to the bit\n" in out
+
+
+PIPELINES = {
+    "PP 2 (1f1b) x DP 1 x TP 1": "--pipeline-model-parallel-size 2",
+    "PP 2 x VPP 2 (interleaved) x DP 1 x TP 2 + sequence parallel": "--pipeline-model-parallel-size 2 "
+    "--num-virtual-stages-per-pipeline-rank 2 --tensor-model-parallel-size 2 --sequence-parallel --num-layers 5",
+    "PP 2 x VPP 2 (zb-v) x DP 2 x TP 1": "--pipeline-model-parallel-size 2 --pipeline-schedule zb-v",
+    "PP 4 (zb-h1) x DP 1 x TP 1": "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h1 "
+    "--no-untie-embeddings-and-output-weights",
+}
+
+
+@pytest.mark.parametrize("layout", PIPELINES)
+def test_pipelines(pool: Pool, capsys: pytest.CaptureFixture[str], layout: str) -> None:
+    ranks = "2" if layout.endswith("(1f1b) x DP 1 x TP 1") else "4"
+    flags = ["--preset", "tiny-llama", "--world-size", ranks, "--steps", "1", "--shrink", *PIPELINES[layout].split()]
+    assert main(flags, on(pool)) == 0
+    out = capsys.readouterr().out
+    assert f"1 process against {ranks}: {layout}\n" in out
+    assert " gradients agree to 1e-10, copies to the bit\n" in out
+
+
+def test_a_tied_weight_whose_copies_are_not_summed(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--preset", "tiny-llama", "--world-size", "2", *PIPELINES["PP 2 (1f1b) x DP 1 x TP 1"].split()]
+    tied = "--no-untie-embeddings-and-output-weights"
+    assert main([*flags, "--shrink", "--steps", "1", tied], on(pool, "tied_copies_not_summed")) == 1
+    out = capsys.readouterr().out
+    assert "first the gradient of embedding.word_embeddings.weight" in out
+    assert "not the same on all ranks that share it: gradient of embedding.word_embeddings.weight, ..." in out
 
 
 def test_fp32_compares_one_step(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
@@ -132,6 +179,23 @@ def test_long_runs_are_made_short_on_request(pool: Pool, capsys: pytest.CaptureF
     flags = ["--preset", "tiny-llama", "--world-size", "2", "--shrink", "--steps", "1", *size]
     assert main(flags, on(pool)) == 0
     assert f"note: shrunk: {short}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("flags", "shrunk"),
+    [
+        ("--pipeline-model-parallel-size 2", "num_layers=2, seq_length=64, global_batch_size=4"),
+        ("--num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2", "num_layers=6, "),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*7L", "seq_length=64, "),
+        ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 5", "seq_length=64, "),
+    ],
+)
+def test_a_short_pipeline_keeps_its_stages(flags: str, shrunk: str) -> None:
+    size = "--num-layers 12 --seq-length 99 --max-position-embeddings 99 --global-batch-size 64"
+    argv = ["--preset", "tiny-llama", *size.split(), *flags.split()]
+    check = prepare(argv, world_size=2, steps=1, dtype="fp64", shrink=True)
+    (note,) = [note for note in check.notes if note.startswith("shrunk: ")]
+    assert note.startswith(f"shrunk: {shrunk}")
 
 
 def test_as_a_person_runs_it() -> None:
