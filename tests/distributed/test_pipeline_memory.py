@@ -35,7 +35,7 @@ Held = tuple[int, int]
 
 
 class Ledger:
-    """The memory that backward needs, each storage once and until it is freed, without what ``lasting`` tensors have."""
+    """What backward needs, in bytes: each storage once and until it is freed, without those of ``lasting`` tensors."""
 
     def __init__(self, lasting: Sequence[Tensor]) -> None:
         self._lasting = {tensor.untyped_storage().data_ptr() for tensor in lasting}

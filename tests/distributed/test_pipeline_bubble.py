@@ -1,0 +1,92 @@
+"""A measured bubble is the simulated one: stages that sleep, on four ranks, under every schedule.
+
+Ranks that sleep need no processor, but on a busy machine they wake late, which mostly adds to the bubble. So a run that is
+off is repeated, up to ``TRIES`` runs, of which one has to be near.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config.parallel import ParallelConfig
+from megatron.parallel import comm
+from megatron.parallel.grads import GradSink, Rows
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.microbatch import MicroBatch
+from megatron.pipeline.recorder import recording
+from megatron.pipeline.runtime import Pipeline
+from megatron.pipeline.schedules import SCHEDULES
+from megatron.pipeline.simulate import Costs, simulate
+from tests.distributed.pool import Pool
+from tests.pipelines import SIZES, batches_of, program_of
+
+RANKS, MICROBATCHES = 4, 6
+TRIES = 8
+POINTS = 0.03
+"""By how much the share of time in which ranks do not compute may differ."""
+
+FORWARD, INPUT, WEIGHT = 0.044, 0.036, 0.030
+"""Seconds of a rank's layers; a stage of several has its share. All different: none can stand for another."""
+
+
+class _Sleep(torch.autograd.Function):
+    """The identity, slow both ways; its weight gradient, which a sink multiplies, is slow as well."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, share: float, sink: GradSink) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.share, ctx.sink = share, sink
+        time.sleep(FORWARD / share)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        time.sleep(INPUT / ctx.share)
+        [x] = ctx.saved_tensors
+        return dy, ctx.sink.add("weight", Rows(x), Rows(dy)), None
+
+
+class Sleeper:
+    """A stage that sleeps for its share of a rank's time."""
+
+    def __init__(self, number: int, stages: int, sink: GradSink) -> None:
+        self.first, self.last, self.share, self.sink = number == 0, number + 1 == stages, stages // RANKS, sink
+
+    def __call__(self, x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """As a chunk is called."""
+        start = torch.ones(1, requires_grad=True) if x is None else x
+        out = _Sleep.apply(start, self.share, self.sink)
+        return out.sum() if self.last else out, torch.zeros(())
+
+
+def bubbles(rank: int, world_size: int, name: str, expected: float) -> list[float]:
+    """Of run after run, until one is near ``expected``."""
+    program = program_of(name, RANKS, MICROBATCHES)
+    layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=RANKS), RANKS)
+    mesh = Mesh(layout, rank, placement=program.placement)
+    sink = GradSink(lambda target, x, dy: time.sleep(WEIGHT / SIZES[name]))
+    sink.bind({"weight": torch.zeros(())}, lambda name: None)
+    chunks = {s: Sleeper(s, program.stages, sink) for s, place in enumerate(program.placement) if place == rank}
+    pipeline = Pipeline(chunks, program.placement, rank, mesh.channels, lambda batch: torch.empty(1), sink)
+    found: list[float] = []
+    while len(found) < TRIES and not any(abs(bubble - expected) < POINTS for bubble in found):
+        comm.all_reduce(torch.zeros(1), mesh.world)
+        with recording(pipeline, mesh.group("pp"), torch.device("cpu")) as recorder:
+            pipeline.run(program.ranks[rank], batches_of(MICROBATCHES), torch.ones(()))
+        found.append(recorder.timeline(name).bubble)
+    return found
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_the_bubble_is_the_simulated_one(pool: Pool, name: str) -> None:
+    program, share = program_of(name, RANKS, MICROBATCHES), SIZES[name]
+    costs = Costs.uniform(program.stages, FORWARD / share, INPUT / share, WEIGHT / share)
+    expected = simulate(program, costs).bubble
+    measured = pool.run(RANKS, bubbles, name, expected, check_collectives=False)[0]
+    assert min(abs(bubble - expected) for bubble in measured) < POINTS, f"{measured}, not {expected:.3f}"
