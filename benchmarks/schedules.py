@@ -1,0 +1,182 @@
+"""Speed of what a pipeline's schedule goes through before anything runs: made, given its communication, proved, timed.
+
+    python -m benchmarks.schedules            # prints; --write keeps the result
+
+By default 64 ranks and 512 micro-batches, with 8 stages on each rank where a schedule lets them be chosen: a million
+and a half actions. Figures are microseconds per action of the program, sends and receives included; the last column is
+the sum per action that computes. Each round makes everything anew, with Python's garbage collector on as it is in a
+run; its share is shown.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import gc
+import io
+import json
+import os
+import platform
+import pstats
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from benchmarks.hardware import processor
+from megatron.pipeline.comms import add_communication
+from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.simulate import Costs, simulate
+from megatron.pipeline.validate import validate
+
+RESULTS = Path(__file__).parent / "results"
+TITLE = "# Schedules before they run: microseconds per action"
+CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
+PASSES = ("made", "communication", "proof", "simulation")
+COLLECTOR = "garbage collection"
+LIMIT = 10.0
+"""Microseconds per action that everything together should stay below."""
+
+
+def stages_on_rank(name: str, chunks: int) -> int:
+    """What the schedule needs, or ``chunks`` where it leaves the choice."""
+    return SCHEDULES[name].chunks or chunks
+
+
+def one_round(
+    name: str, ranks: int, chunks: int, microbatches: int, clock: Callable[[], float]
+) -> tuple[dict[str, float], int, int]:
+    """Seconds of each pass, and of the garbage collector in all; how many actions, and how many that compute."""
+    gc.collect()
+    with collecting(clock) as collected:
+        times = [clock()]
+        schedule = make(name, ranks, chunks, microbatches)
+        times.append(clock())
+        program = add_communication(schedule)
+        times.append(clock())
+        validate(program)
+        times.append(clock())
+        simulate(program, Costs.uniform(ranks * chunks))
+        times.append(clock())
+    seconds = dict(zip(PASSES, (end - start for start, end in zip(times, times[1:]))))
+    return seconds | {COLLECTOR: sum(collected)}, sum(map(len, program.ranks)), sum(map(len, schedule.ranks))
+
+
+@contextmanager
+def collecting(clock: Callable[[], float]) -> Iterator[list[float]]:
+    """The seconds of every run of the garbage collector inside."""
+    seconds: list[float] = []
+    began = clock()
+
+    def note(phase: str, _: object) -> None:
+        nonlocal began
+        if phase == "start":
+            began = clock()
+        else:
+            seconds.append(clock() - began)
+
+    gc.callbacks.append(note)
+    try:
+        yield seconds
+    finally:
+        gc.callbacks.remove(note)
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Sizes of a schedule, and by pass the microseconds per action of every round."""
+    chunks = stages_on_rank(name, args.chunks)
+    micros: dict[str, list[float]] = {column: [] for column in (*PASSES, COLLECTOR)}
+    for _ in range(args.repeats):
+        seconds, actions, computing = one_round(name, args.ranks, chunks, args.microbatches, CLOCKS[args.clock])
+        for column, spent in seconds.items():
+            micros[column].append(spent / actions * 1e6)
+    return {"chunks": chunks, "actions": actions, "computing": computing, "micros": micros}
+
+
+def total(row: Mapping[str, Any]) -> list[float]:
+    """Microseconds per action of all passes together, by round."""
+    return [sum(spent) for spent in zip(*(row["micros"][column] for column in PASSES))]
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The page of results."""
+    heads = (
+        *("stages on a rank", "actions", *PASSES, "all", "lowest", "highest"),
+        *(f"of all, {COLLECTOR}", "all, per computing action"),
+    )
+    text = [TITLE, "", f"| schedule | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name, row in result["schedules"].items():
+        whole = total(row)
+        medians = [f"{statistics.median(row['micros'][column]):.2f}" for column in PASSES]
+        cells = [
+            str(row["chunks"]),
+            f"{row['actions']:,}",
+            *medians,
+            *(f"{figure:.2f}" for figure in (statistics.median(whole), min(whole), max(whole))),
+            f"{statistics.median(row['micros'][COLLECTOR]):.2f}",
+            f"{statistics.median(whole) * row['actions'] / row['computing']:.1f}",
+        ]
+        text.append(f"| {name} | {' | '.join(cells)} |")
+    above = [name for name, row in result["schedules"].items() if statistics.median(total(row)) > LIMIT]
+    verdict = f"above {LIMIT:.0f} microseconds: {', '.join(above)}" if above else f"all below {LIMIT:.0f} microseconds"
+    text += [
+        "",
+        f"{result['ranks']} ranks, {result['microbatches']} micro-batches; {verdict}. An action is one of the program: "
+        "something computed, sent or received.",
+        "",
+        f"Median of {result['rounds']} rounds, {result['clock']} time; {result['processor']}, "
+        f"load {result['load']:.1f} before the start; python {result['python']}.",
+    ]
+    return "\n".join(text)
+
+
+def profile(name: str, args: argparse.Namespace) -> str:
+    """The functions that a round spends its time in."""
+    profiler = cProfile.Profile()
+    profiler.runcall(
+        one_round, name, args.ranks, stages_on_rank(name, args.chunks), args.microbatches, CLOCKS[args.clock]
+    )
+    text = io.StringIO()
+    pstats.Stats(profiler, stream=text).sort_stats("tottime").print_stats(15)
+    return text.getvalue()
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES))
+    parser.add_argument("--ranks", type=int, default=64)
+    parser.add_argument("--chunks", type=int, default=8, help="stages on each rank, where they can be chosen")
+    parser.add_argument("--microbatches", type=int, default=512)
+    parser.add_argument("--repeats", type=int, default=5, help="rounds")
+    parser.add_argument("--clock", choices=CLOCKS, default="wall", help="processor: where others use the machine too")
+    parser.add_argument("--profile", action="store_true", help="show where the time goes instead")
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    args = parser.parse_args(argv)
+    if args.profile:
+        print("\n".join(profile(name, args) for name in args.schedules))
+        return 0
+    load = os.getloadavg()[0]
+    result: dict[str, Any] = {
+        "schedules": {name: measure(name, args) for name in args.schedules},
+        "ranks": args.ranks,
+        "microbatches": args.microbatches,
+        "rounds": args.repeats,
+        "clock": args.clock,
+        "load": load,
+        "processor": processor(),
+        "python": platform.python_version(),
+    }
+    print(report(result))
+    if args.write:
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "schedules.json").write_text(json.dumps(result, indent=2) + "\n")
+        (RESULTS / "schedules.md").write_text(report(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
