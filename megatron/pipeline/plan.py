@@ -18,11 +18,18 @@ from megatron.pipeline.actions import Schedule, ScheduleError
 from megatron.pipeline.comms import add_communication
 from megatron.pipeline.partition import LayerCosts, StageLayers, balanced, by_rank, equal, spelled_out, written
 from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.search import search
 from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.validate import Peaks, validate
 
 ONE_STAGE, SEVERAL_STAGES = "1f1b", "interleaved"
 """Schedules that are taken when none is asked for: with one stage on each rank, and with several."""
+
+SEARCHED = "searched"
+"""The best schedule that a search finds for stages of equal cost, in the memory of 1F1B."""
+
+NAMES = (*SCHEDULES, SEARCHED)
+"""Schedules that can be asked for by name."""
 
 V_SHAPED = ("zb-v", "dualpipe-v")
 """Schedules whose second half of the stages goes back over the ranks."""
@@ -111,11 +118,11 @@ def stages_of_schedule(parallel: ParallelConfig) -> int | None:
             sentence = f"{name} is for {len(schedule.ranks)} ranks, not PP{parallel.pipeline_model_parallel_size}"
             raise ScheduleError(sentence, f"--pipeline-model-parallel-size {len(schedule.ranks)}")
         return _on_each_rank(name, schedule.stages, parallel)
-    if name not in SCHEDULES:
-        guess = did_you_mean(name, SCHEDULES)
-        fixes = (f"--pipeline-schedule {known}" for known in ([guess] if guess else SCHEDULES))
+    if name not in NAMES:
+        guess = did_you_mean(name, NAMES)
+        fixes = (f"--pipeline-schedule {known}" for known in ([guess] if guess else NAMES))
         raise ScheduleError(f"there is no pipeline schedule {name}; a file of one ends in {FILE}", *fixes)
-    return SCHEDULES[name].chunks
+    return None if name == SEARCHED else SCHEDULES[name].chunks
 
 
 @lru_cache(maxsize=2)
@@ -148,7 +155,8 @@ def placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int, ...]
     name, ranks = schedule_name(parallel, stages_per_rank), range(parallel.pipeline_model_parallel_size)
     if name.endswith(FILE):
         return _from_file(name).placement
-    return (*ranks, *reversed(ranks)) if name in V_SHAPED else (*ranks,) * stages_per_rank
+    forth_and_back = name in V_SHAPED or (name == SEARCHED and stages_per_rank == 2)
+    return (*ranks, *reversed(ranks)) if forth_and_back else (*ranks,) * stages_per_rank
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
@@ -235,15 +243,22 @@ def schedule_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
     Raises:
         ScheduleError: when there is no such schedule.
     """
-    name = schedule_name(parallel, parallel.num_virtual_stages_per_pipeline_rank or 1)
+    chunks, ranks = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
+    name, group = schedule_name(parallel, chunks or 1), parallel.microbatch_group_size_per_virtual_pipeline_stage
     if name.endswith(FILE):
         schedule = _from_file(name)
         if schedule.microbatches != microbatches:
             raise ScheduleError(f"{name} is for {schedule.microbatches} micro-batches in a step, not {microbatches}")
         return schedule
-    chunks = parallel.num_virtual_stages_per_pipeline_rank or SCHEDULES[name].chunks or 1
-    group = parallel.microbatch_group_size_per_virtual_pipeline_stage
-    return make(name, parallel.pipeline_model_parallel_size, chunks, microbatches, group)
+    if name == SEARCHED:
+        return _searched(placement(parallel, chunks or 1), ranks, microbatches)
+    return make(name, ranks, chunks or SCHEDULES[name].chunks or 1, microbatches, group)
+
+
+@cache
+def _searched(of_stages: tuple[int, ...], ranks: int, microbatches: int) -> Schedule:
+    stages = len(of_stages)
+    return search(ranks, stages // ranks, microbatches, Costs.uniform(stages), limit=stages, placement=of_stages)
 
 
 def usual_microbatches(parallel: ParallelConfig) -> int:

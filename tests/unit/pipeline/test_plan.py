@@ -1,0 +1,215 @@
+"""What the options of a pipeline amount to: its stages, its schedule, and a program that is proven."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.config.arguments import parse
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.settings import SETTINGS
+from megatron.pipeline import plan
+from megatron.pipeline.actions import COMPUTE, EVALUATION, ScheduleError
+from megatron.pipeline.partition import notation
+from megatron.pipeline.schedules import make
+from megatron.pipeline.validate import validate
+
+
+def model(layers: int, **changes: Any) -> ModelConfig:
+    return ModelConfig(num_layers=layers, vocab_size=257, **changes)
+
+
+def pipeline(ranks: int, chunks: int | None = None, schedule: str | None = None, **changes: Any) -> ParallelConfig:
+    return ParallelConfig(
+        pipeline_model_parallel_size=ranks,
+        num_virtual_stages_per_pipeline_rank=chunks,
+        pipeline_schedule=schedule,
+        **changes,
+    )
+
+
+def sizes(parallel: ParallelConfig, layers: int) -> list[int]:
+    return [len(stage.layers) for stage in plan.stage_layers(model(layers), parallel)]
+
+
+COUNTS = st.one_of(st.none(), st.integers(1, 6))
+
+
+@settings(max_examples=400, derandomize=True, deadline=None)
+@given(
+    st.integers(1, 30),
+    st.integers(1, 6),
+    COUNTS,
+    st.fixed_dictionaries(
+        {},
+        optional={
+            "num_layers_per_virtual_pipeline_stage": COUNTS,
+            "decoder_first_pipeline_num_layers": COUNTS,
+            "decoder_last_pipeline_num_layers": COUNTS,
+            "account_for_embedding_in_pipeline_split": st.booleans(),
+            "account_for_loss_in_pipeline_split": st.booleans(),
+            "pipeline_model_parallel_layout": st.sampled_from(["auto", "Et*2|tL", "E|(t|)*4tL"]),
+            "pipeline_schedule": st.sampled_from([*plan.SCHEDULES]),
+        },
+    ),
+)
+def test_all_layers_are_built_once_or_the_options_are_refused(
+    layers: int, ranks: int, chunks: int | None, said: dict[str, Any]
+) -> None:
+    parallel = replace(pipeline(ranks, chunks), **said)
+    try:
+        stages = plan.stage_layers(model(layers), parallel)
+    except ScheduleError:
+        return
+    assert [layer for stage in stages for layer in stage.layers] == list(range(layers))
+    assert len(stages) == ranks * plan.virtual_stages(model(layers), parallel)
+    assert (stages[0].first, stages[-1].last) == (True, True)
+    assert not any(stage.first for stage in stages[1:])
+    assert not any(stage.last for stage in stages[:-1])
+    assert all(stage.layers or stage.first or stage.last for stage in stages)
+
+
+def test_nothing_said_is_one_stage_on_a_rank() -> None:
+    assert sizes(pipeline(4), 12) == [3, 3, 3, 3]
+    assert plan.resolved(model(12), pipeline(4)).pipeline_schedule == "1f1b"
+
+
+def test_stages_on_a_rank_follow_from_whatever_says_so() -> None:
+    saying = (
+        pipeline(2, 3),
+        pipeline(2, num_layers_per_virtual_pipeline_stage=2),
+        pipeline(2, pipeline_model_parallel_layout="E|(t*3|)*4L"),
+        pipeline(2, account_for_loss_in_pipeline_split=False, num_layers_per_virtual_pipeline_stage=2),
+    )
+    for parallel in saying:
+        assert plan.virtual_stages(model(12), parallel) == 3
+        assert plan.resolved(model(12), parallel).pipeline_schedule == "interleaved"
+    accounted = pipeline(2, num_layers_per_virtual_pipeline_stage=2, account_for_loss_in_pipeline_split=True)
+    assert sizes(accounted, 11) == [2, 2, 2, 2, 2, 1]
+    assert plan.virtual_stages(model(12), pipeline(2, schedule="zb-v")) == 2
+    assert plan.virtual_stages(model(12), pipeline(2, schedule="gpipe")) == 1
+
+
+def test_resolved_options_resolve_to_themselves() -> None:
+    for parallel in (pipeline(2), pipeline(2, 3), pipeline(2, num_layers_per_virtual_pipeline_stage=2)):
+        once = plan.resolved(model(12), parallel)
+        assert plan.resolved(model(12), once) == once
+
+
+def test_layers_that_do_not_divide_are_dealt_out_by_cost() -> None:
+    assert sizes(pipeline(4), 13) == [3, 3, 4, 3]  # the output layer is the rest of the last stage
+    assert sizes(pipeline(4, pipeline_model_parallel_layout="auto"), 13) == sizes(pipeline(4), 13)
+    large = replace(model(13), vocab_size=60_000)
+    assert notation(plan.stage_layers(large, pipeline(4))) == "Et*4|t*4|t*5|L"
+    assert plan.dealt_by_cost(large, pipeline(4))
+    assert not plan.dealt_by_cost(large, pipeline(13))
+    assert not plan.dealt_by_cost(large, pipeline(2, account_for_loss_in_pipeline_split=True))
+
+
+def test_costs_are_the_weights_that_multiply() -> None:
+    shape = model(2, hidden_size=64, add_bias_linear=False)
+    costs = plan.layer_costs(shape)
+    norms = 2 * 2 * 64
+    assert costs.layer == 12 * 64 * 64 + norms
+    assert (costs.embedding, costs.output) == (0, 257 * 64)
+
+
+@pytest.mark.parametrize("name", plan.SCHEDULES)
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_programs_are_the_schedules_by_name_and_are_proven(name: str, ranks: int) -> None:
+    for chunks in (1, 2):
+        if plan.SCHEDULES[name].chunks not in (None, chunks):
+            continue
+        parallel = plan.resolved(model(16), pipeline(ranks, chunks, name))
+        for count in (1, 2, 5, 8):
+            program = plan.program_for(parallel, count)
+            assert program.only(COMPUTE) == make(name, ranks, chunks, count)
+            assert plan.peaks_for(parallel, count) == validate(program)
+            assert program.placement == plan.placement(parallel, chunks)
+            validate(program.only(EVALUATION))
+
+
+@settings(max_examples=40, derandomize=True, deadline=None)
+@given(st.sampled_from(["1f1b", "interleaved", "gpipe"]), st.integers(1, 6), st.integers(1, 3), st.integers(1, 4))
+def test_the_bubble_is_that_of_the_formulas(name: str, ranks: int, chunks: int, rounds: int) -> None:
+    chunks, count = (1 if name == "1f1b" else chunks), ranks * rounds
+    parallel = plan.resolved(model(30), pipeline(ranks, chunks, name))
+    expected = Fraction(ranks - 1, chunks * count + ranks - 1)
+    assert plan.bubble_of(parallel, count) == pytest.approx(float(expected), abs=1e-12)
+    alike = plan.bubble_of(parallel, count, (7.0,) * ranks * chunks)
+    assert alike == pytest.approx(float(expected), abs=1e-12)
+
+
+def test_one_slow_stage_holds_all_up() -> None:
+    count, slow = 1000, 3.0
+    idle = plan.bubble_of(plan.resolved(model(8), pipeline(4)), count, (1.0, 1.0, 1.0, slow))
+    assert idle == pytest.approx(1 - (3 + slow) / (4 * slow), abs=0.01)
+
+
+def test_groups_of_the_interleaved_schedule_are_those_asked_for() -> None:
+    grouped = pipeline(2, 2, microbatch_group_size_per_virtual_pipeline_stage=4)
+    parallel = plan.resolved(model(8), grouped)
+    assert plan.schedule_for(parallel, 8) == make("interleaved", 2, 2, 8, group=4)
+    assert plan.schedule_for(parallel, 8) != make("interleaved", 2, 2, 8)
+
+
+@pytest.mark.parametrize("chunks", [1, 2, 3])
+def test_a_searched_schedule_is_as_good_as_any_in_its_memory(chunks: int) -> None:
+    parallel = plan.resolved(model(24), pipeline(4, chunks, "searched"))
+    found = {count: plan.program_for(parallel, count) for count in (4, 8)}
+    assert {program.placement for program in found.values()} == {plan.placement(parallel, chunks)}
+    for count, program in found.items():
+        assert max(validate(program).both) <= 4 * chunks
+        rival = plan.resolved(model(24), pipeline(4, chunks, None))
+        assert plan.bubble_of(parallel, count) <= plan.bubble_of(rival, count)
+
+
+def test_a_file_is_a_schedule(tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    make("zb-v", 2, 2, 6).save(path)
+    parallel = plan.resolved(model(8), pipeline(2, schedule=str(path)))
+    assert parallel.num_virtual_stages_per_pipeline_rank == 2
+    assert plan.placement(parallel, 2) == (0, 1, 1, 0)
+    assert plan.program_for(parallel, 6).ranks == plan.program_for(pipeline(2, 2, "zb-v"), 6).ranks
+    with pytest.raises(ScheduleError, match="for 6 micro-batches in a step, not 4"):
+        plan.program_for(parallel, 4)
+    with pytest.raises(ScheduleError, match="is for 2 ranks, not PP4"):
+        plan.virtual_stages(model(8), pipeline(4, schedule=str(path)))
+
+
+def test_a_file_that_does_not_end_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "stuck.csv"
+    path.write_text("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1\n")
+    plan.program_for(pipeline(2, schedule=str(path)), 2)
+    stuck = tmp_path / "circle.csv"
+    stuck.write_text("0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n")
+    with pytest.raises(ScheduleError, match="circle"):
+        plan.program_for(pipeline(2, schedule=str(stuck)), 2)
+
+
+def test_the_help_names_every_schedule() -> None:
+    words = SETTINGS["pipeline_schedule"].option.help
+    assert [name for name in plan.NAMES if f" {name}," not in words] == []
+
+
+LARGE = """--check-config --mock-data --vocab-size 51200 --train-samples 200000000 --world-size 1024 --bf16
+    --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 --num-virtual-stages-per-pipeline-rank 3
+    --num-layers 96 --hidden-size 12288 --num-attention-heads 96 --seq-length 2048
+    --global-batch-size 1536 --rampup-batch-size 32 32 5859375"""
+"""1024 ranks, 192 micro-batches, and the 47 batches of a ramp before them."""
+
+
+def test_a_long_ramp_on_a_long_pipeline_is_checked_in_seconds() -> None:
+    plan.peaks_for.cache_clear()
+    start = time.process_time()
+    told = parse(LARGE.split(), {}).summary()
+    assert time.process_time() - start < 10
+    assert "bubble 2.5%" in told
