@@ -127,36 +127,31 @@ def _placements(ranks: int, chunks: int) -> list[tuple[int, ...]]:
 
 
 class _Rules(NamedTuple):
-    """What a rank that is free starts. All take a forward after an input gradient and the other way round if they can.
+    """What a rank that is free starts: a forward after an input gradient and the other way round, if it can, and W.
+
+    Among what it could start the other rules decide.
 
     Attributes:
         live: by rank, how many stages' activations forwards leave for input gradients at most.
         patience: a W is not started when something more urgent arrives within this part of its time.
-        deep: of several forwards, that of the last stage; else that of the first micro-batch.
         thrifty: a W before a second forward in a row.
     """
 
     live: tuple[float, ...]
     patience: float
-    deep: bool
     thrifty: bool
 
 
 def _rules(stages: int, ranks: int) -> Iterator[_Rules]:
     """All sets of rules, those that give the best schedule most often first."""
-    order = (True, False) if stages > ranks else (True,)
-    for live in _profiles(stages, ranks):
-        for patience, deep, thrifty in product((0.5, 1, 0), order, (False, True)):
-            yield _Rules(live, patience, deep, thrifty)
+    for live, patience, thrifty in product(_profiles(stages, ranks), (0.5, 1, 0), (False, True)):
+        yield _Rules(live, patience, thrifty)
 
 
 def _profiles(stages: int, ranks: int) -> Iterator[tuple[float, ...]]:
-    """No bound on live activations, then bounds for the last rank and so many more for each rank before it.
-
-    1F1B keeps 1 and 1 more for each rank, ZB-H2 1 and 2 more, interleaved 1F1B 1 + stages - ranks and 2 more.
-    """
+    """No bound on live activations; then one for the last rank, and so many more for each rank before it."""
     yield (math.inf,) * ranks
-    for last, more in product(sorted({1, 1 + stages - ranks}), (1, 1.5, 2, 3)):
+    for last, more in product((1 + stages - ranks, stages), (1, 1.5)):
         yield tuple(last + more * (ranks - 1 - rank) for rank in range(ranks))
 
 
@@ -227,7 +222,7 @@ class _Lister:
     def _choose(self, rank: int, now: float, rules: _Rules, limit: float) -> Action | None:
         """What ``rank`` starts; None to wait for something to arrive."""
         pending, soon = self._pending[rank], math.inf
-        for stage, kind in self._by_urgency(rank, rules.deep):
+        for stage, kind in self._by_urgency(rank):
             number, arrivals = self._done[stage, kind], self._arrivals[stage, kind]
             if number == len(arrivals) or (kind == FORWARD and not self._may_live(rank, stage, rules)):
                 continue
@@ -248,14 +243,11 @@ class _Lister:
             return rules.thrifty
         return not self._fits(rank, stage, limit)
 
-    def _by_urgency(self, rank: int, deep: bool) -> list[_Task]:
-        own = self._own[rank]
-        forwards = [(stage, FORWARD) for stage in reversed(own)]
-        backwards = [(stage, INPUT) for stage in own]
-        if len(own) > 1:
-            backwards.sort(key=self._done.__getitem__)
-            if not deep:
-                forwards.sort(key=self._done.__getitem__)
+    def _by_urgency(self, rank: int) -> list[_Task]:
+        """Forwards of the last stage first, input gradients of the first micro-batch first."""
+        forwards = [(stage, FORWARD) for stage in reversed(self._own[rank])]
+        backwards = [(stage, INPUT) for stage in self._own[rank]]
+        backwards.sort(key=self._done.__getitem__)
         return forwards + backwards if self._last[rank] == INPUT else backwards + forwards
 
     def _may_live(self, rank: int, stage: int, rules: _Rules) -> bool:
