@@ -15,7 +15,7 @@ from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.metrics import StepMetrics
 from megatron.training.setup import Trainer, build
-from megatron.training.step import count_tokens, forward_backward
+from megatron.training.step import count_tokens, mean_loss
 
 SHAPES = {
     "gpt": "--position-embedding-type learned_absolute --normalization LayerNorm --activation gelu_tanh",
@@ -93,14 +93,12 @@ def on(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 def gradients(trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, dict[str, Tensor]]:
     """Mean loss and its gradients, in fp64 on the CPU."""
-    t, tokens = trainer, count_tokens(batches, trainer.mesh.replicas)
-    t.chunks[0].train()
-    t.buckets.start_step(len(batches))
-    for batch in batches:
-        forward_backward(t.chunks[0], on(batch, t.device), 1.0 / tokens.to(t.device))
+    t, here = trainer, [on(batch, trainer.device) for batch in batches]
+    tokens = count_tokens(here, t.mesh.replicas)
+    t.buckets.start_step(len(here))
+    t.compute(here, 1.0 / tokens)
     t.optimizer.finish()
-    loss = t.chunks[0].sums.take()["lm loss"].item() / tokens.item()
-    return loss, {name: grad.double().cpu() for name, grad in t.buckets.grads.items()}
+    return mean_loss(t, tokens).item(), {name: grad.double().cpu() for name, grad in t.buckets.grads.items()}
 
 
 def distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:
