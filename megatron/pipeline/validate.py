@@ -172,10 +172,11 @@ def _check_rank(program: Schedule, rank: int, rules: _Rules, done: bytearray) ->
     count = program.microbatches
     for index, (stage, kind, microbatch) in enumerate(program.ranks[rank]):
         place = stage * count + microbatch
-        rule = rules[stage].get(kind)
-        if rule is None:
-            channel_of(Action(stage, kind, microbatch), program.placement)
-            raise ScheduleError(f"rank {rank} has no use for {stage}{kind}{microbatch}")
+        try:
+            rule = rules[stage][kind]
+        except KeyError:
+            channel_of(Action(stage, kind, microbatch), program.placement)  # says which channel there is not
+            raise
         does, once, needs, offset, there = rule
         seen = done[place]
         if seen & once or needs & ~seen or there & ~done[place + offset]:
@@ -219,10 +220,10 @@ def _require_all_done(program: Schedule, rules: _Rules, done: bytearray, trains:
     """Refuse what no rank does for some micro-batch."""
     count = program.microbatches
     for stage, own in enumerate(rules):
-        wanted = [kind for kind in own if trains or kind in EVALUATION]
         complete = 0
-        for kind in wanted:
-            complete |= own[kind].does
+        for kind, rule in own.items():
+            if trains or kind in EVALUATION:
+                complete |= rule.does
         states = done[stage * count : (stage + 1) * count]
         if states.count(complete) == count:
             continue

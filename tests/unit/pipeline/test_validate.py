@@ -227,6 +227,12 @@ def test_communication_that_is_missing_is_named_and_can_be_left_out(text: str) -
     assert error.value.fixes == (LEAVE_OUT,)
 
 
+def test_of_a_schedule_without_communication_what_is_missing_is_named_and_not_its_transfer() -> None:
+    for missing in ("1F1", "1B1", "0B1", "2B0", "2F0"):
+        broken = without(make("1f1b", 3, 1, 2), missing)
+        assert f"has no {missing}" in refusal(add_communication(broken))
+
+
 def test_a_schedule_needs_its_communication() -> None:
     assert "no 0RECV_B0" in refusal(make("1f1b", 2, 1, 2))
 
