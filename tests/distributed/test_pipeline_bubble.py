@@ -1,7 +1,7 @@
 """A measured bubble is the simulated one: stages that sleep, on four ranks, under every schedule.
 
-Ranks that sleep need no processor, but on a busy machine they wake late, which mostly adds to the bubble. So a run that is
-off is repeated, up to ``TRIES`` runs, of which one has to be near.
+Ranks that sleep need no processor, but on a busy machine they wake late, which mostly adds to the bubble. So a run that
+is off is repeated, up to ``TRIES`` runs, of which one has to be near.
 """
 
 from __future__ import annotations
