@@ -22,6 +22,8 @@ from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule
 from megatron.pipeline.comms import add_communication
 from megatron.pipeline.picture import draw, size
 from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.search import NAME as SEARCHED
+from megatron.pipeline.search import search
 from megatron.pipeline.simulate import Costs, Timeline, simulate
 from megatron.pipeline.terminal import chunks_of, drawn, legend, number
 from megatron.pipeline.trace import read_trace, write_trace
@@ -30,10 +32,13 @@ from megatron.training.plot import picture
 
 ALL, FILE = "all", ".csv"
 INTERLEAVED = "interleaved"
+NAMES = (*SCHEDULES, SEARCHED)
+SEVERAL = (INTERLEAVED, SEARCHED)
+"""Schedules that have two stages on a rank unless told otherwise; the others have as few as they can."""
 TIMES = {"f": 1.0, "i": 1.0, "w": 1.0, "latency": 0.0, "transfer": 0.0}
 """Flags that say how long something takes, and what they say by default."""
-SIZES = ("pipeline", "microbatches", "virtual", "group")
-HEAD = ("schedule", "stages/rank", "makespan", "span", "bubble", "of span", "memory", "F to I", "I to W")
+SIZES = ("pipeline", "microbatches", "virtual", "group", "memory")
+HEAD = ("schedule", "stages/rank", "makespan", "span", "bubble", "of span", "memory", "for I", "for W")
 
 
 class Drawing(NamedTuple):
@@ -76,26 +81,28 @@ def build_parser() -> Parser:
         epilog="Exit status: 1 when a schedule is refused or a file cannot be read or written, 2 for wrong flags.",
     )
     what = parser.add_argument_group("what is drawn, one of the three")
-    names = f"{', '.join(SCHEDULES)}, or a file of actions that ends in {FILE}"
+    names = f"{', '.join(NAMES)}, or a file of actions that ends in {FILE}"
     what.add_argument("--schedule", "--pipeline-schedule", metavar="NAME", help=names)
     what.add_argument("--compare", nargs="+", metavar="NAME", help=f"several of these, or {ALL}")
     what.add_argument("--measured", type=Path, metavar="FILE", help="the trace of a run with --profile-pipeline")
     shape = parser.add_argument_group("size; a file brings its own")
     alias = "--num-virtual-stages-per-pipeline-rank"
-    stages = f"stages on each rank, where a schedule takes any number (default: {INTERLEAVED} 2, others 1)"
+    stages = f"stages on each rank, where a schedule takes any number (default: {' and '.join(SEVERAL)} 2, gpipe 1)"
     shape.add_argument("--pipeline", "--pipeline-model-parallel-size", type=count, metavar="P", help="ranks")
     shape.add_argument("--microbatches", type=count, metavar="M", help="micro-batches of a step")
     shape.add_argument("--virtual", alias, type=count, metavar="V", help=stages)
     alias = "--microbatch-group-size-per-virtual-pipeline-stage"
     group = f"of {INTERLEAVED}: micro-batches that a stage takes in a row (default: P)"
     shape.add_argument("--group", alias, type=count, metavar="G", help=group)
+    memory = f"of {SEARCHED}: micro-batches of all its stages that a rank holds at most (default: any number)"
+    shape.add_argument("--memory", type=amount, metavar="LIMIT", help=memory)
     times = parser.add_argument_group("times in any unit; a trace brings its own")
     long = "of a rank, all its stages together, for a micro-batch"
-    times.add_argument("--f", type=duration, metavar="T", help=f"forward {long} (default: 1)")
-    times.add_argument("--i", type=duration, metavar="T", help=f"gradients of inputs {long} (default: 1)")
-    times.add_argument("--w", type=duration, metavar="T", help=f"gradients of weights {long} (default: 1)")
-    times.add_argument("--latency", type=duration, metavar="T", help="of each transfer, whatever its size (default: 0)")
-    times.add_argument("--transfer", type=duration, metavar="T", help="of each transfer, for its size (default: 0)")
+    times.add_argument("--f", type=amount, metavar="T", help=f"forward {long} (default: 1)")
+    times.add_argument("--i", type=amount, metavar="T", help=f"gradients of inputs {long} (default: 1)")
+    times.add_argument("--w", type=amount, metavar="T", help=f"gradients of weights {long} (default: 1)")
+    times.add_argument("--latency", type=amount, metavar="T", help="of each transfer, whatever its size (default: 0)")
+    times.add_argument("--transfer", type=amount, metavar="T", help="of each transfer, for its size (default: 0)")
     written = parser.add_argument_group("what is written")
     written.add_argument("--out", type=Path, metavar="FILE", help="picture; .png, .pdf or .svg (default: text)")
     written.add_argument("--trace", type=Path, metavar="FILE", help="simulated times, for Chrome and Perfetto")
@@ -111,11 +118,11 @@ def count(text: str) -> int:
     return value
 
 
-def duration(text: str) -> float:
+def amount(text: str) -> float:
     """A finite number from 0 on."""
     value = float(text)
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is no length of time")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
     return value
 
 
@@ -139,7 +146,7 @@ def mistake(arguments: argparse.Namespace) -> str | None:
 def _names(said: Mapping[str, Any]) -> Sequence[str]:
     """The schedules that flags ask for."""
     names = said.get("compare", [said["schedule"]] if "schedule" in said else [])
-    return [*SCHEDULES] if list(names) == [ALL] else names
+    return NAMES if list(names) == [ALL] else names
 
 
 def _idle(said: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -151,8 +158,12 @@ def _idle(said: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield from ((name, "what was measured is drawn above what it would take") for name in TIMES)
     if "compare" in said:
         yield from ((name, "it is of one schedule, which --schedule names") for name in ("trace", "csv"))
-        if INTERLEAVED not in names:
-            yield from ((name, f"it is of {INTERLEAVED}, which is not compared") for name in ("virtual", "group"))
+        if not {*SEVERAL} & {*names}:
+            yield "virtual", f"none of {' and '.join(SEVERAL)} is compared"
+    if INTERLEAVED not in names:
+        yield "group", f"it is of {INTERLEAVED}"
+    if SEARCHED not in names:
+        yield "memory", f"it is of {SEARCHED}"
 
 
 def asked_for(arguments: argparse.Namespace) -> Drawing:
@@ -166,7 +177,8 @@ def asked_for(arguments: argparse.Namespace) -> Drawing:
     if arguments.compare:
         return Drawing(compared(arguments), None)
     schedule = schedule_named(arguments.schedule, arguments)
-    return Drawing({schedule.name: simulated(schedule, costs_of(schedule, arguments))}, schedule)
+    costs = costs_of(arguments, len(schedule.ranks), schedule.stages)
+    return Drawing({titled(arguments.schedule, schedule): simulated(schedule, costs)}, schedule)
 
 
 def compared(arguments: argparse.Namespace) -> dict[str, Timeline]:
@@ -179,12 +191,18 @@ def compared(arguments: argparse.Namespace) -> dict[str, Timeline]:
     for name in _names(vars(arguments)):
         try:
             schedule = schedule_named(name, arguments)
-            panels[name] = simulated(schedule, costs_of(schedule, arguments))
+            costs = costs_of(arguments, len(schedule.ranks), schedule.stages)
+            panels[titled(name, schedule)] = simulated(schedule, costs)
         except ScheduleError as error:
             tell(error, about=f"{name} is left out: ")
     if not panels:
         raise ScheduleError("none of these schedules can be drawn")
     return panels
+
+
+def titled(name: str, schedule: Schedule) -> str:
+    """The schedule's name; a search may have found that another one is the best."""
+    return f"{name} ({schedule.name})" if name == SEARCHED != schedule.name else schedule.name
 
 
 def schedule_named(name: str, arguments: argparse.Namespace) -> Schedule:
@@ -195,12 +213,19 @@ def schedule_named(name: str, arguments: argparse.Namespace) -> Schedule:
     """
     if name.endswith(FILE):
         return Schedule.load(Path(name))
-    virtual, group = arguments.virtual, arguments.group
-    if arguments.compare and name != INTERLEAVED:
-        virtual = group = None
-    recipe = SCHEDULES.get(name)
-    usual = 2 if name == INTERLEAVED else (recipe and recipe.chunks) or 1
-    return make(name, arguments.pipeline, virtual or usual, arguments.microbatches, group)
+    ranks, microbatches = arguments.pipeline, arguments.microbatches
+    chunks = stages_on_rank(name, arguments)
+    if name == SEARCHED:
+        return search(ranks, chunks, microbatches, costs_of(arguments, ranks, ranks * chunks), arguments.memory)
+    return make(name, ranks, chunks, microbatches, arguments.group if name == INTERLEAVED else None)
+
+
+def stages_on_rank(name: str, arguments: argparse.Namespace) -> int:
+    """As many as the flags say, which in a comparison is for those that have several without being told."""
+    if arguments.virtual and (name in SEVERAL or not arguments.compare):
+        return arguments.virtual
+    known = SCHEDULES.get(name)
+    return 2 if name in SEVERAL else (known and known.chunks) or 1
 
 
 def simulated(schedule: Schedule, costs: Costs) -> Timeline:
@@ -214,13 +239,11 @@ def simulated(schedule: Schedule, costs: Costs) -> Timeline:
     return simulate(program, costs)
 
 
-def costs_of(schedule: Schedule, arguments: argparse.Namespace) -> Costs:
+def costs_of(arguments: argparse.Namespace, ranks: int, stages: int) -> Costs:
     """What the flags say of a rank, shared out equally among its stages, and so is what it holds."""
-    stages = schedule.stages
-    share = len(schedule.ranks) / stages
-    said = {
-        name: usual if getattr(arguments, name) is None else getattr(arguments, name) for name, usual in TIMES.items()
-    }
+    share = ranks / stages
+    given = {name: getattr(arguments, name) for name in TIMES}
+    said = {name: TIMES[name] if value is None else value for name, value in given.items()}
     forward, input, weight = ((share * said[name],) * stages for name in "fiw")
     return Costs(forward, input, weight, said["latency"], said["transfer"], (share,) * stages, (share,) * stages)
 
@@ -238,7 +261,10 @@ def beside_measured(measured: Timeline) -> Drawing:
 
 
 def median_costs(measured: Timeline, stages: int) -> Costs:
-    """Seconds of each stage's actions, and of the transfers where they were measured: the median of each."""
+    """Seconds of each stage's actions, and of the transfers where they were measured: the median of each.
+
+    B takes what its halves take where a stage has all three.
+    """
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for rank in measured.intervals:
         for (stage, kind, _), start, end in rank:
@@ -267,7 +293,7 @@ def finish(drawing: Drawing, arguments: argparse.Namespace) -> None:
         write_trace(timelines[0], arguments.trace)
     if arguments.out:
         with picture(arguments.out, *size(drawing.panels), grid=False) as figure:
-            draw(figure, drawing.panels, drawing.unit)
+            draw(figure, drawing.panels, drawing.unit, arguments.memory)
     elif not arguments.compare:
         width, color = shutil.get_terminal_size((120, 24)).columns, sys.stdout.isatty()
         clock = max(timeline.makespan for timeline in timelines)

@@ -1,0 +1,134 @@
+"""What docs/pipelines.md says of schedules is what the simulator and the tool say."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.comms import add_communication
+from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.search import NAME as SEARCHED
+from megatron.pipeline.simulate import Costs, Timeline, simulate
+from tools.draw_schedule import main
+
+ROOT = Path(__file__).parents[2]
+IMAGES = ROOT / "docs" / "images" / "pipelines"
+TEXT = (ROOT / "docs" / "pipelines.md").read_text()
+BLOCKS = re.findall(r"^```\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+TOOL = "python tools/draw_schedule.py "
+TIMES = {
+    "always": [(1, 1, 1), (2, 3, 1), (1, Fraction(1, 2), 2)],
+    "p divides m": [(1, 1, 1), (2, 3, 1), (1, Fraction(1, 2), 2)],
+    "i ≥ w": [(1, 1, 1), (1, Fraction(6, 5), Fraction(4, 5)), (2, 3, 2)],
+    "w ≤ i ≤ f ≤ b": [(1, 1, 1), (4, 3, 2), (3, 2, 1)],
+    "f = i = w": [(1, 1, 1), (3, 3, 3)],
+}
+"""F, I and W under each condition of the table of formulas."""
+
+
+def rows(heading: str) -> list[list[str]]:
+    table = TEXT[TEXT.index(f"\n| {heading} |") :].split("\n\n")[0].strip().splitlines()[2:]
+    return [[cell.strip() for cell in row[1:-1].split("|")] for row in table]
+
+
+def commands() -> list[tuple[str, list[str]]]:
+    """Every command of the page, with what it is said to print."""
+    found: list[tuple[str, list[str]]] = []
+    for block in BLOCKS:
+        for line in block.splitlines():
+            if line.startswith(("python ", "cat ", "for ", "done", "    python ")):
+                found.append((line.strip(), []))
+            elif found:
+                found[-1][1].append(line)
+    return found
+
+
+def test_commands_print_what_is_beneath_them(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    monkeypatch.chdir(tmp_path)
+    compared = 0
+    for command, printed in commands():
+        if command.startswith("cat "):
+            assert (tmp_path / command.split()[1]).read_text().splitlines() == printed
+        elif command.startswith(TOOL) and "--out" not in command:
+            assert main(shlex.split(command)[2:]) == 0, command
+            out = capsys.readouterr().out
+            if printed:
+                assert [line.rstrip() for line in out.splitlines()] == printed, command
+        compared += bool(printed)
+    assert compared >= 5
+
+
+def value(formula: str, **letters: Fraction | int) -> Fraction:
+    """What a formula of the table comes to; a product is written without a sign."""
+    python = re.sub(r"(?<=[\w)])(?=\()|(?<=\))(?=\w)|(?<=\d)(?=[a-z])", "*", formula).replace("min*", "min")
+    exact = {letter: Fraction(number) for letter, number in letters.items()}
+    return Fraction(eval(python, {"__builtins__": {}, "min": min}, exact))
+
+
+def test_products_are_read() -> None:
+    assert value("(p-1)(f+b)/v", p=4, f=1, b=2, v=2) == Fraction(9, 2)
+    assert value("min(m, 2p-1)", m=9, p=3) == 5
+    assert value("(p-1)f/2", p=4, f=3) == Fraction(9, 2)
+
+
+def timeline(name: str, p: int, v: int, m: int, f: Fraction, i: Fraction, w: Fraction) -> Timeline:
+    stages, share = p * v, Fraction(1, v)
+    forward, input, weight = ((Fraction(x) * share,) * stages for x in (f, i, w))
+    costs = Costs(forward, input, weight, 0, 0, (share,) * stages, (share,) * stages)
+    return simulate(add_communication(make(name, p, v, m)), costs)
+
+
+@pytest.mark.parametrize("row", rows("schedule | stages on a rank"), ids=lambda row: row[0])
+def test_formulas_are_what_the_simulator_says_exactly(row: list[str]) -> None:
+    name, chunks, idle, where, memory = row
+    sizes = [(p, m) for p in (1, 2, 3, 4, 6) for m in (2 * p, 3 * p, 2 * p + 1) if where != "p divides m" or m % p == 0]
+    for p, m in sizes:
+        for v in (1, 2, 3) if chunks == "v" else (int(chunks),):
+            for f, i, w in TIMES[where]:
+                made = timeline(name, p, v, m, f, i, w)
+                letters = {"p": p, "v": v, "m": m, "f": f, "i": i, "w": w, "b": i + w}
+                assert made.makespan - m * (f + i + w) == value(idle, **letters), letters
+                assert max(made.peak_memory) == value(memory, **letters), letters
+
+
+def test_every_schedule_has_a_row_a_section_and_a_picture() -> None:
+    assert [row[0] for row in rows("schedule | stages on a rank")] == [*SCHEDULES]
+    assert re.findall(r"^### (\S+)\n", TEXT, re.MULTILINE) == [*SCHEDULES, SEARCHED]
+    for name in (*SCHEDULES, SEARCHED):
+        assert f"](images/pipelines/{name}.png)" in TEXT
+    for section in TEXT.split("\n### ")[1:]:
+        name = section.split("\n")[0]
+        assert name not in SCHEDULES or "\nSource: " in section
+    for _, advice in rows("you have"):
+        assert {*re.findall("`(.+?)`", advice)} <= {*SCHEDULES, SEARCHED}
+
+
+def test_pictures_are_there_and_none_is_left_over() -> None:
+    linked = re.findall(r"\]\(images/pipelines/(\S+)\)", TEXT)
+    assert sorted(linked) == sorted(path.name for path in IMAGES.iterdir())
+    for name in linked:
+        assert (IMAGES / name).read_bytes().startswith(b"\x89PNG")
+    drawn = " ".join(command for command, _ in commands())
+    loop = re.findall(r"for name in ([^;]+);", drawn)[0].split()
+    made = {*loop, *re.findall(r"--out docs/images/pipelines/(\w+)\.png", drawn)}
+    assert {f"{name}.png" for name in made} == {*linked}
+
+
+def test_flags_exist() -> None:
+    known = set(re.findall(r"--[a-z0-9-]+", (ROOT / "docs" / "flags.md").read_text()))
+    known |= set(re.findall(r'"(--[a-z]+)"', (ROOT / "tools" / "draw_schedule.py").read_text()))
+    assert set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", TEXT)) <= known
+
+
+def test_the_tables_that_are_printed_have_every_schedule() -> None:
+    tables = [printed for command, printed in commands() if "--compare all" in command and printed]
+    assert len(tables) == 2
+    for printed in tables:
+        assert [line.split()[0] for line in printed[1:]] == [*SCHEDULES, SEARCHED]

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+
+import pytest
+
+from megatron.pipeline.actions import Schedule
+from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.simulate import Interval, Timeline
+from megatron.pipeline.trace import read_trace, write_trace
+from tools import draw_schedule
+from tools.draw_schedule import main
+
+SMALL = ["--pipeline", "2", "--microbatches", "4"]
+
+
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
+    monkeypatch.chdir(tmp_path)
+
+
+def table(text: str) -> dict[str, list[str]]:
+    rows = [line.split() for line in text.split("\n\n")[0].splitlines() if line]
+    return {row[0]: row[1:] for row in rows}
+
+
+def test_the_bubbles_are_those_of_the_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["--compare", "1f1b", "interleaved", "gpipe", "--virtual", "3", "--pipeline", "4", "--microbatches", "8"]
+    assert main([*argv, "--f", "2", "--i", "3", "--w", "1"]) == 0
+    rows = table(capsys.readouterr().out)
+    for name, chunks in (("1f1b", 1), ("interleaved", 3), ("gpipe", 1)):
+        bubble = Fraction(3, 8 * chunks + 3)  # (p - 1) / (m v + p - 1)
+        assert rows[name][0] == str(chunks)
+        assert float(rows[name][1]) == pytest.approx(48 + 18 / chunks)
+        assert rows[name][3] == f"{float(bubble):.1%}"
+    assert [rows[name][5] for name in ("1f1b", "gpipe")] == ["4", "8"]
+
+
+def test_all_are_compared_in_one_picture(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--compare", "all", "--pipeline", "2", "--microbatches", "2", "--out", "a.svg"]) == 0
+    out = capsys.readouterr().out
+    assert {*SCHEDULES, "searched"} == {*table(out)} - {"schedule", "a.svg"}
+    assert out.splitlines()[-1] == "a.svg"
+    assert (tmp_path / "a.svg").read_text().startswith("<?xml")
+
+
+def test_a_schedule_that_is_not_to_be_had_is_left_out_of_a_comparison(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--compare", "1f1b", "searched", "absent.csv", *SMALL, "--memory", "0.1"]) == 0
+    out, err = capsys.readouterr()
+    assert {*table(out)} == {"schedule", "1f1b"}
+    assert err.count("is left out: ") == 2
+
+
+def test_a_schedule_goes_through_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    argv = ["--schedule", "zb-v", *SMALL, "--csv", "mine.csv", "--trace", "t.json"]
+    assert main(argv) == 0
+    told = capsys.readouterr().out
+    assert told.splitlines()[-2:] == ["mine.csv", "t.json"]
+    assert Schedule.load(tmp_path / "mine.csv").ranks == make("zb-v", 2, 2, 4).ranks
+    assert main(["--schedule", "mine.csv"]) == 0
+    again = capsys.readouterr().out
+    assert table(again)["mine.csv"] == table(told)["zb-v"]
+    assert again.splitlines()[-3:] == told.splitlines()[-5:-2]
+
+
+def test_names_of_the_training_options_work(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["--schedule", "interleaved", *SMALL, "--virtual", "3", "--group", "3"])
+    short = capsys.readouterr().out
+    argv = ["--pipeline-schedule", "interleaved", "--pipeline-model-parallel-size", "2", "--microbatches", "4"]
+    argv += ["--num-virtual-stages-per-pipeline-rank", "3", "--microbatch-group-size-per-virtual-pipeline-stage", "3"]
+    main(argv)
+    assert capsys.readouterr().out == short
+
+
+def test_memory_bounds_the_searched_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["--schedule", "searched", "--pipeline", "3", "--microbatches", "6", "--memory", "2", "--f", "1.5"]) == 0
+    )
+    row = next(row for name, row in table(capsys.readouterr().out).items() if name == "searched")
+    assert float(row[-3]) <= 2
+
+
+def measured_file(path: Path, stretch: float, late: float) -> Timeline:
+    """A trace of zb-h1 in which everything takes ``stretch``, and rank 0 stops ``late`` seconds before the last W."""
+    main(["--schedule", "zb-h1", "--pipeline", "3", "--microbatches", "5", "--latency", "0.5", "--trace", str(path)])
+    ranks = [
+        [Interval(action, 7 + start * stretch, 7 + end * stretch) for action, start, end in rank]
+        for rank in read_trace(path).intervals
+    ]
+    action, start, end = ranks[0][-1]
+    ranks[0][-1] = Interval(action, start + late, end + late)
+    made = Timeline("zb-h1", tuple(map(tuple, ranks)))
+    write_trace(made, path)
+    return made
+
+
+def test_what_was_measured_stands_under_what_it_should_be(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    measured = measured_file(tmp_path / "m.json", 0.25, late=3.0)
+    capsys.readouterr()
+    assert main(["--measured", "m.json"]) == 0
+    out = capsys.readouterr().out
+    first, second = (line.split() for line in out.splitlines()[1:3])
+    assert (first[1], second[1]) == ("simulated", "measured")
+    assert float(second[3]) == pytest.approx(measured.makespan, rel=1e-3)
+    assert float(first[3]) == pytest.approx(0.25 * (15 + 2), rel=1e-3)  # m (f + i + w) + (p - 1)(f + i - w)
+    drawings = out.split("\n\n")[1].splitlines()
+    assert [line for line in drawings if "zb-h1" in line] == ["zb-h1, simulated", "zb-h1, measured"]
+    assert len(drawings[1]) < len(drawings[5]) == 100  # one clock
+
+
+def test_a_measured_step_that_is_not_whole_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    made = measured_file(tmp_path / "m.json", 1.0, late=0.0)
+    write_trace(Timeline("x", (made.intervals[0][:-1], *made.intervals[1:])), tmp_path / "m.json")
+    assert main(["--measured", "m.json"]) == 1
+    assert "0W4" in capsys.readouterr().err
+
+
+def test_costs_of_a_measured_step_are_medians_by_stage_and_kind() -> None:
+    schedule = make("dualpipe-v", 2, 2, 16)
+    seconds = {"F": 1.0, "B": 5.0, "I": 2.0, "W": 3.0}
+    ranks = []
+    for actions in schedule.ranks:
+        now, made = 0.0, []
+        for action in actions:
+            long = seconds[action.kind] * (1 + action.stage) + 100 * (action.microbatch == 5)  # one is disturbed
+            made.append(Interval(action, now, now + long))
+            now += long
+        ranks.append(tuple(made))
+    costs = draw_schedule.median_costs(Timeline("", tuple(ranks)), 4)
+    assert costs.forward == (1.0, 2.0, 3.0, 4.0)
+    assert [costs.seconds(stage, "B") for stage in range(4)] == [5.0, 10.0, 15.0, 20.0]
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        ([], "nothing to draw: say one of --schedule, --compare, --measured"),
+        (["--schedule", "1f1b", "--measured", "x.json"], "--schedule and --measured to draw"),
+        (["--schedule", "1f1b"], "1f1b has no size of its own: add --pipeline and --microbatches"),
+        (["--schedule", "a.csv", "--pipeline", "2"], "--pipeline says nothing here: the file has its size"),
+        (["--measured", "x.json", "--f", "2"], "--f says nothing here"),
+        (["--compare", "all", *SMALL, "--csv", "a.csv"], "--csv says nothing here: it is of one schedule"),
+        (["--compare", "1f1b", "zb-v", *SMALL, "--virtual", "2"], "--virtual says nothing here"),
+        (["--schedule", "zb-v", *SMALL, "--group", "2"], "--group says nothing here: it is of interleaved"),
+        (["--schedule", "zb-v", *SMALL, "--memory", "2"], "--memory says nothing here: it is of searched"),
+        (["--schedule", "zb-v", *SMALL, "--w", "0"], "--w 0: every action takes some time"),
+        (["--schedule", "zb-v", "--pipeline", "0"], "0 is less than 1"),
+        (["--schedule", "zb-v", "--f", "inf"], "inf is not a number from 0 on"),
+        (["--shedule", "zb-v"], "there is no --shedule (did you mean --schedule?)"),
+    ],
+)
+def test_flags_that_do_not_go_together(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(argv)
+    assert f"draw_schedule: {told}" in capsys.readouterr().err.replace(
+        "argument --pipeline/--pipeline-model-parallel-size: ", ""
+    ).replace("argument --f: ", "")
+
+
+@pytest.mark.parametrize(
+    ("argv", "told"),
+    [
+        (["--schedule", "zbv", *SMALL], "no schedule is called 'zbv'"),
+        (["--schedule", "zb-v", *SMALL, "--virtual", "3"], "fix: --num-virtual-stages-per-pipeline-rank 2"),
+        (["--schedule", "absent.csv"], "absent.csv cannot be read"),
+        (["--compare", "absent.csv"], "none of these schedules can be drawn"),
+        (["--measured", "absent.json"], "fix: write one with --profile-pipeline"),
+        (["--schedule", "1f1b", *SMALL, "--out", "a.bmpp"], "draw_schedule: "),
+        (["--schedule", "1f1b", *SMALL, "--csv", "no/a.csv"], "No such file or directory"),
+    ],
+)
+def test_what_cannot_be_drawn(argv: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(argv) == 1
+    assert told in capsys.readouterr().err
+
+
+def test_a_file_that_never_ends_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "bad.csv").write_text("0F0,0B1,0B0,0F1\n1F0,1B0,1F1,1B1\n")
+    assert main(["--schedule", "bad.csv"]) == 1
+    assert "0B1" in capsys.readouterr().err
+
+
+def test_the_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
+    main(["--schedule", "1f1b", *SMALL, "--trace", "t.json"])
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert {event["name"] for event in events if event.get("cat") == "compute"} >= {"0F0", "1B3"}
