@@ -21,6 +21,9 @@ from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.pipeline.actions import COMPUTE
+from megatron.pipeline.plan import program_for
+from megatron.pipeline.recorder import recording
 from megatron.training.agreement import check_same_data, check_same_kernels
 from megatron.training.checkpointing import consumed_digest
 from megatron.training.health import HealthRecord
@@ -123,6 +126,26 @@ def compare_kernels(rank: int, world_size: int) -> bool:
     return False
 
 
+def factors_of_another_stage(rank: int, world_size: int, case: Case) -> bool:
+    """Whether this rank begins, though a pattern of learning rates is for parameters of the other stage alone."""
+    try:
+        build(case.config(), rank, world_size)
+    except UserError:
+        return False
+    return True
+
+
+def timeline_of_a_step(rank: int, world_size: int, case: Case) -> bool:
+    """Whether this rank hears when each action of all ranks ran."""
+    trainer = build(case.config(), rank, world_size)
+    batches = batches_of(trainer, case, 0)
+    with recording(trainer.pipeline, trainer.mesh.group("pp"), trainer.device) as recorder:
+        train_step(trainer, batches, RATES)
+    program = program_for(case.parallel, len(batches)).only(COMPUTE)
+    told = [[interval.action for interval in intervals] for intervals in recorder.timeline("").intervals]
+    return told == [list(actions) for actions in program.ranks]
+
+
 def digest_of_a_step(rank: int, world_size: int, case: Case) -> bool:
     """Whether what all ranks have read in a step passes for what they should have read."""
     trainer = build(case.config(), rank, world_size)
@@ -220,6 +243,27 @@ DP2 = replace(TP2, parallel=ParallelConfig(ddp_bucket_size=4000), dp=2)
 DP2_LATE = replace(DP2, parallel=ParallelConfig(overlap_grad_reduce=False))
 TP4_GQA = Case(replace(MODEL, num_query_groups=2), ParallelConfig(tensor_model_parallel_size=4), steps=2)
 
+PIPELINE = replace(TP2, model=_SHARED_KV, training=TrainingConfig(micro_batch_size=1))
+PP2 = replace(PIPELINE, parallel=ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="zb-h1"))
+PP2_V = replace(
+    PIPELINE,
+    model=replace(_SHARED_KV, num_layers=3, untie_embeddings_and_output_weights=True),
+    parallel=ParallelConfig(pipeline_model_parallel_size=2, pipeline_schedule="zb-v"),
+)
+PP2_TP2 = replace(
+    PIPELINE,
+    model=replace(_SHARED_KV, num_layers=4),
+    parallel=ParallelConfig(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=2,
+        num_virtual_stages_per_pipeline_rank=2,
+        pipeline_schedule="interleaved",
+    ),
+)
+FACTORS_OF_STAGES = ("layers.0.*=0.5", "layers.1.*=0.5")
+PP2_FACTORS = replace(PP2, optimizer=replace(PP2.optimizer, lr_factors=FACTORS_OF_STAGES))
+
 NONFINITE = "the loss or gradient of step 1 is not finite; first on rank 1: output of layers.1.mlp.linear_fc1"
 
 FLIPPED = "layers.1.mlp.linear_fc2.bias"
@@ -231,6 +275,11 @@ DETECTORS: dict[str, Detector] = {
     "dp2": training(DP2),
     "dp2-late": training(DP2_LATE),
     "tp4-gqa": training(TP4_GQA),
+    "pp2": training(PP2),
+    "pp2-v": training(PP2_V),
+    "pp2-tp2": training(PP2_TP2),
+    "factors": Detector(2, factors_of_another_stage, (PP2_FACTORS,), lambda ranks: list(ranks) == [True, True]),
+    "timeline": Detector(2, timeline_of_a_step, (PP2,), lambda ranks: list(ranks) == [True, True]),
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
     "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [143, 143]),
     "name": Detector(2, name_the_run, (), lambda ranks: len(set(ranks)) == 1),

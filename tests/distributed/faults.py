@@ -15,13 +15,17 @@ from megatron.layers import linear, loss
 from megatron.layers.dropout import dropout_attention, dropout_rows
 from megatron.model.gpt import GPTChunk
 from megatron.optim import clip
+from megatron.optim.replicas import ReplicaGrads
 from megatron.parallel import comm
 from megatron.parallel.build import BuildContext
 from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink, Rows
 from megatron.parallel.microbatch import MicroBatch
 from megatron.parallel.shard import Shard, ShardSpec
+from megatron.pipeline import plan
 from megatron.pipeline.actions import BACKWARD, INPUT, WEIGHT, Action, Schedule
+from megatron.pipeline.runtime import Pipeline
+from megatron.pipeline.stage import Stage
 from megatron.training import setup, step
 from megatron.training.setup import Trainer
 
@@ -118,7 +122,6 @@ def largest_logit_not_subtracted() -> AbstractContextManager[Any]:
 
 def deferred(dropped: int | None = None) -> AbstractContextManager[Any]:
     """No fault by itself: every B is an I and a W; the W of micro-batch ``dropped`` is left out."""
-    original = setup.program_for
 
     def halves(action: Action) -> list[Action]:
         if action.kind != BACKWARD:
@@ -127,10 +130,10 @@ def deferred(dropped: int | None = None) -> AbstractContextManager[Any]:
         return [action._replace(kind=kind) for kind in kinds]
 
     def program_for(*arguments: Any) -> Schedule:
-        whole = original(*arguments)
+        whole = plan.program_for(*arguments)
         return Schedule(whole.name, tuple(tuple(half for a in rank for half in halves(a)) for rank in whole.ranks))
 
-    return patch.object(setup, "program_for", program_for)
+    return patch("megatron.training.setup.program_for", program_for)
 
 
 def weight_gradient_dropped() -> AbstractContextManager[Any]:
@@ -199,12 +202,12 @@ def partial_flipped(parameter: str) -> AbstractContextManager[Any]:
     return patch.object(BuildContext, "parameter", declare)
 
 
-def infinite_gradient() -> AbstractContextManager[Any]:
+def infinite_gradient(weight: str = "layers.0.mlp.linear_fc1.weight") -> AbstractContextManager[Any]:
     """No fault of the library: numbers that overflow, as they do in fp16, in one weight's gradient on this rank."""
     original = GradSink.add
 
     def add(self: GradSink, name: str, x: Rows, dy: Rows) -> Tensor | None:
-        bad = name == "layers.0.mlp.linear_fc1.weight"
+        bad = name == weight
         return original(self, name, x, Rows(dy.wait() * float("inf")) if bad else dy)
 
     return patch.object(GradSink, "add", add)
@@ -222,3 +225,78 @@ def skips_decided_alone() -> AbstractContextManager[Any]:
             return original(self)
 
     return patch.object(clip.GradNorm, "compute", compute)
+
+
+# ---- of pipelines
+
+
+def tied_weight_counted_twice_in_the_norm() -> AbstractContextManager[Any]:
+    """The last stage answers for its copy of the embedding too."""
+    original = clip.GradNorm.__init__
+
+    def init(self: Any, specs: Any, grads: Any, mesh: Any) -> None:
+        original(self, {name: replace(spec, copy=False) for name, spec in specs.items()}, grads, mesh)
+
+    return patch.object(clip.GradNorm, "__init__", init)
+
+
+def tied_weight_not_summed() -> AbstractContextManager[Any]:
+    """The first stage learns the embedding from its own use of it, the last one the output layer."""
+    original = ReplicaGrads.__init__
+
+    def init(self: Any, *arguments: Any) -> None:
+        original(self, *arguments)
+        self._tied = []
+
+    return patch.object(ReplicaGrads, "__init__", init)
+
+
+def seed_applied_twice() -> AbstractContextManager[Any]:
+    """Every stage multiplies what it receives by the factor of the loss, which is in it already."""
+    original = Stage.backward
+    return patch.object(Stage, "backward", lambda self, mb, dy, seed: original(self, mb, dy * seed, seed))
+
+
+def activation_of_another_microbatch() -> AbstractContextManager[Any]:
+    """A stage takes the input of micro-batch 0 for that of micro-batch 1 too."""
+    original = Stage.forward
+    first: dict[int, Tensor] = {}
+
+    def forward(self: Stage, microbatch: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
+        if x is not None:
+            x = first.setdefault(id(self), x.clone()) if microbatch <= 1 else x
+        return original(self, microbatch, x, batch)
+
+    return patch.object(Stage, "forward", forward)
+
+
+def gradient_of_another_microbatch() -> AbstractContextManager[Any]:
+    """A stage takes the gradient that came last for that of this micro-batch, in one place."""
+    original = Stage.backward
+    last: dict[int, Tensor] = {}
+
+    def backward(self: Stage, microbatch: int, dy: Tensor, seed: Tensor) -> Tensor | None:
+        previous, last[id(self)] = last.get(id(self), dy), dy
+        return original(self, microbatch, previous if microbatch == 1 else dy, seed)
+
+    return patch.object(Stage, "backward", backward)
+
+
+def labels_of_another_microbatch() -> AbstractContextManager[Any]:
+    """The stages look at the micro-batch before: its labels, masks, positions and sample numbers."""
+    original = Pipeline.run
+
+    def run(self: Pipeline, actions: Any, batches: Sequence[MicroBatch], *rest: Any) -> None:
+        original(self, actions, [batches[-1], *batches[:-1]] if 0 not in self._stages else batches, *rest)
+
+    return patch.object(Pipeline, "run", run)
+
+
+def loss_of_every_stage() -> AbstractContextManager[Any]:
+    """The loss that is reported is that of one stage times their number."""
+    original = step.mean_loss
+
+    def mean_loss(trainer: Trainer, tokens: Tensor) -> Tensor:
+        return original(trainer, tokens) * len(set(trainer.mesh.placement))
+
+    return patch.object(step, "mean_loss", mean_loss)

@@ -12,7 +12,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.masks import Masks
-from megatron.pipeline.plan import SCHEDULES
+from megatron.pipeline.schedules import SCHEDULES
 from tests.distributed.drive import LR, MODEL, Case
 from tests.distributed.pairwise import Choice
 

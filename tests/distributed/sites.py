@@ -1,6 +1,6 @@
 """Where the library communicates: found by reading it, watched and broken while it runs.
 
-A site is a call of a raw collective of ``megatron.parallel.comm`` anywhere outside that file.
+A site is a call of a raw collective, or of one end of a channel, of ``megatron.parallel.comm`` outside that file.
 """
 
 from __future__ import annotations
@@ -9,19 +9,21 @@ import ast
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from megatron.parallel import comm
-from megatron.parallel.comm import Group, Pending
+from megatron.parallel.comm import Channel, Group, Pending
 
 ROOT = Path(comm.__file__).parents[2]
 TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 OBJECT_OPS = ("all_gather_objects", "broadcast_object")
-OPS = (*TENSOR_OPS, *(f"start_{op}" for op in TENSOR_OPS), *OBJECT_OPS)
+CHANNEL_OPS = ("start_send", "start_receive")
+OPS = (*TENSOR_OPS, *(f"start_{op}" for op in TENSOR_OPS), *OBJECT_OPS, *CHANNEL_OPS)
 Operation = Callable[..., Any]
 
 
@@ -60,8 +62,10 @@ def strays() -> list[str]:
 
 
 def _sources() -> list[tuple[Path, ast.Module]]:
-    files = [path for path in sorted((ROOT / "megatron").rglob("*.py")) if path != Path(comm.__file__)]
-    return [(path, ast.parse(path.read_text())) for path in files]
+    """The files that say the name of an operation at all."""
+    files = {path: path.read_text() for path in sorted((ROOT / "megatron").rglob("*.py"))}
+    named = {path: text for path, text in files.items() if any(op in text for op in OPS)}
+    return [(path, ast.parse(text)) for path, text in named.items() if path != Path(comm.__file__)]
 
 
 def _strays_in(tree: ast.Module) -> Iterator[int]:
@@ -91,9 +95,9 @@ def watching() -> Iterator[set[Site]]:
     """The sites at which this rank really communicates while the body runs."""
     seen: set[Site] = set()
 
-    def note(site: Site, original: Operation, value: Any, group: Group, *rest: Any, **named: Any) -> Any:
+    def note(site: Site, original: Operation, value: Any, road: Group | Channel, *rest: Any, **named: Any) -> Any:
         seen.add(site)
-        return original(value, group, *rest, **named)
+        return original(value, road, *rest, **named)
 
     with _intercepted(note):
         yield seen
@@ -101,15 +105,25 @@ def watching() -> Iterator[set[Site]]:
 
 @contextmanager
 def broken(target: Site, how: str) -> Iterator[None]:
-    """Break one site while the body runs: ``removed``, ``doubled`` or ``mis-scaled``."""
+    """Break one site while the body runs, in one of the ways of :func:`mutations`."""
+    before: dict[Channel, Tensor] = {}
 
-    def mutate(site: Site, original: Operation, value: Any, group: Group, *rest: Any, **named: Any) -> Any:
+    def mutate(site: Site, original: Operation, value: Any, road: Group | Channel, *rest: Any, **named: Any) -> Any:
         if site != target:
-            return original(value, group, *rest, **named)
-        return MUTATIONS[how](site.op, original, value, group, *rest, **named)
+            return original(value, road, *rest, **named)
+        if isinstance(road, Channel):
+            return _tamper(site.op, original, value, road, Message(MESSAGES[how], before, road))
+        return MUTATIONS[how](site.op, original, value, road, *rest, **named)
 
     with _intercepted(mutate):
         yield
+
+
+def mutations(op: str) -> list[str]:
+    """The ways to break a call of ``op``. Python objects are not summed: sending them can only be left out."""
+    if op in CHANNEL_OPS:
+        return list(MESSAGES)
+    return ["removed"] if op in OBJECT_OPS else list(MUTATIONS)
 
 
 def _removed(name: str, original: Operation, value: Any, group: Group, *_: Any, **__: Any) -> Any:
@@ -142,21 +156,65 @@ def _as_returned(name: str, result: torch.Tensor) -> torch.Tensor | Pending:
 
 
 MUTATIONS: dict[str, Operation] = {"removed": _removed, "doubled": _doubled, "mis-scaled": _mis_scaled}
+"""Of collectives."""
+
+MESSAGES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
+    "removed": lambda x, before: torch.zeros_like(x),
+    "stale": lambda x, before: x if before is None else before,
+    "mis-scaled": lambda x, before: x * 2,
+}
+"""Of what goes through a channel, given what went before. To leave a message out, or to send it twice, would end in
+ranks that wait; zeros, or the last message once more, are what such a fault looks like where nobody waits."""
+
+
+@dataclass
+class Message:
+    """How the messages of a channel change on their way; ``before`` is what this end saw last, as it was."""
+
+    change: Callable[[Tensor, Tensor | None], Tensor]
+    before: dict[Channel, Tensor]
+    channel: Channel
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """What becomes of ``x``."""
+        changed, self.before[self.channel] = self.change(x, self.before.get(self.channel)), x.clone()
+        return changed
+
+
+@dataclass
+class Tampered(Pending):
+    """A receive whose result is another than what came."""
+
+    message: Callable[[Tensor], Tensor] = field(default=torch.clone)
+
+    def wait(self) -> Tensor:
+        """The changed message; changed once."""
+        arrived = self.work is not None
+        result = super().wait()
+        return result.copy_(self.message(result)) if arrived else result
+
+
+def _tamper(name: str, original: Operation, value: Tensor, channel: Channel, message: Message) -> Pending:
+    if name == "start_send":
+        return original(message(value), channel)
+    pending = original(value, channel)
+    return Tampered(pending.result, pending.work, pending.group, message)
 
 
 @contextmanager
 def _intercepted(handler: Operation) -> Iterator[None]:
-    """Send every collective that is called outside ``comm.py`` on more than one rank through ``handler``."""
+    """Send everything that is called outside ``comm.py`` on more than one rank through ``handler``."""
     originals = {name: getattr(comm, name) for name in OPS}
 
     def wrap(name: str, original: Operation) -> Operation:
-        def wrapper(value: Any, group: Group, *rest: Any, **named: Any) -> Any:
+        def wrapper(value: Any, road: Group | Channel, *rest: Any, **named: Any) -> Any:
             caller = sys._getframe(1)
             path = Path(caller.f_code.co_filename)
-            if group.size == 1 or not path.is_relative_to(ROOT / "megatron") or path == Path(comm.__file__):
-                return original(value, group, *rest, **named)
+            alone = isinstance(road, Group) and road.size == 1
+            if alone or not path.is_relative_to(ROOT / "megatron") or path == Path(comm.__file__):
+                return original(value, road, *rest, **named)
             site = Site(str(path.relative_to(ROOT)), caller.f_lineno, name)
-            return handler(site, original, value, group, *rest, **named)
+            return handler(site, original, value, road, *rest, **named)
 
         return wrapper
 

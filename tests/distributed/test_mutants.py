@@ -20,7 +20,7 @@ from tests.distributed.detect import DETECTORS, Detector
 from tests.distributed.drive import Case, run_case
 from tests.distributed.grid import RECOMPUTE
 from tests.distributed.pool import Pool, RankError
-from tests.distributed.sites import MUTATIONS, OBJECT_OPS, Call, Site, broken, calls, strays, watching
+from tests.distributed.sites import Call, Site, broken, calls, mutations, strays, watching
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
@@ -31,12 +31,10 @@ EQUIVALENT: dict[tuple[str, str, str, str], str] = {
 }
 """By file, function, reduction and mutation."""
 
-CALLS = calls()
+GPU_ONLY = {("megatron/pipeline/recorder.py", "__init__"): "the barrier from which events on a GPU are measured"}
+"""By file and function: what no run on CPUs gets to."""
 
-
-def kinds(call: Call) -> list[str]:
-    """Python objects are not summed: sending them can only be left out."""
-    return ["removed"] if call.site.op in OBJECT_OPS else list(MUTATIONS)
+CALLS = [call for call in calls() if (call.site.file, call.function) not in GPU_ONLY]
 
 
 def run_watched(rank: int, world_size: int, detector: str) -> tuple[set[Site], Any]:
@@ -70,7 +68,7 @@ def verdict(pool: Pool, detector: Detector, *job: Any) -> str:
     return "right" if detector.right(ranks) else "wrong"
 
 
-@pytest.mark.parametrize(("call", "how"), [(c, how) for c in CALLS for how in kinds(c)], ids=str)
+@pytest.mark.parametrize(("call", "how"), [(c, how) for c in CALLS for how in mutations(c.site.op)], ids=str)
 def test_a_broken_collective_is_noticed(pool: Pool, exercised: dict[str, set[Site]], call: Call, how: str) -> None:
     reached = [name for name, sites in exercised.items() if call.site in sites]
     assert reached, f"no detector reaches {call}: add one"
@@ -83,6 +81,10 @@ def test_a_broken_collective_is_noticed(pool: Pool, exercised: dict[str, set[Sit
 
 def test_every_site_that_runs_was_found_by_reading(exercised: dict[str, set[Site]]) -> None:
     assert set().union(*exercised.values()) == {call.site for call in CALLS}
+
+
+def test_what_needs_a_gpu_is_still_there() -> None:
+    assert {(call.site.file, call.function) for call in calls()} >= set(GPU_ONLY)
 
 
 def test_collectives_are_called_in_one_way_only() -> None:
@@ -107,6 +109,18 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "one kv copy drifts, two pairs of ranks": ("tp4-gqa", faults.kv_copy_drifts),
     "a rank skips alone": ("overflow", faults.skips_decided_alone),
     "norms not summed, sequence parallel": ("tp2-sp", faults.replicas_not_summed),
+    "W of one micro-batch dropped, on a stage": ("pp2", faults.weight_gradient_empty),
+    "tied weight counted twice in the norm": ("pp2", faults.tied_weight_counted_twice_in_the_norm),
+    "tied weight not summed": ("pp2", faults.tied_weight_not_summed),
+    "seed applied twice": ("pp2", faults.seed_applied_twice),
+    "seed applied twice, interleaved": ("pp2-tp2", faults.seed_applied_twice),
+    "activation of another micro-batch": ("pp2", faults.activation_of_another_microbatch),
+    "activation of another micro-batch, in a V": ("pp2-v", faults.activation_of_another_microbatch),
+    "gradient of another micro-batch": ("pp2", faults.gradient_of_another_microbatch),
+    "labels of another micro-batch": ("pp2", faults.labels_of_another_microbatch),
+    "loss of every stage": ("pp2", faults.loss_of_every_stage),
+    "norms not summed, on stages": ("pp2-tp2", faults.replicas_not_summed),
+    "local row in dropout, on stages": ("pp2-tp2", faults.dropout_by_local_row),
 }
 """The detector that must notice it, and the fault."""
 
