@@ -1,0 +1,75 @@
+"""Whoever reads a checkpoint need not know that a pipeline wrote it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.pipeline.schedules import make
+from tests.distributed.pool import Pool
+from tests.distributed.resume import run_rank
+from tests.runs import checkpoint, start, steps, tiny_run
+from tools import convert_checkpoint, generate, inspect_checkpoint
+
+FLAGS = "--num-layers 3 --params-dtype fp64 --micro-batch-size 1 --save-interval 2 --train-iters 4"
+LAYOUTS = {
+    "pp2-file": "--pipeline-model-parallel-size 2 --pipeline-schedule {}/schedule.csv",
+    "pp2-vpp2-tp2": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2 "
+    "--tensor-model-parallel-size 2 --sequence-parallel",
+    "pp4-dp1": "--pipeline-model-parallel-size 4 --pipeline-schedule zb-h2",
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The run on one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert start(tiny_run(folder, f"{FLAGS} --save {folder}/saved")).status == 0
+    return folder
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def piped(pool: Pool, tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The same run in a pipeline; the file of its schedule is there no more."""
+    folder = tmp_path_factory.mktemp("piped")
+    make("zb-h1", 2, 1, 4).save(folder / "schedule.csv")
+    layout = LAYOUTS[request.param].format(folder)
+    ranks = 2 if request.param == "pp2-file" else 4
+    config = tiny_run(folder, f"{FLAGS} --save {folder}/saved {layout}", ranks)
+    told = pool.run(ranks, run_rank, config)
+    assert [(rank.status, rank.err) for rank in told] == [(0, "")] * ranks
+    (folder / "schedule.csv").unlink()
+    return folder
+
+
+def test_it_holds_what_one_process_saves(alone: Path, piped: Path) -> None:
+    (got, numbers), (wanted, expected) = (checkpoint(run / "saved/iter_0000004") for run in (piped, alone))
+    assert got.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(got[name], tensor, rtol=1e-9, atol=1e-12)
+    assert numbers == expected
+
+
+def test_one_process_goes_on_with_it(alone: Path, piped: Path) -> None:
+    other = piped / "other"
+    told = start(tiny_run(other, f"{FLAGS} --save {other}/saved --load {piped}/saved --ckpt-step 2"))
+    assert (told.status, told.err) == (0, "")
+    assert "--pipeline-model-parallel-size: checkpoint " in told.out
+    losses = [[steps(run)[step]["lm loss"] for step in (3, 4)] for run in (other, alone)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-10)
+
+
+def test_the_tools_read_it(alone: Path, piped: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for run in (alone, piped):
+        flags = ["--load", f"{run}/saved", "--prompt", "5 17 3", "--max-new-tokens", "4", "--greedy"]
+        assert generate.main(flags) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert inspect_checkpoint.main(["verify", f"{piped}/saved"]) == 0
+    assert inspect_checkpoint.main(["show", f"{piped}/saved/iter_0000004"]) == 0
+    assert "pipeline" in capsys.readouterr().out
+    assert convert_checkpoint.main(["--load", f"{piped}/saved", "--save-hf", f"{piped}/hf", "--dtype", "fp32"]) == 0
+    assert "transformers computes the same: logits by " in capsys.readouterr().out
