@@ -63,7 +63,7 @@ def search(
     placements = _placements(ranks, chunks) if placement is None else [placement]
     _consider_lists(placements, microbatches, costs, best)
     if best.schedule is None:
-        least = min(best.least, *(max(_Lister(stages, microbatches, costs).least) for stages in placements))
+        least = min(best.least, *(_least(stages, costs) for stages in placements))
         stages = "1 stage" if chunks == 1 else f"{chunks} stages"
         raise ScheduleError(
             f"no schedule of {ranks} ranks with {stages} on each fits in a memory limit of {limit:g}",
@@ -108,14 +108,17 @@ class _Best:
 
 
 def _consider_lists(placements: list[tuple[int, ...]], microbatches: int, costs: Costs, best: _Best) -> None:
+    """Try all rules in all placements, within the limit and within twice the memory of 1F1B."""
+    ranks = 1 + max(placements[0])
     tried = 0
-    for rules, placement in product(_rules(len(placements[0]), 1 + max(placements[0])), placements):
-        if tried > _MOST_ACTIONS:
-            return
-        tried += 3 * microbatches * len(placement)
-        actions = _Lister(placement, microbatches, costs).run(rules, best.limit, best.makespan)
-        if actions is not None:
-            best.consider(Schedule(NAME, actions))
+    for rules, placement in product(_rules(len(placements[0]), ranks), placements):
+        for limit in sorted({best.limit, min(best.limit, 2 * ranks * _least(placement, costs))}):
+            if tried > _MOST_ACTIONS:
+                return
+            tried += 3 * microbatches * len(placement)
+            actions = _Lister(placement, microbatches, costs, rules, limit).run(best.makespan)
+            if actions is not None:
+                best.consider(Schedule(NAME, actions))
 
 
 def _placements(ranks: int, chunks: int) -> list[tuple[int, ...]]:
@@ -155,38 +158,44 @@ def _profiles(stages: int, ranks: int) -> Iterator[tuple[float, ...]]:
         yield tuple(last + more * (ranks - 1 - rank) for rank in range(ranks))
 
 
+def _sizes(costs: Costs, stages: int) -> tuple[float, ...]:
+    """What an activation of each stage counts for: no less than what its W needs, which it makes room for."""
+    return tuple(map(max, costs.activation or (1,) * stages, costs.weight_memory or (1,) * stages))
+
+
+def _least(placement: tuple[int, ...], costs: Costs) -> float:
+    """The least limit that the list scheduler works in: one micro-batch, on the rank where it is largest."""
+    held = [0.0] * len(placement)
+    for rank, size in zip(placement, _sizes(costs, len(placement))):
+        held[rank] += size
+    return max(held)
+
+
 _Task = tuple[int, str]
 """A stage and F or I."""
 
 
 class _Lister:
-    """A list scheduler.
+    """A list scheduler with one set of rules.
 
     A forward is started only if the memory that is left would take its micro-batch through all later stages of the
     rank too. Then some rank can always go on, and the end is reached, within any limit that one micro-batch fits in.
-    To that end an activation counts as no smaller than what its W needs.
-
-    Attributes:
-        least: by rank, the memory that one micro-batch takes.
     """
 
-    def __init__(self, placement: tuple[int, ...], microbatches: int, costs: Costs) -> None:
+    def __init__(
+        self, placement: tuple[int, ...], microbatches: int, costs: Costs, rules: _Rules, limit: float
+    ) -> None:
         stages, ranks = range(len(placement)), range(1 + max(placement))
-        self._placement, self._microbatches = placement, microbatches
+        self._placement, self._microbatches, self._rules, self._limit = placement, microbatches, rules, limit
         self._hop = costs.latency + costs.transfer
         self._seconds = {(s, kind): costs.seconds(s, kind) for s in stages for kind in (FORWARD, INPUT, WEIGHT)}
         self._kept = costs.weight_memory or (1,) * len(stages)
-        self._size = tuple(map(max, costs.activation or (1,) * len(stages), self._kept))
+        self._size = _sizes(costs, len(stages))
         self._own = [[stage for stage in stages if placement[stage] == rank] for rank in ranks]
         self._ahead = [[other for other in self._own[placement[stage]] if other >= stage] for stage in stages]
-        self.least = tuple(sum(self._size[stage] for stage in own) for own in self._own)
-        self._begin()
-
-    def _begin(self) -> None:
-        ranks = range(len(self._own))
-        self._done: dict[_Task, int] = {(s, kind): 0 for own in self._own for s in own for kind in (FORWARD, INPUT)}
+        self._done: dict[_Task, int] = {(stage, kind): 0 for stage in stages for kind in (FORWARD, INPUT)}
         self._arrivals: dict[_Task, list[float]] = {task: [] for task in self._done}
-        self._arrivals[0, FORWARD] = [0] * self._microbatches
+        self._arrivals[0, FORWARD] = [0] * microbatches
         self._pending: list[deque[Action]] = [deque() for _ in ranks]
         self._live = [0 for _ in ranks]
         self._held: list[float] = [0 for _ in ranks]
@@ -195,10 +204,10 @@ class _Lister:
         self._actions: list[list[Action]] = [[] for _ in ranks]
         self._events: list[tuple[float, int]] = [(0, rank) for rank in ranks]
 
-    def run(self, rules: _Rules, limit: float, give_up: float) -> tuple[tuple[Action, ...], ...] | None:
+    def run(self, give_up: float) -> tuple[tuple[Action, ...], ...] | None:
         """The actions of every rank.
 
-        None when it would end after ``give_up``, or not at all, because a rank's ``least`` is more than ``limit``.
+        None when it would end after ``give_up``, or not at all, because one micro-batch does not fit in the limit.
         """
         work = (self._own_seconds(own) for own in self._own)
         left = [self._microbatches * seconds for seconds in work]
@@ -206,7 +215,7 @@ class _Lister:
             now, rank = heappop(self._events)
             if now < self._free[rank]:
                 continue  # when the rank is free it is looked at anyway
-            action = self._choose(rank, now, rules, limit)
+            action = self._choose(rank, now)
             if action is not None:
                 seconds = self._seconds[action.stage, action.kind]
                 self._start(rank, action, now + seconds)
@@ -219,29 +228,29 @@ class _Lister:
     def _own_seconds(self, own: list[int]) -> float:
         return sum(self._seconds[stage, kind] for stage in own for kind in (FORWARD, INPUT, WEIGHT))
 
-    def _choose(self, rank: int, now: float, rules: _Rules, limit: float) -> Action | None:
+    def _choose(self, rank: int, now: float) -> Action | None:
         """What ``rank`` starts; None to wait for something to arrive."""
         pending, soon = self._pending[rank], math.inf
         for stage, kind in self._by_urgency(rank):
             number, arrivals = self._done[stage, kind], self._arrivals[stage, kind]
-            if number == len(arrivals) or (kind == FORWARD and not self._may_live(rank, stage, rules)):
+            if number == len(arrivals) or (kind == FORWARD and not self._may_live(rank, stage)):
                 continue
             if arrivals[number] > now:
                 soon = min(soon, arrivals[number])
-            elif kind == FORWARD and pending and self._makes_room(rank, stage, rules, limit):
+            elif kind == FORWARD and pending and self._makes_room(rank, stage):
                 return pending[0]
-            elif kind == INPUT or self._fits(rank, stage, limit):
+            elif kind == INPUT or self._fits(rank, stage):
                 return Action(stage, kind, number)
         if not pending:
             return None
-        waits = soon < now + rules.patience * self._seconds[pending[0].stage, WEIGHT]
-        return None if waits and self._held[rank] < limit else pending[0]
+        waits = soon < now + self._rules.patience * self._seconds[pending[0].stage, WEIGHT]
+        return None if waits and self._held[rank] < self._limit else pending[0]
 
-    def _makes_room(self, rank: int, stage: int, rules: _Rules, limit: float) -> bool:
+    def _makes_room(self, rank: int, stage: int) -> bool:
         """Whether a W comes before a forward that could start."""
         if self._last[rank] == FORWARD:
-            return rules.thrifty
-        return not self._fits(rank, stage, limit)
+            return self._rules.thrifty
+        return not self._fits(rank, stage)
 
     def _by_urgency(self, rank: int) -> list[_Task]:
         """Forwards of the last stage first, input gradients of the first micro-batch first."""
@@ -250,11 +259,11 @@ class _Lister:
         backwards.sort(key=self._done.__getitem__)
         return forwards + backwards if self._last[rank] == INPUT else backwards + forwards
 
-    def _may_live(self, rank: int, stage: int, rules: _Rules) -> bool:
-        return self._live[rank] + len(self._ahead[stage]) <= max(rules.live[rank], len(self._own[rank]))
+    def _may_live(self, rank: int, stage: int) -> bool:
+        return self._live[rank] + len(self._ahead[stage]) <= max(self._rules.live[rank], len(self._own[rank]))
 
-    def _fits(self, rank: int, stage: int, limit: float) -> bool:
-        return self._held[rank] + sum(self._size[other] for other in self._ahead[stage]) <= limit
+    def _fits(self, rank: int, stage: int) -> bool:
+        return self._held[rank] + sum(self._size[other] for other in self._ahead[stage]) <= self._limit
 
     def _start(self, rank: int, action: Action, end: float) -> None:
         stage, kind, microbatch = action
