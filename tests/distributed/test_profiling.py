@@ -49,8 +49,17 @@ def ranges(path: Path) -> set[str]:
         return {e["name"] for e in json.load(file)["traceEvents"] if e.get("cat") == "user_annotation"}
 
 
-@pytest.mark.parametrize("layout", ["--tensor-model-parallel-size 2 --sequence-parallel", ""], ids=["tp2-sp", "dp2"])
-def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: Path, layout: str) -> None:
+LAYOUTS = {
+    "tp": "--tensor-model-parallel-size 2 --sequence-parallel",
+    "dp": "",
+    "bubble": "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+}
+"""By what the ranks wait for."""
+
+
+@pytest.mark.parametrize("axes", LAYOUTS)
+def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: Path, axes: str) -> None:
+    layout = LAYOUTS[axes] + " --num-layers 4"
     for wish in WISHES:
         ranks = "0 1" if wish == "signal" else "1"
         flags = f"--profile-ranks {ranks} {layout}"
@@ -67,9 +76,11 @@ def test_ranks_agree_on_the_steps_and_the_run_is_the_same(pool: Pool, tmp_path: 
         with_signal, with_file, alone = (column(tmp_path / wish, name) for wish in WISHES)
         assert with_signal == with_file == alone
 
-    axes = "tp" if layout else "dp"
     found = ranges(tmp_path / "signal" / "profiles" / kept(tmp_path / "signal")[1])
-    assert {"step 3", "step 4", "forward-compute", "optimizer", "layers.1", f"communication {axes}"} <= found
+    assert {"step 3", "step 4", "forward-compute", "optimizer", "layers.3", f"communication {axes}"} <= found
+    assert {name for name in found if name.startswith("layers.")} == {
+        f"layers.{i}" for i in ((1, 3) if axes == "bubble" else range(4))
+    }
     table = (tmp_path / "signal" / "profiles" / "step_000003-000004_rank_1.txt").read_text()
     (row,) = [line.split() for line in table.splitlines() if line.startswith(f"  communication {axes} ")]
     assert 0.0 < float(row[2].rstrip("%")) < 100.0
