@@ -75,7 +75,7 @@ def draw(figure: Figure, panels: Mapping[str, Timeline], unit: str = "", limit: 
     axes[-1].set_xlim(0, clock)
     axes[-1].set_xlabel(f"time ({unit})" if unit else "time")
     columns = int(figure.get_figwidth() / LABEL)
-    figure.legend(handles=_legend(list(panels.values())), loc="outside lower left", ncols=columns, fontsize=9)
+    figure.legend(handles=_legend(list(panels.values()), limit), loc="outside lower left", ncols=columns, fontsize=9)
 
 
 def color(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
@@ -160,7 +160,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: float | None) -> None:
         axes.axhline(limit, color=LIMIT, linewidth=1.0, linestyle="--")
     top = max(peak, limit or 0)
     axes.set_ylim(0, 1.15 * top or 1)
-    axes.set_yticks([0, *sorted({peak, limit or peak})])
+    axes.set_yticks([0, peak])
     axes.yaxis.set_major_formatter(lambda value, _: number(value))
     axes.set_ylabel("held", fontsize=8)
     axes.tick_params(labelsize=8)
@@ -174,7 +174,7 @@ def _shades(ranks: int) -> list[tuple[float, float, float]]:
     return list(zip(red, green, blue))
 
 
-def _legend(timelines: Sequence[Timeline]) -> list[Artist]:
+def _legend(timelines: Sequence[Timeline], limit: float | None) -> list[Artist]:
     """What is in one of them."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -189,4 +189,6 @@ def _legend(timelines: Sequence[Timeline]) -> list[Artist]:
     last = max(len(timeline.intervals) for timeline in timelines) - 1
     shades = _shades(last + 1)
     made += [Line2D([], [], color=shades[rank], label=f"held by rank {rank}") for rank in sorted({0, last})]
+    if limit is not None:
+        made.append(Line2D([], [], color=LIMIT, linestyle="--", label=f"limit of memory: {number(limit)}"))
     return made

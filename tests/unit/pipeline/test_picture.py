@@ -98,11 +98,14 @@ def test_waiting_for_a_transfer_is_hatched_and_nothing_else() -> None:
 
 def test_what_is_held_stands_beneath() -> None:
     made = timeline("1f1b", 4, 1, 8)
-    memory = drawn({"": made}, limit=6.0).axes[1]
+    figure = drawn({"": made}, limit=6.0)
+    memory = figure.axes[1]
     held = [line.get_ydata() for line in memory.lines[:4]]
     assert [max(values) for values in held] == [4, 3, 2, 1]
     assert [values[-1] for values in held] == [0, 0, 0, 0]
-    assert list(memory.get_yticks()) == [0, 4, 6]
+    assert list(memory.get_yticks()) == [0, 4]
+    assert list(memory.lines[-1].get_ydata()) == [6, 6]
+    assert figure.legends[0].texts[-1].get_text() == "limit of memory: 6"
     at = np.searchsorted(memory.lines[0].get_xdata(), 10.0, side="right") - 1
     assert held[0][at] == 4  # all of warm-up, and no backward yet
 
