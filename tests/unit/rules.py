@@ -31,7 +31,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """Bottom to top. A module belongs to the longest prefix of its name. Imports go to lower layers or stay in it;
 the bottom layer, the pure half, is one: its prefixes may import each other."""
 
-PURE_PIPELINE = ("actions", "schedules", "zero_bubble", "search", "comms", "validate", "simulate", "trace", "partition")
+PURE_PIPELINE = (
+    *("actions", "schedules", "zero_bubble", "search", "comms", "validate", "simulate", "trace", "partition", "plan"),
+    *("picture", "terminal"),
+)
 """What of the pipeline computes no tensors."""
 
 TORCH_FREE = (
