@@ -1,0 +1,189 @@
+"""What the runtime of pipelines adds to an action: a rank's part of a step beside a plain loop of the same calls.
+
+    python -m benchmarks.pipeline            # prints; --write keeps the result
+
+A rank in the middle of a pipeline works on stages that multiply two small matrices; what it sends and receives goes
+nowhere and comes from nowhere, at once, so that the time of torch.distributed is left out. The plain loop makes the
+same calls of PyTorch in the same order: forward, edges of the graph, backward, buffers of what is received. The two
+take turns; the price of an action is the difference over their number, in the processor time of the thread.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from benchmarks.hardware import processor
+from megatron.parallel import comm
+from megatron.parallel.comm import Channel, Pending
+from megatron.parallel.grads import GradSink
+from megatron.parallel.microbatch import MicroBatch
+from megatron.pipeline.actions import BACKWARD, COMPUTE, FORWARD, INPUT, RECV_B, RECV_F, Action, Schedule
+from megatron.pipeline.comms import add_communication, channels
+from megatron.pipeline.runtime import Pipeline
+from megatron.pipeline.schedules import SCHEDULES, make
+
+RESULTS = Path(__file__).parent / "results"
+RANKS, RANK, WIDTH = 4, 1, 16
+MOST = 50.0
+"""Microseconds that an action may cost."""
+
+TITLE = "# The runtime of pipelines beside a plain loop, CPU, one thread"
+RECV = {FORWARD: RECV_F, BACKWARD: RECV_B, INPUT: RECV_B}
+"""What brings the tensor that an action takes, where it comes from another rank."""
+
+
+@dataclass
+class Case:
+    """A schedule, and what a rank needs to run its part."""
+
+    program: Schedule
+    batches: Sequence[MicroBatch]
+    weight: Tensor
+    seed: Tensor
+
+    @classmethod
+    def of(cls, name: str, microbatches: int) -> Case:
+        """The schedule ``name`` with as many stages on a rank as it needs, ``interleaved`` with two."""
+        chunks = SCHEDULES[name].chunks or (2 if name == "interleaved" else 1)
+        program = add_communication(make(name, RANKS, chunks, microbatches))
+        batches = [MicroBatch.of_tokens(torch.zeros(1, 1, dtype=torch.int64))] * microbatches
+        return cls(program, batches, torch.ones(WIDTH, WIDTH, requires_grad=True), torch.ones(()))
+
+    @property
+    def actions(self) -> Sequence[Action]:
+        """Of the rank that is measured."""
+        return self.program.ranks[RANK]
+
+    def chunk(self, x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
+        """A stage; the gradient of its weight, which nobody wants, goes nowhere."""
+        return (x if x is not None else torch.ones(1, WIDTH)) @ self.weight, torch.zeros(())
+
+    def buffer(self, batch: MicroBatch) -> Tensor:
+        """For what is received."""
+        return torch.ones(1, WIDTH)
+
+    def pipeline(self) -> Callable[[], None]:
+        """The rank's part of a step, by the runtime."""
+        placement = self.program.placement
+        chunks = {stage: self.chunk for stage, rank in enumerate(placement) if rank == RANK}
+        roads = {edge: Channel(*edge) for edge in channels(placement)}
+        runtime = Pipeline(chunks, placement, RANK, roads, self.buffer, GradSink())
+        return lambda: runtime.run(self.actions, self.batches, self.seed)
+
+    def plain(self) -> Callable[[], None]:
+        """The same calls of PyTorch, in a loop over a list that says no more than what they need."""
+        received = set(self.actions)
+        calls = [
+            (kind == FORWARD, (stage, microbatch), Action(stage, RECV[kind], microbatch) in received)
+            for stage, kind, microbatch in self.actions
+            if kind in RECV
+        ]
+        at_hand, batch = self.buffer(self.batches[0]), self.batches[0]  # handed over on the rank
+
+        def step() -> None:
+            kept = {}
+            for forward, key, fresh in calls:
+                tensor = self.buffer(batch) if fresh else at_hand
+                if forward:
+                    x = tensor.detach().requires_grad_() if key[0] > 0 else None
+                    out, _ = self.chunk(x, batch)
+                    kept[key] = get_gradient_edge(out), out.detach(), x
+                else:
+                    edge, _, x = kept.pop(key)
+                    torch.autograd.backward([edge], [tensor])
+
+        return step
+
+
+def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
+    """Actions of a step by what they are, and microseconds of a step of every round, by the runtime and plain."""
+    case, micros = Case.of(name, args.microbatches), {"runtime": [], "plain": []}
+    steps = {"runtime": case.pipeline(), "plain": case.plain()}
+    with patch.multiple(comm, start_send=nothing_moves, start_receive=nothing_moves):
+        for number in range(args.repeats + 1):  # the first one warms up
+            for what, step in steps.items():
+                began = time.thread_time()
+                for _ in range(args.steps):
+                    step()
+                if number:
+                    micros[what].append((time.thread_time() - began) / args.steps * 1e6)
+    computing = sum(action.kind in COMPUTE for action in case.actions)
+    return {"actions": len(case.actions), "computing": computing, "micros": micros}
+
+
+def nothing_moves(x: Tensor, channel: Channel) -> Pending:
+    """A send, or a receive, that is over at once."""
+    return Pending(x)
+
+
+def price(row: Mapping[str, Any]) -> list[float]:
+    """Microseconds that the runtime adds to an action, by round."""
+    return [(ours - plain) / row["actions"] for ours, plain in zip(row["micros"]["runtime"], row["micros"]["plain"])]
+
+
+def report(result: Mapping[str, Any]) -> str:
+    """The page of results."""
+    heads = ("actions", "of them computing", "added to an action, us", "lowest", "highest", "step / plain loop")
+    text = [TITLE, "", f"| schedule | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
+    for name, row in result["schedules"].items():
+        added = price(row)
+        ratio = statistics.median(a / b for a, b in zip(row["micros"]["runtime"], row["micros"]["plain"]))
+        figures = [f"{figure:.1f}" for figure in (statistics.median(added), min(added), max(added), ratio)]
+        text.append(f"| {name} | {row['actions']} | {row['computing']} | {' | '.join(figures)} |")
+    above = [name for name, row in result["schedules"].items() if statistics.median(price(row)) > MOST]
+    verdict = f"above {MOST:.0f} us: {', '.join(above)}" if above else f"all below {MOST:.0f} us"
+    text += [
+        "",
+        f"Rank {RANK} of {RANKS}, {result['microbatches']} micro-batches, stages of one product of 1 x {WIDTH} and "
+        f"{WIDTH} x {WIDTH}; {verdict} for an action, sends and receives counted, the time of torch.distributed not. "
+        "Such a stage computes next to nothing, so the ratio is the worst there is.",
+        "",
+        f"Median of {result['rounds']} alternating rounds, processor time of the thread; {result['processor']}, "
+        f"load {result['load']:.1f} before the start; python {result['python']}, torch {result['torch']}.",
+    ]
+    return "\n".join(text)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--microbatches", type=int, default=32, help="of a step")
+    parser.add_argument("--steps", type=int, default=20, help="that are timed together")
+    parser.add_argument("--repeats", type=int, default=7, help="rounds, each after the other's")
+    parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULTS}")
+    args = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    result = {
+        "load": os.getloadavg()[0],
+        "processor": processor(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "rounds": args.repeats,
+        "microbatches": args.microbatches,
+        "schedules": {name: measure(name, args) for name in SCHEDULES},
+    }
+    page = report(result)
+    print(page)
+    if args.write:
+        (RESULTS / "pipeline.md").write_text(page + "\n", encoding="utf-8")
+        (RESULTS / "pipeline.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
