@@ -25,7 +25,7 @@ from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
 from megatron.data.vocabulary import vocabulary
-from megatron.pipeline.plan import schedule_name, stage_layers, usual_microbatches
+from megatron.pipeline.plan import AUTO, FILE, schedule_name, stage_layers
 
 if TYPE_CHECKING:
     from megatron.training.verify import Difference, RankTrace, StepTrace
@@ -183,12 +183,11 @@ def shrunk(config: RunConfig, world_size: int) -> list[str]:
     """Assignments that make the run short where it is long; widths, and so how they are cut, stay as they are."""
     training, parallel = config.training, config.parallel
     tp, dp = parallel.tensor_model_parallel_size, parallel.data_parallel_size(world_size)
-    batch = usual_microbatches(parallel) * training.micro_batch_size * dp
-    small = {
-        "seq_length": (training.seq_length, -(-64 // tp) * tp),
-        "global_batch_size": (training.global_batch_size or 0, batch),
-    }
-    if not any(getattr(parallel, option) for option in COUNTED):
+    small = {"seq_length": (training.seq_length, -(-64 // tp) * tp)}
+    if not str(parallel.pipeline_schedule).endswith(FILE):  # which is for one number of micro-batches
+        batch = 2 * parallel.pipeline_model_parallel_size * training.micro_batch_size * dp
+        small["global_batch_size"] = (training.global_batch_size or 0, batch)
+    if all(getattr(parallel, option) in (None, False, AUTO) for option in COUNTED):
         small = {"num_layers": (config.model.num_layers, max(2, len(stage_layers(config.model, parallel))))} | small
     assignments = [f"{name}={limit}" for name, (value, limit) in small.items() if value > limit]
     if (training.recompute_num_layers or 0) > 2:

@@ -87,7 +87,7 @@ def watching(chunks: Mapping[int, nn.Module]) -> Iterator[Outputs]:
         def note(module: nn.Module, inputs: Any, output: Any) -> None:
             tensors = output if isinstance(output, tuple) else (output,)
             finite = all(bool(t.isfinite().all()) for t in tensors if isinstance(t, Tensor))
-            outputs.append((stage, name or "the model", finite))
+            outputs.append((stage, name or f"stage {stage}", finite))
 
         return note
 

@@ -184,7 +184,13 @@ def compare(step: int, got: StepTrace, reference: StepTrace, gradient_floor: flo
         gradient_floor: a reference gradient counts as at least this share of the norm of all gradients.
         lr: learning rate; a reference weight counts as at least this in the root mean square.
 
+    Raises:
+        ValueError: when one of them has a parameter that the other has not.
+
     """
+    apart = sorted(got.grads.keys() ^ reference.grads.keys())
+    if apart:
+        raise ValueError(f"{', '.join(apart)}: not in both models")
     total = math.sqrt(sum(_norm(g) ** 2 for g in reference.grads.values()))
     out = [
         Difference(step, "loss", "", _relative(got.loss - reference.loss, abs(reference.loss))),

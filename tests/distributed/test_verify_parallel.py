@@ -186,6 +186,7 @@ def test_long_runs_are_made_short_on_request(pool: Pool, capsys: pytest.CaptureF
     [
         ("--pipeline-model-parallel-size 2", "num_layers=2, seq_length=64, global_batch_size=4"),
         ("--num-virtual-stages-per-pipeline-rank 3 --pipeline-model-parallel-size 2", "num_layers=6, "),
+        ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout auto", "num_layers=2, "),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout Et*5|t*7L", "seq_length=64, "),
         ("--pipeline-model-parallel-size 2 --decoder-first-pipeline-num-layers 5", "seq_length=64, "),
     ],

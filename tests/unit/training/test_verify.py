@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from megatron.parallel.shard import Init, Shard, ShardSpec
-from megatron.training.verify import RankTrace, hold, join
+from megatron.training.verify import RankTrace, compare, hold, in_forward_order, join
 
 ROWS = torch.arange(8.0).view(4, 2)
 
@@ -61,6 +63,19 @@ def test_a_shared_piece_that_drifts_is_named() -> None:
     ranks = [trace(whole(0)), trace(whole(1), error=2.0**-20)]
     assert join(ranks).drifted == ["gradient of weight", "weight weight"]
     assert join([trace(split(0)), trace(split(1), loss=1.0 + 2.0**-52)]).drifted == ["loss"]
+
+
+def test_layers_are_in_forward_order_whichever_rank_has_them() -> None:
+    stages = [["embedding.weight", "layers.0.a", "layers.0.b", "layers.10.a"], ["layers.2.a", "embedding.weight", "z"]]
+    in_order = ["embedding.weight", "layers.0.a", "layers.0.b", "layers.2.a", "layers.10.a", "z"]
+    assert in_forward_order(stages) == in_order
+
+
+def test_a_layer_that_nobody_built_is_an_error() -> None:
+    whole_model = join([trace(whole(0))])
+    for grads in ({}, whole_model.grads | {"layers.1": torch.zeros(1)}):
+        with pytest.raises(ValueError, match="not in both models"):
+            compare(0, replace(whole_model, grads=grads), whole_model, 1e-5, 1e-2)
 
 
 @pytest.mark.parametrize("specs", [[split(0)], [split(0), split(0)], [split(0), whole(0)]])
