@@ -57,7 +57,7 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
         examine(t, vitals, metrics, window, log)
 
         told = stop.agreed()
-        profiler.ask(t.iteration, stop.profile_steps)
+        profiler.ask(t.iteration, stop.wish)
         last = t.iteration == t.total_steps
         leave = told or last or _every(config.exit_interval, t.iteration)
         if leave or _every(logging.log_interval, t.iteration):

@@ -19,6 +19,7 @@ from megatron.training.goodput import Goodput
 from megatron.training.graphs import StepRunner
 from megatron.training.logging import RunLog, say, warn
 from megatron.training.loop import train
+from megatron.training.pipeline_profile import PipelineProfiler
 from megatron.training.profile_request import ProfileRequests
 from megatron.training.profiling import Profiler
 from megatron.training.resume import begin, choose
@@ -94,8 +95,9 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
         for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
             log.note(text)
         tell = log.note if log.enabled else say  # each recording rank tells of its own profile
-        models = [*trainer.chunks.values()]
-        profiler = Profiler(config.profiling, config.logging.run_dir, world.rank, trainer.device, models, tell, warn)
+        options, run_dir, models = config.profiling, config.logging.run_dir, [*trainer.chunks.values()]
+        pipeline = PipelineProfiler(options, run_dir, trainer, tell, warn)
+        profiler = Profiler(options, run_dir, world.rank, trainer.device, models, tell, warn, pipeline)
         try:
             return train(trainer, take_step, log, stop, profiler)
         finally:

@@ -7,7 +7,7 @@ of the model and the communication of every mesh axis: whatever is marked by :fu
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,11 +19,10 @@ from megatron.config.checks.profiling import MOST_STEPS
 from megatron.config.run import ProfilingConfig
 from megatron.parallel.ranges import span
 from megatron.training.logging import say, warn
+from megatron.training.pipeline_profile import FOLDER, PipelineProfiler
 from megatron.training.profile_report import STEP, Account, is_layer
+from megatron.training.profile_request import Wish
 from megatron.training.trace_file import MemoryCurve, events_of, pack
-
-FOLDER = "profiles"
-"""In the run's folder."""
 
 SUFFIXES = (".json.tmp", ".json", ".json.gz", ".txt", "_memory.pickle")
 """Of the files of a profile; the first two, of which PyTorch makes the first, are there for a moment only."""
@@ -44,6 +43,7 @@ class Profiler:
         models: Sequence[nn.Module],
         say: Callable[[str], None] = say,
         warn: Callable[[str], None] = warn,
+        pipeline: PipelineProfiler | None = None,
     ) -> None:
         """Record nothing yet.
 
@@ -55,8 +55,10 @@ class Profiler:
             models: parts of the model on this rank; their layers become ranges, named as they name them.
             say: told where a profile lies.
             warn: told what went wrong.
+            pipeline: records when its actions ran.
         """
         self.config, self.rank, self.device, self.models = config, rank, device, models
+        self._pipeline = pipeline
         self._say, self._warn = say, warn
         self._folder = Path(run_dir) / FOLDER if run_dir is not None and rank in config.profile_ranks else None
         self._windows: list[range] = []
@@ -64,16 +66,18 @@ class Profiler:
             self._windows.append(range(config.profile_step_start, config.profile_step_end))
         self._recording: Recording | None = None
 
-    def ask(self, after: int, steps: int) -> None:
-        """Record the ``steps`` steps that follow step ``after``, as a running job was asked to; 0 changes nothing."""
-        if not steps:
+    def ask(self, after: int, wish: Wish) -> None:
+        """Record what a running job was asked for, of the steps that follow step ``after``."""
+        if wish.pipeline and self._pipeline is not None:
+            self._pipeline.ask(after, wish.pipeline)
+        if not wish.profile:
             return
         if self.rank == 0:
             ranks = " ".join(map(str, self.config.profile_ranks))
-            steps_told = f"steps {after + 1} to {after + steps}"
+            steps_told = f"steps {after + 1} to {after + wish.profile}"
             self._say(f"asked for a profile of {steps_told}, recorded on --profile-ranks {ranks}")
         if self._folder is not None:
-            self._windows.append(range(after + 1, after + 1 + steps))
+            self._windows.append(range(after + 1, after + 1 + wish.profile))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -82,7 +86,7 @@ class Profiler:
             self._start(number)
         complete = False
         try:
-            with span(f"{STEP}{number}"):
+            with span(f"{STEP}{number}"), self._pipeline.step(number) if self._pipeline else nullcontext():
                 yield
             complete = True
         finally:

@@ -13,7 +13,7 @@ import torch
 
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
-from megatron.training.profile_request import ProfileRequests
+from megatron.training.profile_request import NOTHING, ProfileRequests, Wish
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
 
@@ -30,8 +30,7 @@ class StopRequest:
     A later signal does what it did before, so that an impatient user gets through.
 
     Attributes:
-        profile_steps: how many of the next steps somebody wants a profile of, as of the last :meth:`agreed`; 0 for
-            none, and the same on every rank.
+        wish: what somebody wants recorded of the next steps, as of the last :meth:`agreed`; the same on every rank.
     """
 
     def __init__(
@@ -52,7 +51,7 @@ class StopRequest:
             profiles: what this rank is asked for; given back with :meth:`restore` too.
 
         """
-        self.world, self.device, self.profiles, self.profile_steps = world, device, profiles, 0
+        self.world, self.device, self.profiles, self.wish = world, device, profiles, NOTHING
         since = time.monotonic() if since is None else since
         self._deadline = None if minutes is None else since + 60.0 * minutes
         self._got, self._since = 0, 0.0
@@ -70,12 +69,13 @@ class StopRequest:
 
         128 + the highest signal number that any rank got, else ``TIME_IS_UP`` where any rank's time is.
         """
-        wanted = self.profiles.take() if self.profiles is not None else 0
+        wanted = self.profiles.take() if self.profiles is not None else NOTHING
         if self.world.size == 1:  # a GPU alone need not be waited for
-            self.profile_steps = wanted
+            self.wish = wanted
             return self._status()
-        mine = torch.tensor((self._status(), wanted), device=self.device)
-        status, self.profile_steps = comm.all_reduce(mine, self.world, op="max").tolist()
+        mine = torch.tensor((self._status(), *wanted), device=self.device)
+        status, *all_want = comm.all_reduce(mine, self.world, op="max").tolist()
+        self.wish = Wish(*all_want)
         return int(status)
 
     def _status(self) -> int:

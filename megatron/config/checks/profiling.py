@@ -15,7 +15,7 @@ MOST_STEPS = 20
 def window(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """The last step is not before the first, and not too far from it."""
     p = config.profiling
-    if _asked(p) and p.profile_step_end - p.profile_step_start > MOST_STEPS:
+    if (p.profile or p.profile_memory) and p.profile_step_end - p.profile_step_start > MOST_STEPS:
         steps = p.profile_step_end - p.profile_step_start
         sentence = f"a profile of {steps:,} steps; its events are kept in memory, so {MOST_STEPS} are the most"
         yield Problem("E706", sentence, (f"--profile-step-end {p.profile_step_start + MOST_STEPS}",))

@@ -10,7 +10,7 @@ import torch
 
 from megatron.parallel.comm import Group
 from megatron.training import profile_request
-from megatron.training.profile_request import MOST_STEPS, STEPS, ProfileRequests
+from megatron.training.profile_request import MOST_STEPS, NOTHING, STEPS, ProfileRequests, Wish
 from megatron.training.stop import StopRequest
 
 
@@ -45,37 +45,60 @@ def requests(run_dir: Path | None, rank: int = 0) -> tuple[ProfileRequests, list
 
 def test_a_signal_is_a_wish_once(tmp_path: Path) -> None:
     asked, told = requests(tmp_path, rank=3)
-    assert asked.take() == 0
+    assert asked.take() == NOTHING
     signal.raise_signal(signal.SIGUSR2)
     signal.raise_signal(signal.SIGUSR2)
-    assert [asked.take(), asked.take(), told] == [STEPS, 0, []]
+    assert [asked.take(), asked.take(), told] == [Wish(STEPS), NOTHING, []]
 
 
 def test_without_a_run_folder_a_signal_is_told_and_ends_nothing() -> None:
     asked, told = requests(None)
     signal.raise_signal(signal.SIGUSR2)
-    assert asked.take() == 0
+    assert asked.take() == NOTHING
     assert told == ["SIGUSR2 asks for a profile, which is kept in --run-dir; this run has none"]
 
 
 @pytest.mark.parametrize(
-    ("text", "steps"), [("", STEPS), ("\n", STEPS), ("5", 5), (" 12 \n", 12), (str(MOST_STEPS), MOST_STEPS)]
+    ("text", "wish"),
+    [
+        ("", Wish(STEPS)),
+        ("\n", Wish(STEPS)),
+        ("5", Wish(5)),
+        (" 12 \n", Wish(12)),
+        (str(MOST_STEPS), Wish(MOST_STEPS)),
+        ("pipeline\n", Wish(pipeline=STEPS)),
+        ("pipeline 3", Wish(pipeline=3)),
+    ],
 )
-def test_a_file_says_how_many_steps_and_goes(tmp_path: Path, clock: Clock, text: str, steps: int) -> None:
+def test_a_file_says_what_and_how_many_steps_and_goes(tmp_path: Path, clock: Clock, text: str, wish: Wish) -> None:
     asked, told = requests(tmp_path)
     (tmp_path / "PROFILE").write_text(text)
-    assert asked.take() == steps
+    assert asked.take() == wish
     assert (list(tmp_path.iterdir()), told) == ([], [])
 
 
 @pytest.mark.parametrize(
     "text",
-    ["0", "-1", "two", "2.5", "1e3", str(MOST_STEPS + 1), "00000000199", "9" * 5000, "000000001" * 600, "\0\xff"],
+    [
+        "0",
+        "-1",
+        "two",
+        "pipeline0",
+        "pipeline two",
+        "3 pipeline",
+        "2.5",
+        "1e3",
+        str(MOST_STEPS + 1),
+        "00000000199",
+        "9" * 5000,
+        "000000001" * 600,
+        "\0\xff",
+    ],
 )
 def test_a_file_that_says_something_else_is_told(tmp_path: Path, clock: Clock, text: str) -> None:
     asked, told = requests(tmp_path)
     (tmp_path / "PROFILE").write_text(text)
-    assert asked.take() == 0
+    assert asked.take() == NOTHING
     assert list(tmp_path.iterdir()) == []
     (sentence,) = told
     assert sentence.startswith("no profile: PROFILE may be empty, for 2 steps, or hold a number of steps up to 20")
@@ -84,19 +107,19 @@ def test_a_file_that_says_something_else_is_told(tmp_path: Path, clock: Clock, t
 
 def test_the_file_is_looked_for_once_a_second_and_by_rank_0(tmp_path: Path, clock: Clock) -> None:
     (asked, _), (other, _) = requests(tmp_path), requests(tmp_path, rank=1)
-    assert asked.take() == 0
+    assert asked.take() == NOTHING
     (tmp_path / "PROFILE").touch()
     clock.now += 0.9
-    assert [asked.take(), other.take()] == [0, 0]
+    assert [asked.take(), other.take()] == [NOTHING, NOTHING]
     clock.now += 0.2
-    assert [other.take(), asked.take(), asked.take()] == [0, STEPS, 0]
+    assert [other.take(), asked.take(), asked.take()] == [NOTHING, Wish(STEPS), NOTHING]
 
 
 def test_a_file_that_cannot_be_removed_is_told_once(tmp_path: Path, clock: Clock) -> None:
     asked, told = requests(tmp_path)
     (tmp_path / "PROFILE").mkdir()
     for _ in range(3):
-        assert asked.take() == 0
+        assert asked.take() == NOTHING
         clock.now += 2.0
     (sentence,) = told
     assert "is not looked at any more, because it cannot be removed" in sentence
@@ -106,11 +129,11 @@ def test_a_stop_and_a_wish_are_agreed_on_together(tmp_path: Path) -> None:
     asked, _ = requests(tmp_path)
     stop = StopRequest(Group(), torch.device("cpu"), profiles=asked)
     try:
-        assert (stop.agreed(), stop.profile_steps) == (0, 0)
+        assert (stop.agreed(), stop.wish) == (0, NOTHING)
         signal.raise_signal(signal.SIGUSR2)
-        assert (stop.agreed(), stop.profile_steps) == (0, STEPS)
+        assert (stop.agreed(), stop.wish) == (0, Wish(STEPS))
         signal.raise_signal(signal.SIGUSR1)
-        assert (stop.agreed(), stop.profile_steps) == (128 + signal.SIGUSR1, 0)
+        assert (stop.agreed(), stop.wish) == (128 + signal.SIGUSR1, NOTHING)
     finally:
         stop.restore()
 
@@ -121,4 +144,4 @@ def test_the_signal_is_given_back(tmp_path: Path) -> None:
     asked, _ = requests(tmp_path)
     asked.restore()
     signal.raise_signal(signal.SIGUSR2)
-    assert (asked.take(), heard) == (0, [signal.SIGUSR2])
+    assert (asked.take(), heard) == (NOTHING, [signal.SIGUSR2])

@@ -15,6 +15,7 @@ import torch
 from megatron.config.run import ProfilingConfig
 from megatron.parallel.ranges import span
 from megatron.training import profiling
+from megatron.training.profile_request import Wish
 from megatron.training.profiling import Profiler
 from megatron.training.timers import PHASES
 from tests.runs import before_step, column, records, start, tiny_run
@@ -184,7 +185,7 @@ def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[
     for number in steps:
         with profiler.step(number), span("work"):
             torch.ones(1)
-        profiler.ask(number, asked.get(number, 0))
+        profiler.ask(number, Wish(asked.get(number, 0)))
     profiler.close(steps[-1])
     return [name.partition("_rank")[0] for name in kept(tmp_path) if name.endswith("txt")]
 

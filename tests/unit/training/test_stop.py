@@ -9,6 +9,7 @@ import torch
 
 from megatron.parallel.comm import Group
 from megatron.training import stop
+from megatron.training.profile_request import NOTHING
 from megatron.training.stop import StopRequest
 
 CPU = torch.device("cpu")
@@ -59,7 +60,7 @@ def test_signals_are_given_back(heard: list[int]) -> None:
 def test_one_rank_alone_asks_no_device(heard: list[int]) -> None:
     """A tensor on a meta device has no value, so to read one would raise."""
     request = StopRequest(Group(), torch.device("meta"))
-    assert (request.agreed(), request.profile_steps) == (0, 0)
+    assert (request.agreed(), request.wish) == (0, NOTHING)
     signal.raise_signal(signal.SIGTERM)
     assert request.agreed() == 128 + signal.SIGTERM
     request.restore()
