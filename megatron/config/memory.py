@@ -77,7 +77,7 @@ def _parameters_of(stages: Sequence[StageLayers], m: ModelConfig, tp: int) -> in
     count = tables * padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp) // tp * m.hidden_size
     if first and m.position_embedding_type == "learned_absolute":
         count += (m.max_position_embeddings or 0) * m.hidden_size
-    layers = sum(len(stage.layers) for stage in stages)
+    layers = sum(stage.count for stage in stages)
     return count + layers * _rank_layer(m, tp) + (m.norm_parameters() if last else 0)
 
 

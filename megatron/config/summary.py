@@ -82,7 +82,7 @@ def _bubble(config: RunConfig, microbatches: int) -> str:
 
 def _dealt(config: RunConfig, stages: Sequence[StageLayers]) -> str:
     """Layers of every stage, where they are not equally many as a layout."""
-    sizes = {len(stage.layers) for stage in stages}
+    sizes = {stage.count for stage in stages}
     if len(sizes) == 1:
         return f"{len(stages)} stages of {_counted(sizes.pop(), 'layer', 'layers')}"
     if config.model.vocab_size is None and dealt_by_cost(config.model, config.parallel):

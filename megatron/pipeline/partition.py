@@ -36,6 +36,11 @@ class StageLayers:
     first: bool
     last: bool
 
+    @property
+    def count(self) -> int:
+        """Its blocks, of which there may be more than a ``len`` can say where the number was mistyped."""
+        return self.layers.stop - self.layers.start
+
 
 @dataclass(frozen=True)
 class LayerCosts:
@@ -53,7 +58,7 @@ class LayerCosts:
 
     def of(self, stage: StageLayers) -> float:
         """What a stage costs."""
-        return len(stage.layers) * self.layer + self.embedding * stage.first + self.output * stage.last
+        return stage.count * self.layer + self.embedding * stage.first + self.output * stage.last
 
 
 def stages_of(counts: Sequence[int]) -> tuple[StageLayers, ...]:
@@ -220,7 +225,7 @@ def _repeat(found: re.Match[str]) -> str:
 
 def notation(stages: Sequence[StageLayers]) -> str:
     """The layout that :func:`written` reads as these stages."""
-    counts = [len(stage.layers) for stage in stages]
+    counts = [stage.count for stage in stages]
     if len(counts) == 1:
         return f"E{_layers(counts[0])}L"
     middle = ""

@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.numbers import beside, divisors, multiples_beside, offers
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import did_you_mean
-from megatron.pipeline.actions import Schedule, ScheduleError
+from megatron.pipeline.actions import EVALUATION, Schedule, ScheduleError
 from megatron.pipeline.comms import add_communication
 from megatron.pipeline.partition import LayerCosts, StageLayers, balanced, by_rank, equal, spelled_out, written
 from megatron.pipeline.schedules import SCHEDULES, make
@@ -36,6 +36,9 @@ V_SHAPED = ("zb-v", "dualpipe-v")
 
 FILE = ".csv"
 """How the name of a file ends that is a schedule."""
+
+MOST_WORK = 1_000_000
+"""Stages times micro-batches of a step that are planned: seconds. More is a mistyped number."""
 
 AUTO = "auto"
 """The layout whose stages are of equal cost."""
@@ -168,6 +171,10 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
     _exclude(parallel)
     chunks, layers = virtual_stages(model, parallel), model.num_layers
     stages, layout = chunks * parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
+    if stages > layers + 2:
+        raise _unfilled(model, parallel, chunks)
+    if layers > MOST_WORK and stages > 1:
+        raise ScheduleError(f"{layers:,} layers are more than are dealt out", f"--num-layers {MOST_WORK}")
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if first is not None or last is not None:
         return by_rank(layers, placement(parallel, chunks), first, last)
@@ -175,7 +182,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
         return written(str(layout), layers)
     embedding, output = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
     same = equal(layers, stages, embedding, output) if layout is None else None
-    if same is None and (embedding or output or stages > layers + 2):
+    if same is None and (embedding or output):
         raise _unfilled(model, parallel, chunks)
     return same or balanced(layers, stages, layer_costs(model))
 
@@ -221,9 +228,9 @@ def _unfilled(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> Sche
         enough = [n - accounted for n in multiples_beside(total, stages) if n > accounted]
         return ScheduleError(sentence, fix, *offers("--num-layers", enough))
     most = model.num_layers + 2
-    fewer = [n for n in range(1, chunks) if ranks * n <= most] if stages_of_schedule(parallel) is None else []
+    fewer = [min(chunks - 1, most // ranks)] if stages_of_schedule(parallel) is None else []
     shorter = [n for n in divisors(ranks) if n * chunks <= most]
-    fixes = offers("--num-virtual-stages-per-pipeline-rank", fewer[-1:])
+    fixes = offers("--num-virtual-stages-per-pipeline-rank", [n for n in fewer if n > 0])
     fixes += offers("--pipeline-model-parallel-size", shorter[-1:])
     return ScheduleError(sentence, *fixes, f"--num-layers {stages - 2}")
 
@@ -250,6 +257,8 @@ def schedule_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
         if schedule.microbatches != microbatches:
             raise ScheduleError(f"{name} is for {schedule.microbatches} micro-batches in a step, not {microbatches}")
         return schedule
+    if microbatches > _most_microbatches(parallel):
+        raise ScheduleError(f"{microbatches:,} micro-batches in a step are more than are planned for so many stages")
     if name == SEARCHED:
         return _searched(placement(parallel, chunks or 1), ranks, microbatches)
     return make(name, ranks, chunks or SCHEDULES[name].chunks or 1, microbatches, group)
@@ -261,14 +270,19 @@ def _searched(of_stages: tuple[int, ...], ranks: int, microbatches: int) -> Sche
     return search(ranks, stages // ranks, microbatches, Costs.uniform(stages), limit=stages, placement=of_stages)
 
 
-def usual_microbatches(parallel: ParallelConfig) -> int:
-    """A number of micro-batches that the schedule was made for: its own, of a file, or twice the ranks.
+def nearest_microbatches(parallel: ParallelConfig, microbatches: int) -> int:
+    """A number of micro-batches in a step that the schedule can do: that of its file, or as many as are planned.
 
     Raises:
         ScheduleError: when there is no such file.
     """
     name = schedule_name(parallel, 1)
-    return _from_file(name).microbatches if name.endswith(FILE) else 2 * parallel.pipeline_model_parallel_size
+    return _from_file(name).microbatches if name.endswith(FILE) else min(microbatches, _most_microbatches(parallel))
+
+
+def _most_microbatches(parallel: ParallelConfig) -> int:
+    chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+    return max(1, MOST_WORK // (chunks * parallel.pipeline_model_parallel_size))
 
 
 @lru_cache(maxsize=4)
@@ -281,6 +295,15 @@ def program_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
     program = add_communication(schedule_for(parallel, microbatches))
     validate(program)
     return program
+
+
+def check_evaluation(parallel: ParallelConfig, microbatches: int) -> None:
+    """Prove what an evaluation runs: the forwards of a step of so many micro-batches.
+
+    Raises:
+        ScheduleError: when they would not come to their end.
+    """
+    validate(program_for(parallel, microbatches).only(EVALUATION), evaluation=True)
 
 
 @cache

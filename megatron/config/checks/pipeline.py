@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from megatron.config.batch import batch_stages
 from megatron.config.checks.batch import share
+from megatron.config.numbers import offers
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
@@ -30,7 +31,7 @@ def stages(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if known.pipeline_schedule != plan.SEVERAL_STAGES:  # of which the checks of idle options tell
         known = replace(known, microbatch_group_size_per_virtual_pipeline_stage=None)
     unfilled = _told("E210", plan.stage_layers, model, known)
-    unable = _told("E208", plan.peaks_for, known, plan.usual_microbatches(known))
+    unable = None if unfilled else _told("E208", plan.peaks_for, known, plan.nearest_microbatches(known, 1))
     if unable and str(known.pipeline_schedule).endswith(plan.FILE):
         unable = replace(unable, sentence=f"{known.pipeline_schedule}: {unable.sentence}")
     yield from filter(None, (unfilled, unable))
@@ -42,15 +43,20 @@ def batches(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if parallel is None or world_size % parallel.model_ranks:
         return
     t, unit = config.training, share(config, world_size)
-    for sample, size in batch_stages(t, parallel.data_parallel_size(world_size)):
+    ramp = batch_stages(t, parallel.data_parallel_size(world_size))
+    for sample, size in ramp:
         count, rest = divmod(size, unit)
-        problem = None if rest or not count else _told("E211", plan.peaks_for, parallel, count)
+        if rest or not count:  # of which the checks of batches tell
+            continue
+        full = sample == ramp[-1][0]
+        problem = _told("E211", plan.peaks_for, parallel, count)
+        if problem is None and full and t.eval_iters:
+            problem = _told("E211", plan.check_evaluation, parallel, count)
         if problem:
-            ramped = t.rampup_batch_size is not None
-            batch = f"global batch {size}" + (f" from sample {sample:,} on" if ramped else "")
-            wanted = plan.usual_microbatches(parallel) * unit
-            fixes = ("drop --rampup-batch-size",) if ramped else (f"--global-batch-size {wanted}",)
-            yield Problem("E211", f"{batch}: {problem.sentence}", fixes)
+            batch = f"global batch {size}" + (f" from sample {sample:,} on" if len(ramp) > 1 else "")
+            near = offers("--global-batch-size", [plan.nearest_microbatches(parallel, count) * unit] if full else [])
+            fixes = (*near, "drop --rampup-batch-size") if len(ramp) > 1 else near
+            yield replace(problem, sentence=f"{batch}: {problem.sentence}", fixes=fixes)
             return
 
 
@@ -58,7 +64,8 @@ def _running(config: RunConfig) -> ParallelConfig | None:
     """The pipeline's options written out, of one that :func:`stages` has nothing to say about."""
     try:
         parallel = plan.resolved(config.model, config.parallel)
-        plan.peaks_for(parallel, plan.usual_microbatches(parallel))
+        plan.stage_layers(config.model, parallel)
+        plan.peaks_for(parallel, plan.nearest_microbatches(parallel, 1))
     except ScheduleError:
         return None
     return parallel
@@ -80,9 +87,9 @@ def remarks(config: RunConfig) -> Iterator[str]:
     if plan.dealt_by_cost(model, parallel) and parallel.pipeline_model_parallel_layout is None:
         yield f"{model.num_layers} layers do not divide over {ranks * chunks} stages: dealt out as {AUTO} does, by cost"
     if ranks > 1 and name == plan.SEVERAL_STAGES and chunks == 1:
-        yield "--pipeline-schedule interleaved with 1 stage on each rank: it keeps more than 1f1b and waits as long"
-    if ranks == 1 and (chunks > 1 or name not in (plan.ONE_STAGE, plan.SEVERAL_STAGES)):
-        yield f"a pipeline of 1 rank waits for nobody: {name} with {chunks} stages on it only keeps more"
+        yield "--pipeline-schedule interleaved at VPP 1 waits as long as 1f1b and keeps more"
+    if ranks == 1 and (chunks > 1 or name != plan.ONE_STAGE):
+        yield f"a pipeline of 1 rank waits for nobody: --pipeline-schedule {name} at VPP {chunks} makes no step shorter"
 
 
 CHECKS = (stages, batches)

@@ -94,6 +94,7 @@ CASES = (
     Case("--num-layers 0 --hidden-size -64 --micro-batch-size 0"),
     Case("--hidden-dropout 1 --adam-beta1 1.0 --rotary-percent 0 --clip-grad -1"),
     Case("--rampup-batch-size 0 8 100 --global-batch-size 16"),
+    Case("--profile-pipeline --profile-step-start 4 --profile-step-end 4"),
     Case("--profile-ranks -1 --run-dir runs/a --timing-log-level 3 --exit-duration-in-mins -5"),
     Case("--seed -1 --lr-warmup-fraction 1"),
     # shape
