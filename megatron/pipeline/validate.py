@@ -96,31 +96,38 @@ _Rules = Sequence[Mapping[str, _Rule]]
 """By stage and kind; a communication that has no channel has no rule."""
 
 
-def validate(program: Schedule, most_activations: float | None = None, most_weights: float | None = None) -> Peaks:
+def validate(
+    program: Schedule,
+    most_activations: float | None = None,
+    most_weights: float | None = None,
+    evaluation: bool = False,
+) -> Peaks:
     """Prove that a program does every micro-batch on every stage once, and comes to its end; count what it holds.
 
-    A program without any backward is an evaluation. The time is linear in the number of actions.
+    The time is linear in the number of actions.
 
     Args:
         program: a schedule with its communication.
         most_activations: bound of every rank's ``Peaks.activations``.
         most_weights: bound of every rank's ``Peaks.weights``.
+        evaluation: whether it is one of forwards alone; otherwise each has its backward.
 
     Raises:
         ScheduleError: naming the action at fault, and its rank.
     """
     placement = program.placement
     kinds = [list(map(itemgetter(1), actions)) for actions in program.ranks]
-    trains = any(not set(EVALUATION).issuperset(own) for own in kinds)
     _require_all_forwards(program, kinds)
     done = bytearray(len(placement) * program.microbatches)
     rules = _rules(placement, program.microbatches)
+    if evaluation:
+        rules = [{kind: own[kind] for kind in EVALUATION if kind in own} for own in rules]
     for rank in range(len(program.ranks)):
         _check_rank(program, rank, rules, done)
-    _require_all_done(program, rules, done, trains)
+    _require_all_done(program, rules, done)
     _check_orders(program, rules)
     _check_progress(program, rules)
-    if not trains:
+    if evaluation:
         nothing = (0,) * len(kinds)
         return Peaks(nothing, nothing, nothing)
     peaks = Peaks(*(tuple(max(_held(k, counted)) for k in kinds) for counted in (ACTIVATIONS, WEIGHTS, BOTH)))
@@ -172,16 +179,24 @@ def _check_rank(program: Schedule, rank: int, rules: _Rules, done: bytearray) ->
     count = program.microbatches
     for index, (stage, kind, microbatch) in enumerate(program.ranks[rank]):
         place = stage * count + microbatch
-        try:
-            rule = rules[stage][kind]
-        except KeyError:
-            channel_of(Action(stage, kind, microbatch), program.placement)  # says which channel there is not
-            raise
+        rule = rules[stage].get(kind)
+        if rule is None:
+            raise _out_of_place(program, rank, Action(stage, kind, microbatch))
         does, once, needs, offset, there = rule
         seen = done[place]
         if seen & once or needs & ~seen or there & ~done[place + offset]:
             raise _fault(program, rank, index, rule, done)
         done[place] = seen | does
+
+
+def _out_of_place(program: Schedule, rank: int, action: Action) -> ScheduleError:
+    """Why its stage has no use for an action."""
+    if action.kind in COMMUNICATION:
+        try:
+            channel_of(action, program.placement)
+        except ScheduleError as error:
+            return error
+    return ScheduleError(f"rank {rank} has {action} in an evaluation, which only goes forward")
 
 
 def _fault(program: Schedule, rank: int, index: int, rule: _Rule, done: bytearray) -> ScheduleError:
@@ -216,14 +231,13 @@ def _backward(program: Schedule, stage: int, microbatch: int) -> bool:
     return any(action in actions for actions in program.ranks for action in wanted)
 
 
-def _require_all_done(program: Schedule, rules: _Rules, done: bytearray, trains: bool) -> None:
+def _require_all_done(program: Schedule, rules: _Rules, done: bytearray) -> None:
     """Refuse what no rank does for some micro-batch."""
     count = program.microbatches
     for stage, own in enumerate(rules):
         complete = 0
-        for kind, rule in own.items():
-            if trains or kind in EVALUATION:
-                complete |= rule.does
+        for rule in own.values():
+            complete |= rule.does
         states = done[stage * count : (stage + 1) * count]
         if states.count(complete) == count:
             continue

@@ -19,14 +19,15 @@ Tensor = tuple[str, int, int]
 class Play:
     """A run of a program on ranks that hold the stages of ``placement``.
 
-    A mailbox is ``ordered`` if, as a channel does, it only moves the oldest tensor sent to the oldest receive.
+    A mailbox is ``ordered`` if, as a channel does, it only moves the oldest tensor sent to the oldest receive. Without
+    training, activations are not kept for a backward.
     """
 
-    def __init__(self, program: Schedule, placement: Sequence[int], ordered: bool) -> None:
+    def __init__(self, program: Schedule, placement: Sequence[int], ordered: bool = True, trains: bool = True) -> None:
         self.scripts = [list(actions) for actions in program.ranks]
         self.placement, self.ordered = placement, ordered
         actions = [action for script in self.scripts for action in script]
-        self.trains = any(action.kind in ("B", "I", "W") for action in actions)
+        self.trains = trains
         self.microbatches = 1 + max(action.microbatch for action in actions)
         self.held: list[Counter[Tensor]] = [Counter() for _ in self.scripts]
         self.sent: dict[tuple[int, int], list[Tensor]] = {}

@@ -134,7 +134,7 @@ def test_programs_are_the_schedules_by_name_and_are_proven(name: str, ranks: int
             assert program.only(COMPUTE) == make(name, ranks, chunks, count)
             assert plan.peaks_for(parallel, count) == validate(program)
             assert program.placement == plan.placement(parallel, chunks)
-            validate(program.only(EVALUATION))
+            validate(program.only(EVALUATION), evaluation=True)
 
 
 @settings(max_examples=40, derandomize=True, deadline=None)

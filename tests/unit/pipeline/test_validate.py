@@ -12,6 +12,7 @@ from megatron.pipeline.actions import (
     BACKWARD,
     COMMUNICATION,
     COMPUTE,
+    EVALUATION,
     FORWARD,
     INPUT,
     WEIGHT,
@@ -34,10 +35,10 @@ def program(*lines: str) -> Schedule:
     return Schedule("mine", tuple(tuple(Action.parse(word) for word in line.split()) for line in lines))
 
 
-def refusal(found: Schedule, **bounds: float) -> str:
+def refusal(found: Schedule, evaluation: bool = False, **bounds: float) -> str:
     """The sentence with which a program is refused."""
     with pytest.raises(ScheduleError) as error:
-        validate(found, **bounds)
+        validate(found, **bounds, evaluation=evaluation)
     return error.value.sentence
 
 
@@ -81,10 +82,10 @@ def test_thousands_of_schedules_are_valid(schedule: Schedule) -> None:
 @given(schedules(ranks=4, chunks=3, microbatches=6))
 def test_schedules_come_to_their_end_by_the_judge_too(schedule: Schedule) -> None:
     found = add_communication(schedule)
-    assert Play(found, schedule.placement, ordered=True).comes_to_its_end()
-    evaluation = add_communication(schedule.only((FORWARD,)))
-    assert Play(evaluation, schedule.placement, ordered=True).comes_to_its_end()
-    validate(evaluation)
+    assert Play(found, schedule.placement).comes_to_its_end()
+    for evaluation in (found.only(EVALUATION), add_communication(schedule.only((FORWARD,)))):
+        assert Play(evaluation, schedule.placement, trains=False).comes_to_its_end()
+        validate(evaluation, evaluation=True)
 
 
 @settings(max_examples=60, derandomize=True, deadline=None)
@@ -140,7 +141,7 @@ def test_what_is_broken_is_refused_and_what_is_not_is_not(
     breakage: tuple[str, list[Action], Schedule, tuple[int, ...]],
 ) -> None:
     what, touched, found, placement = breakage
-    if Play(found, placement, ordered=True).comes_to_its_end():
+    if Play(found, placement).comes_to_its_end():
         validate(found)
         return
     sentence = refusal(found)
@@ -166,7 +167,7 @@ def test_a_deadlock_of_ordered_channels_that_mailboxes_would_not_have() -> None:
         "1RECV_F1 1F1 1B1 1SEND_B1 1RECV_F0 1F0 1B0 1SEND_B0",
     )
     assert Play(found, (0, 1), ordered=False).comes_to_its_end()
-    assert not Play(found, (0, 1), ordered=True).comes_to_its_end()
+    assert not Play(found, (0, 1)).comes_to_its_end()
     assert refusal(found) == (
         "rank 1 has 1RECV_F1 where 1RECV_F0 belongs: transfer 0 from rank 0 to rank 1 is 0SEND_F0, "
         "and receives stand in the order of the sends"
@@ -186,7 +187,7 @@ def test_a_circle_is_told_rank_by_rank() -> None:
 def test_of_a_long_circle_the_beginning_is_told() -> None:
     """With two stages on each rank in a loop, and the second one of rank 0 before its first."""
     others = [f"{rank}F0 {rank + 6}F0" for rank in range(1, 6)]
-    sentence = refusal(add_communication(program("6F0 0F0", *others)))
+    sentence = refusal(add_communication(program("6F0 0F0", *others)), evaluation=True)
     assert sentence.endswith("which rank 3 sends after 3F0; and so on over 6 ranks, back to rank 0")
     assert sentence.count("waits for") == 3
 
@@ -246,9 +247,15 @@ def test_a_number_out_of_all_proportion_costs_no_memory() -> None:
     assert refusal(program("0F0 0B0 0F999999999 0B999999999")).startswith("rank 0 has no 0F1:")
 
 
-def test_an_evaluation_keeps_nothing() -> None:
-    assert validate(pairs(3).only(("F", "SEND_F", "RECV_F"))) == Peaks((0, 0), (0, 0), (0, 0))
-    assert "no 1RECV_F1" in refusal(without(pairs(3).only(("F", "SEND_F", "RECV_F")), "1RECV_F1"))
+def test_an_evaluation_goes_forward_and_keeps_nothing() -> None:
+    forwards = pairs(3).only(EVALUATION)
+    assert validate(forwards, evaluation=True) == Peaks((0, 0), (0, 0), (0, 0))
+    assert "no 1RECV_F1" in refusal(without(forwards, "1RECV_F1"), evaluation=True)
+    assert refusal(pairs(3), evaluation=True) == "rank 0 has 0RECV_B0 in an evaluation, which only goes forward"
+
+
+def test_forwards_alone_train_nothing() -> None:
+    assert refusal(pairs(3).only(EVALUATION)).startswith("rank 0 has no 0B0 or 0I0:")
 
 
 def test_bounds_name_the_first_action_above_them() -> None:
