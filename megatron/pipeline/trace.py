@@ -72,14 +72,15 @@ def read_trace(path: Path) -> Timeline:
         ScheduleError: when the file cannot be read, is no such timeline, or a rank computes two things at once.
     """
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-        return _timeline(content)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        reason = f"it has no {error}" if isinstance(error, KeyError) else str(error)
-        raise ScheduleError(
-            f"{path} cannot be read as a timeline: {reason}",
-            "write one with --profile-pipeline or tools/draw_schedule.py --trace",
-        ) from None
+        return _timeline(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError) as error:
+        reason = str(error)
+    except (KeyError, TypeError, AttributeError):
+        reason = "it is no trace of a pipeline"
+    raise ScheduleError(
+        f"{path} cannot be read as a timeline: {reason}",
+        "write one with --profile-pipeline or tools/draw_schedule.py --trace",
+    )
 
 
 def _timeline(content: dict[str, Any]) -> Timeline:
