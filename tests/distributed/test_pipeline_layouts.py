@@ -1,0 +1,264 @@
+"""Pipelines train like one process: corners that the layout matrix does not get to, and what is equal to the bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import PrecisionConfig, TrainingConfig
+from megatron.pipeline.actions import Schedule
+from megatron.pipeline.plan import resolved, stage_layers
+from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.training.setup import build
+from megatron.training.step import evaluate, train_step
+from megatron.training.verify import StepTrace
+from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, reference, run_on
+from tests.distributed.faults import infinite_gradient
+from tests.distributed.grid import DOCUMENTS
+from tests.distributed.pool import Pool
+
+TOLERANCE = 1e-10
+ONE_BY_ONE = TrainingConfig(micro_batch_size=1)
+
+
+def pipeline(
+    ranks: int, schedule: str | None = None, stages: int | None = None, samples: int = 4, layers: int = 2, **rest: Any
+) -> Case:
+    """Micro-batches of one sample; ``rest`` is of the model, or of how it is cut."""
+    cut = {name: rest.pop(name) for name in [*rest] if name in ParallelConfig.__dataclass_fields__}
+    model = replace(MODEL, num_layers=layers, **rest)
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=ranks,
+        num_virtual_stages_per_pipeline_rank=stages,
+        pipeline_schedule=schedule,
+        **cut,
+    )
+    return Case(model, resolved(model, parallel), training=ONE_BY_ONE, samples=samples)
+
+
+def check(pool: Pool, case: Case) -> None:
+    steps = run_on(pool, case)
+    assert [d for d in compare_with_twin(steps, case) if d.error > TOLERANCE] == []
+    assert [step.drifted for step in steps] == [[]] * len(steps)
+
+
+@pytest.mark.parametrize("samples", [1, 3, 7])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_micro_batches_fewer_than_ranks_or_an_odd_number(pool: Pool, schedule: str, samples: int) -> None:
+    stages = SCHEDULES[schedule].chunks or 2
+    check(pool, replace(pipeline(4, schedule, stages, samples, layers=4 * stages - 1), steps=1))
+
+
+GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
+CASES = {
+    "groups of 3 of 7": pipeline(2, "interleaved", 2, 7, layers=4, **{GROUP: 3}),
+    "groups of 4 of 6, a stage without layers": pipeline(2, "interleaved", 2, 6, layers=3, **{GROUP: 4}),
+    "3 stages on a rank": pipeline(2, "interleaved", 3, 5, layers=8),
+    "stages of 2 layers": pipeline(2, num_layers_per_virtual_pipeline_stage=2, layers=8),
+    "few layers first": pipeline(4, layers=7, decoder_first_pipeline_num_layers=1),
+    "few layers first and last, in a V": pipeline(
+        2, "zb-v", layers=6, decoder_first_pipeline_num_layers=2, decoder_last_pipeline_num_layers=4
+    ),
+    "embedding and output layer counted": pipeline(
+        4,
+        "zb-h1",
+        layers=6,
+        account_for_embedding_in_pipeline_split=True,
+        account_for_loss_in_pipeline_split=True,
+    ),
+    "written out": pipeline(2, pipeline_model_parallel_layout="Et*3|t|tt|L", layers=6),
+    "of equal cost": pipeline(4, pipeline_model_parallel_layout="auto", layers=5, vocab_size=2048),
+    "all at once": replace(
+        pipeline(
+            2,
+            "dualpipe-v",
+            layers=5,
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            overlap_grad_reduce=False,
+            num_query_groups=1,
+            qk_layernorm=True,
+            hidden_dropout=0.1,
+            attention_dropout=0.1,
+            window_size=5,
+            z_loss_coeff=1e-3,
+        ),
+        dp=2,
+        samples=6,
+        documents=DOCUMENTS["all"],
+        training=replace(ONE_BY_ONE, recompute_granularity="selective"),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_layers_and_groups_as_asked_for(pool: Pool, name: str) -> None:
+    check(pool, CASES[name])
+
+
+def test_layers_are_where_they_were_asked_for() -> None:
+    layers = {name: [len(s.layers) for s in stage_layers(case.model, case.parallel)] for name, case in CASES.items()}
+    assert layers["stages of 2 layers"] == [2, 2, 2, 2]
+    assert layers["few layers first"] == [1, 2, 2, 2]
+    assert layers["few layers first and last, in a V"] == [1, 2, 2, 1]
+    assert layers["embedding and output layer counted"] == [1, 2, 2, 1]
+    assert layers["written out"] == [3, 1, 2, 0]
+    assert layers["of equal cost"][-1] < max(layers["of equal cost"])
+
+
+def test_a_schedule_from_a_file(pool: Pool, tmp_path: Path) -> None:
+    path = tmp_path / "mine.csv"
+    make("zb-h1", 2, 1, 5).save(path)
+    check(pool, pipeline(2, str(path), samples=5))
+
+
+# ---- equal to the bit
+
+STAGES = {
+    "one each": (1, ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-h2")),
+    "two each": (2, ("interleaved", "gpipe")),
+    "in a V": (2, ("zb-v", "dualpipe-v")),
+}
+"""Schedules that put the same stages on the same ranks, and how many on each."""
+
+RANDOM: dict[str, Any] = {"layers": 5, "samples": 6, "hidden_dropout": 0.1, "attention_dropout": 0.1}
+UNTIED: dict[str, Any] = {"untie_embeddings_and_output_weights": True}
+TP2_SP: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+FP32 = PrecisionConfig(params_dtype="fp32")
+
+
+def same(one: Sequence[StepTrace], other: Sequence[StepTrace], norm: bool = True) -> bool:
+    """Whether two runs are, loss, gradients and weights of all steps."""
+
+    def bits(step: StepTrace) -> dict[str, torch.Tensor]:
+        tensors = {f"gradient {n}": g for n, g in step.grads.items()} | {
+            f"weight {n}": w for n, w in step.weights.items()
+        }
+        return tensors | {"loss": torch.tensor(step.loss, dtype=torch.float64)} | norms(step)
+
+    def norms(step: StepTrace) -> dict[str, torch.Tensor]:
+        return {"norm": torch.tensor(step.grad_norm, dtype=torch.float64)} if norm else {}
+
+    pairs = [(bits(a), bits(b)) for a, b in zip(one, other, strict=True)]
+    return all(a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a) for a, b in pairs)
+
+
+@pytest.mark.parametrize("options", [{}, UNTIED, TP2_SP], ids=["tied", "untied", "tp2sp"])
+@pytest.mark.parametrize("stages", STAGES)
+def test_schedules_of_the_same_stages_are_equal_to_the_bit(pool: Pool, stages: str, options: dict[str, Any]) -> None:
+    """A stage takes the micro-batches in the same order in all of them, so every sum has the same order.
+
+    In a V the first and the last stage are on one rank, and add to the gradient of a tied embedding in turns, which
+    are the same in both schedules.
+    """
+    count, names = STAGES[stages]
+    runs = [in_fp32(pool, pipeline(2, name, count, **RANDOM, **options)) for name in names]
+    assert [same(runs[0], run) for run in runs] == [True] * len(runs)
+
+
+LAYOUTS = [(1, "1f1b", 1), (2, "1f1b", 1), (4, "zb-h2", 1), (2, "interleaved", 2), (2, "zb-v", 2)]
+
+
+def test_pipelines_are_equal_to_one_rank_to_the_bit(pool: Pool) -> None:
+    """With micro-batches of the same size. All but the norm, whose sum over stages has another order; so unclipped."""
+    one, *others = (in_fp32(pool, pipeline(p, name, v, **RANDOM, **UNTIED), clip=0.0) for p, name, v in LAYOUTS)
+    assert [same(one, other, norm=False) for other in others] == [True] * len(others)
+    assert [step.grad_norm for step in one] == pytest.approx([step.grad_norm for step in others[1]], rel=1e-6)
+
+
+def test_tied_embeddings_on_stages_are_equal_up_to_rounding(pool: Pool) -> None:
+    """Their two uses, which take turns on one rank, are each summed over the micro-batches before they meet."""
+    one, other = (in_fp32(pool, pipeline(p, name, v, **RANDOM), clip=0.0) for p, name, v in LAYOUTS[:2])
+    assert not same(one, other, norm=False)
+    words = "embedding.word_embeddings.weight"
+    different = [name for name, gradient in one[0].grads.items() if not torch.equal(gradient, other[0].grads[name])]
+    assert different == [words]
+    torch.testing.assert_close(one[0].grads[words], other[0].grads[words], rtol=1e-5, atol=1e-7)
+
+
+def test_another_order_of_micro_batches_is_equal_up_to_rounding(pool: Pool, tmp_path: Path) -> None:
+    """Backward from the last micro-batch to the first: what the tests above would not let pass."""
+    usual, path = make("gpipe", 2, 1, 6), tmp_path / "reversed.csv"
+    Schedule("reversed", tuple((*rank[:6], *reversed(rank[6:])) for rank in usual.ranks)).save(path)
+    case = pipeline(2, str(path), **RANDOM)
+    one, other = in_fp32(pool, pipeline(2, "gpipe", **RANDOM)), in_fp32(pool, case)
+    assert not same(one, other)
+    check(pool, case)
+
+
+def in_fp32(pool: Pool, case: Case, clip: float = 1.0) -> list[StepTrace]:
+    optimizer = replace(case.optimizer, clip_grad=clip)
+    return run_on(pool, replace(case, precision=FP32, optimizer=optimizer, steps=2))
+
+
+# ---- sixteen bits
+
+SIXTEEN = replace(pipeline(2, "zb-v", layers=4, samples=8, num_query_groups=2, hidden_dropout=0.1), dp=2)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_sixteen_bits_are_near_fp32_on_one_process(pool: Pool, dtype: str) -> None:
+    case = replace(SIXTEEN, steps=2, precision=PrecisionConfig(params_dtype=dtype, initial_loss_scale=1024.0))
+    steps, exact = run_on(pool, case), reference(replace(case, precision=PrecisionConfig()).twin())
+    for got, ref in zip(steps, exact, strict=True):
+        assert got.loss == pytest.approx(ref.loss, rel=5e-3)
+        assert got.grad_norm == pytest.approx(ref.grad_norm, rel=2e-2)
+        assert got.drifted == []
+
+
+def scaled(rank: int, world_size: int, case: Case, weight: str) -> tuple[list[float], list[bool], list[bool]]:
+    """By step: the loss scale, whether it was skipped, whether this rank's weights moved.
+
+    In step 1, the gradient of ``weight`` overflows on the rank that has it.
+    """
+    trainer = build(case.config(), rank, world_size)
+    scales, skipped, moved = [], [], []
+    for step in range(case.steps):
+        before = [master.clone() for master in trainer.optimizer.masters.values()]
+        with infinite_gradient(weight if step == 1 else "none"):
+            metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
+        scales.append(metrics.loss_scale.item())
+        skipped.append(bool(metrics.skipped.item()))
+        moved.append(not all(map(torch.equal, before, trainer.optimizer.masters.values())))
+    return scales, skipped, moved
+
+
+@pytest.mark.parametrize("layer", [0, 3])
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+def test_an_overflow_on_one_stage_is_skipped_on_all(pool: Pool, schedule: str, layer: int) -> None:
+    precision = PrecisionConfig(params_dtype="fp16", initial_loss_scale=1024.0, hysteresis=1)
+    case = replace(pipeline(4, schedule, layers=4), steps=3, precision=precision)
+    for found in pool.run(4, scaled, case, f"layers.{layer}.mlp.linear_fc1.weight"):
+        assert found == ([1024.0, 1024.0, 512.0], [False, True, False], [True, False, True])
+
+
+# ---- evaluation
+
+
+def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
+    """Loss on generated validation data before and after a step."""
+    config = case.config()
+    config = replace(config, training=replace(config.training, eval_iters=2))
+    trainer = build(config, rank, world_size)
+    before = evaluate(trainer).item()
+    train_step(trainer, batches_of(trainer, case, 0), RATES)
+    return before, evaluate(trainer).item()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "schedule", "dp"),
+    [(4, "1f1b", 1), (2, "interleaved", 2), (2, "zb-h2", 1), (2, "zb-v", 2), (2, "gpipe", 1)],
+)
+def test_evaluation_is_that_of_one_process(pool: Pool, ranks: int, schedule: str, dp: int) -> None:
+    stages = SCHEDULES[schedule].chunks or 2
+    case = replace(pipeline(ranks, schedule, stages, layers=5, hidden_dropout=0.1), dp=dp)
+    expected = evaluation(0, 1, case.twin())
+    assert expected[0] != expected[1]
+    for found in pool.run(case.world_size, evaluation, case):
+        assert found == pytest.approx(expected, rel=TOLERANCE, abs=0.0)
