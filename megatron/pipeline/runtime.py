@@ -7,8 +7,10 @@ under it, :mod:`megatron.pipeline.validate` proves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from itertools import islice, takewhile
 
 import torch
 from torch import Tensor
@@ -98,25 +100,25 @@ class Pipeline:
         self._begin(batches, seed, clock)
         try:
             with torch.set_grad_enabled(seed is not None):
-                for self.at in actions:
-                    with span(str(self.at)):
-                        self._do[self.at.kind](self.at)
+                for action in actions:
+                    self.at = action
+                    with span(str(action)):
+                        self._do[action.kind](action)
+            self._finish()
         except Exception as error:
             error.add_note(f"in the pipeline at {self.at}")
             raise
-        self._finish()
         self.at = None
 
     def _begin(self, batches: Sequence[MicroBatch], seed: Tensor | None, clock: Clock) -> None:
         self._batches, self._seed, self._clock = batches, seed, clock
         self._arriving: dict[Action, Pending] = {}  # under the RECV_F or RECV_B that it is, or would be
         self._leaving: dict[Action, Tensor] = {}  # under the SEND_F or SEND_B that is next
-        self._sent: dict[Action, Pending] = {}
+        self._sent: dict[tuple[int, int], dict[Action, Pending]] = defaultdict(dict)  # by channel, in order
 
     def _finish(self) -> None:
-        for pending in self._sent.values():
-            pending.wait()
-        self._sent.clear()
+        for line in self._sent.values():
+            _let_go(line, line)
 
     def _forward(self, action: Action) -> None:
         number, _, microbatch = action
@@ -132,7 +134,8 @@ class Pipeline:
             raise ValueError(f"{action} needs a seed; without one a run goes forward only")
         last = number + 1 == len(self._placement)
         dy = self._seed if last else self._take(Action(number, RECV_B, microbatch))
-        self._release(Action(number, SEND_F, microbatch))
+        if not last:
+            self._arrived(Action(number, SEND_F, microbatch))
         with self._clock("backward-compute"), self.record(action):
             dx = self._stages[number].backward(microbatch, dy, self._seed)
         if dx is not None:
@@ -158,22 +161,29 @@ class Pipeline:
             self._leaving[sent] = tensor
 
     def _send(self, action: Action) -> None:
-        self._free_what_is_sent()
-        channel = self._channels[channel_of(action, self._placement)]
-        self._sent[action] = comm.start_send(self._leaving.pop(action).contiguous(), channel)
+        edge = channel_of(action, self._placement)
+        line = self._sent[edge]
+        _let_go(line, takewhile(lambda sent: line[sent].done(), line))
+        line[action] = comm.start_send(self._leaving.pop(action).contiguous(), self._channels[edge])
 
     def _receive(self, action: Action) -> None:
         channel = self._channels[channel_of(action, self._placement)]
         buffer = self._buffers(self._batches[action.microbatch])
         self._arriving[action] = comm.start_receive(buffer, channel)
 
-    def _free_what_is_sent(self) -> None:
-        """Let go of tensors whose sends are known to be over."""
-        for action in [action for action, pending in self._sent.items() if pending.done()]:
-            self._release(action)
+    def _arrived(self, action: Action) -> None:
+        """Let go of an output whose gradient has come back, and of all that went through the channel before it.
 
-    def _release(self, action: Action) -> None:
-        """Let go of a tensor that has arrived: for one, what the gradient that came back was computed from."""
-        pending = self._sent.pop(action, None)
-        if pending is not None:
-            pending.wait()
+        Gloo does not tell when a send is over. There, gradients stay until the end of the step where nothing comes
+        back through their channel.
+        """
+        if self._placement[action.stage] != self._placement[action.stage + 1]:
+            line = self._sent[channel_of(action, self._placement)]
+            while action in line:
+                _let_go(line, islice(line, 1))
+
+
+def _let_go(line: dict[Action, Pending], sent: Iterable[Action]) -> None:
+    """Drop sends that are over; to wait for them takes no time then, and tells the GPU's stream."""
+    for action in [*sent]:
+        line.pop(action).wait()

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.parallel.comm import Channel, Group
 from megatron.parallel.microbatch import MicroBatch
-from megatron.pipeline.actions import EVALUATION, Action, Schedule
+from megatron.pipeline.actions import COMPUTE, EVALUATION, Action, Schedule
 from megatron.pipeline.comms import add_communication
 from megatron.pipeline.recorder import recording
 from megatron.pipeline.runtime import Pipeline
@@ -22,7 +22,9 @@ from megatron.pipeline.stage import Chunk, Stage
 from tests.pipelines import (
     SEED,
     Ends,
+    Letter,
     LinearStage,
+    Post,
     as_it_is,
     batches_of,
     in_threads,
@@ -233,3 +235,43 @@ def test_what_is_recorded_is_the_order_of_the_work() -> None:
     assert intervals[0].start == 0.0
     assert all(before.end <= after.start for before, after in zip(intervals, intervals[1:]))
     assert all(interval.start < interval.end for interval in intervals)
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_an_output_that_was_sent_is_kept_until_its_gradient_is_back(
+    tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the latest, as where a send does not tell that it is over; and all that is sent and received is waited for."""
+    program, ends, outputs, waits = program_of("1f1b", 2, 6), Ends(), [], []
+    send, wait = Post.start_send, Letter.wait
+
+    def start_send(post: Post, x: Tensor, channel: Channel) -> Letter:
+        letter = send(post, x, channel)
+        if channel.source == 0:
+            outputs.append(weakref.ref(letter))
+        return letter
+
+    def counted(letter: Letter) -> Tensor:
+        waits.append(1)
+        return wait(letter)
+
+    monkeypatch.setattr(Post, "start_send", start_send)
+    monkeypatch.setattr(Letter, "wait", counted)
+    if not tells:
+        monkeypatch.setattr(Letter, "done", lambda letter: False)
+
+    def work(rank: int, roads: Roads) -> None:
+        pipeline = pipeline_of(program, rank, roads, ends)
+
+        def note(action: Action) -> AbstractContextManager[None]:
+            if action.stage == 0 and action.kind == "B":
+                assert all(output() is None for output in outputs[: action.microbatch + 1])
+                assert tells or all(output() is not None for output in outputs[action.microbatch + 1 :])
+            return nullcontext()
+
+        pipeline.record = note
+        pipeline.run(program.ranks[rank], batches_of(6), torch.tensor(SEED))
+
+    in_threads(program, work)
+    assert len(outputs) == 6
+    assert len(waits) == sum(action.kind not in COMPUTE for actions in program.ranks for action in actions)
