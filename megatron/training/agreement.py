@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from socket import gethostname
 
@@ -11,6 +12,7 @@ from megatron.data.loader import DataSource
 from megatron.data.splits import spoken
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
+from megatron.pipeline.actions import Schedule
 
 MOST_RANKS = 4  # named of those that read the same
 
@@ -49,6 +51,24 @@ def check_same_kernels(chosen: str, world: Group) -> None:
     if len(set(choices)) > 1:
         told = "; ".join(f"{_named(choice, choices, hosts)}: {choice}" for choice in dict.fromkeys(choices))
         raise UserError([Problem("E904", f"ranks would compute differently: {told}", ("--kernels torch",))])
+
+
+def check_same_schedule(schedule: Schedule, world: Group) -> None:
+    """Compare the files from which the ranks have their schedule; collective.
+
+    With different ones they would wait for each other until the timeout.
+
+    Raises:
+        UserError: on every rank, when they differ.
+
+    """
+    digest = hashlib.blake2b(repr(schedule.ranks).encode(), digest_size=8).hexdigest()
+    seen = comm.all_gather_objects((gethostname(), digest), world)
+    hosts, digests = [host for host, _ in seen], [digest for _, digest in seen]
+    if len(set(digests)) > 1:
+        told = "; ".join(f"{_named(digest, digests, hosts)}: {digest}" for digest in dict.fromkeys(digests))
+        sentence = f"{schedule.name} is not the same on all ranks: {told}"
+        raise UserError([Problem("E212", sentence, ("copy the same file to every machine",))])
 
 
 def laid_out(data: DataSource) -> dict[str, str]:

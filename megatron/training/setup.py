@@ -30,14 +30,14 @@ from megatron.parallel import comm
 from megatron.parallel.build import DTYPES, BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
-from megatron.parallel.mesh import Mesh, start_distributed
+from megatron.parallel.mesh import Mesh, everyone, start_distributed
 from megatron.parallel.microbatch import MicroBatch
 from megatron.parallel.shard import ShardSpec
 from megatron.pipeline.actions import EVALUATION, Action
 from megatron.pipeline.actions import Schedule as Program
-from megatron.pipeline.plan import program_for, stage_layers
+from megatron.pipeline.plan import FILE, program_for, stage_layers
 from megatron.pipeline.runtime import Pipeline
-from megatron.training.agreement import check_same_data, check_same_kernels
+from megatron.training.agreement import check_same_data, check_same_kernels, check_same_schedule
 from megatron.training.goodput import Goodput
 from megatron.training.timers import Timers
 
@@ -280,10 +280,12 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
     model, parallel = config.model, config.parallel
     layout = Layout.from_config(parallel, world_size)
     full = global_batch(config.training, layout.sizes["dp"]) // (config.training.micro_batch_size * layout.sizes["dp"])
-    placement = program_for(parallel, full).placement
+    program = program_for(parallel, full)
+    if str(parallel.pipeline_schedule).endswith(FILE):
+        check_same_schedule(program, everyone(rank, world_size))
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     kv_copies = max(1, parallel.tensor_model_parallel_size // model.kv_groups)
-    return Mesh(layout, rank, timeout, kv_copies, placement)
+    return Mesh(layout, rank, timeout, kv_copies, program.placement)
 
 
 def hidden_state(config: RunConfig, dtype: torch.dtype, device: torch.device, batch: MicroBatch) -> Tensor:

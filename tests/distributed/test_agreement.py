@@ -12,6 +12,7 @@ from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.parallel.mesh import everyone
+from megatron.pipeline.schedules import make
 from megatron.training.agreement import check_same_kernels
 from tests.distributed.pool import Pool
 from tests.runs import Told, saved_steps, start, steps, tiny_run
@@ -31,9 +32,9 @@ def begin_from_own(rank: int, world_size: int, configs: tuple[RunConfig, ...]) -
     return start(configs[rank], None, rank, world_size)
 
 
-def run_with(pool: Pool, folder: Path, *flags: str) -> list[Told]:
+def run_with(pool: Pool, folder: Path, *flags: str, data: str = "--set data.mock_data=false") -> list[Told]:
     """A run on as many ranks as there are ``flags``, each of which holds for one rank."""
-    every = f"--set data.mock_data=false --split 8,1,1 --eval-iters 1 --save {folder}/saved --global-batch-size 6"
+    every = f"{data} --split 8,1,1 --eval-iters 1 --save {folder}/saved --global-batch-size 6"
     configs = tuple(tiny_run(folder, f"{every} {own}", len(flags)) for own in flags)
     return pool.run(len(flags), begin_from_own, configs)
 
@@ -50,6 +51,17 @@ def test_ranks_that_would_compute_differently_are_named(pool: Pool) -> None:
     (said,) = set(pool.run(3, kernels_told))
     assert said.startswith("E904 ranks would compute differently: ranks 0, 2 (")
     assert f"): kernels: compiled; rank 1 ({gethostname()}): kernels: torch" in said
+
+
+def test_a_machine_with_another_file_of_a_schedule_is_named(pool: Pool, tmp_path: Path) -> None:
+    for name in ("here", "there"):
+        make("gpipe" if name == "here" else "zb-h1", 2, 1, 6).save(tmp_path / f"{name}.csv")
+    flags = (f"--pipeline-model-parallel-size 2 --pipeline-schedule {tmp_path}/{n}.csv" for n in ("here", "there"))
+    ranks = run_with(pool, tmp_path, *flags, data="--mock-data")
+    assert [(told.status, told.samples) for told in ranks] == [(2, {}), (2, {})]
+    (said,) = [told.err for told in ranks if told.err]
+    assert "E212 " in said
+    assert f".csv is not the same on all ranks: rank 0 ({gethostname()}): " in said
 
 
 def test_a_machine_with_an_older_copy_is_named_before_the_first_step(pool: Pool, tmp_path: Path) -> None:
