@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -255,6 +256,9 @@ def beside_measured(measured: Timeline) -> Drawing:
         ScheduleError: when what was measured is no whole step.
     """
     schedule = Schedule(measured.name, tuple(tuple(i.action for i in rank) for rank in measured.intervals))
+    share = (len(schedule.ranks) / schedule.stages,) * schedule.stages
+    if not measured.activation:
+        measured = replace(measured, activation=share, weight_memory=share)
     timeline = simulated(schedule, median_costs(measured, schedule.stages))
     panels = {f"{measured.name}, simulated": timeline, f"{measured.name}, measured": measured}
     return Drawing(panels, schedule, "seconds")

@@ -111,6 +111,17 @@ def test_what_was_measured_stands_under_what_it_should_be(capsys: pytest.Capture
     assert len(drawings[1]) < len(drawings[5]) == 100  # one clock
 
 
+def test_memory_of_a_measured_step_is_in_micro_batches_of_a_rank(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    main(["--schedule", "zb-v", *SMALL, "--trace", "m.json"])
+    row = table(capsys.readouterr().out)["zb-v"]
+    write_trace(Timeline("zb-v", read_trace(tmp_path / "m.json").intervals), tmp_path / "m.json")
+    main(["--measured", "m.json"])
+    lines = capsys.readouterr().out.splitlines()[1:3]
+    assert [line.split()[2:] for line in lines] == [row, row]
+
+
 def test_a_measured_step_that_is_not_whole_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     made = measured_file(tmp_path / "m.json", 1.0, late=0.0)
     write_trace(Timeline("x", (made.intervals[0][:-1], *made.intervals[1:])), tmp_path / "m.json")
