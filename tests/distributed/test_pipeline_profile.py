@@ -37,9 +37,9 @@ def run_rank(rank: int, world_size: int, config: RunConfig, wish: str = "") -> t
     place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
     asking = before_step(2, ask) if wish and rank == 0 else nullcontext()
     looks = patch("megatron.training.profile_request.LOOK_SECONDS", 0.0)
-    with patch.dict(os.environ, place), looks, asking, redirect_stdout(io.StringIO()):
-        with redirect_stderr(io.StringIO()) as told:
-            return main.run(config), told.getvalue()
+    told = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
+    with patch.dict(os.environ, place), looks, asking, told[0], told[1] as errors:
+        return main.run(config), errors.getvalue()
 
 
 def kept(folder: Path) -> list[str]:
