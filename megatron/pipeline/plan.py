@@ -14,7 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.numbers import beside, divisors, multiples_beside, offers
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import did_you_mean
-from megatron.pipeline.actions import EVALUATION, Schedule, ScheduleError
+from megatron.pipeline.actions import FORWARD, Schedule, ScheduleError
 from megatron.pipeline.comms import add_communication
 from megatron.pipeline.partition import LayerCosts, StageLayers, balanced, by_rank, equal, spelled_out, written
 from megatron.pipeline.schedules import SCHEDULES, make
@@ -26,13 +26,10 @@ ONE_STAGE, SEVERAL_STAGES = "1f1b", "interleaved"
 """Schedules that are taken when none is asked for: with one stage on each rank, and with several."""
 
 SEARCHED = "searched"
-"""The best schedule that a search finds for stages of equal cost, in the memory of 1F1B."""
+"""The best schedule that a search finds for stages of equal cost, in the memory of 1F1B; two on a rank are a V."""
 
 NAMES = (*SCHEDULES, SEARCHED)
 """Schedules that can be asked for by name."""
-
-V_SHAPED = ("zb-v", "dualpipe-v")
-"""Schedules whose second half of the stages goes back over the ranks."""
 
 FILE = ".csv"
 """How the name of a file ends that is a schedule."""
@@ -120,7 +117,12 @@ def stages_of_schedule(parallel: ParallelConfig) -> int | None:
         if len(schedule.ranks) != parallel.pipeline_model_parallel_size:
             sentence = f"{name} is for {len(schedule.ranks)} ranks, not PP{parallel.pipeline_model_parallel_size}"
             raise ScheduleError(sentence, f"--pipeline-model-parallel-size {len(schedule.ranks)}")
-        return _on_each_rank(name, schedule.stages, parallel)
+        held = [schedule.placement.count(rank) for rank in range(len(schedule.ranks))]
+        if len(set(held)) > 1:
+            rank = next(rank for rank, count in enumerate(held) if count != held[0])
+            sentence = f"rank 0 has {_stages(held[0])} and rank {rank} has {held[rank]}"
+            raise ScheduleError(f"{name}: {sentence}, which must be equally many")
+        return held[0]
     if name not in NAMES:
         guess = did_you_mean(name, NAMES)
         fixes = (f"--pipeline-schedule {known}" for known in ([guess] if guess else NAMES))
@@ -150,16 +152,18 @@ def schedule_name(parallel: ParallelConfig, stages_per_rank: int) -> str:
 
 
 def placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int, ...]:
-    """The rank of every stage: round and round, or forth and back.
+    """The rank of every stage, however many micro-batches there are.
 
     Raises:
-        ScheduleError: when the schedule is a file that says it, and cannot be read.
+        ScheduleError: when there is no such schedule.
     """
-    name, ranks = schedule_name(parallel, stages_per_rank), range(parallel.pipeline_model_parallel_size)
+    name, ranks = schedule_name(parallel, stages_per_rank), parallel.pipeline_model_parallel_size
     if name.endswith(FILE):
         return _from_file(name).placement
-    forth_and_back = name in V_SHAPED or (name == SEARCHED and stages_per_rank == 2)
-    return (*ranks, *reversed(ranks)) if forth_and_back else (*ranks,) * stages_per_rank
+    if name == SEARCHED:
+        there = tuple(range(ranks))
+        return there + there[::-1] if stages_per_rank == 2 else there * stages_per_rank
+    return make(name, ranks, stages_per_rank, microbatches=1).placement
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
@@ -286,24 +290,16 @@ def _most_microbatches(parallel: ParallelConfig) -> int:
 
 
 @lru_cache(maxsize=4)
-def program_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
-    """The schedule with its communication, proven to come to its end.
+def program_for(parallel: ParallelConfig, microbatches: int, evaluation: bool = False) -> Schedule:
+    """The schedule with its communication, proven to come to its end; its forwards alone for an ``evaluation``.
 
     Raises:
         ScheduleError: when it would not.
     """
-    program = add_communication(schedule_for(parallel, microbatches))
-    validate(program)
+    schedule = schedule_for(parallel, microbatches)
+    program = add_communication(schedule.only((FORWARD,)) if evaluation else schedule)
+    validate(program, evaluation=evaluation)
     return program
-
-
-def check_evaluation(parallel: ParallelConfig, microbatches: int) -> None:
-    """Prove what an evaluation runs: the forwards of a step of so many micro-batches.
-
-    Raises:
-        ScheduleError: when they would not come to their end.
-    """
-    validate(program_for(parallel, microbatches).only(EVALUATION), evaluation=True)
 
 
 @cache
