@@ -29,7 +29,7 @@ from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest
 from megatron.training.together import claimed
 from megatron.training.wandb_sink import notes_on_the_journal
-from megatron.training.whereabouts import where_all_are, whereabouts
+from megatron.training.whereabouts import spared, where_all_are, whereabouts
 
 
 def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = None) -> int:
@@ -123,6 +123,7 @@ def report(error: Exception) -> None:
         return
     launch = Launch.read(os.environ)
     where = f"error on rank {launch.rank}" if launch.world_size > 1 else "error"
-    print(f"{where}: {explain(error)}", file=sys.stderr, flush=True)
-    if places := where_all_are(launch.rank, launch.world_size):
-        print(places, file=sys.stderr, flush=True)
+    with spared():
+        print(f"{where}: {explain(error)}", file=sys.stderr, flush=True)
+        if places := where_all_are(launch.rank, launch.world_size):
+            print(places, file=sys.stderr, flush=True)

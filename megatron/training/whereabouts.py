@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from types import TracebackType
 
 from megatron.parallel.mesh import FAILED, Mesh, leave_word, words_left
@@ -66,6 +67,16 @@ class Whereabouts:
 
     def _tell(self) -> None:
         leave_word(_word(self._rank), self._place())
+
+
+@contextmanager
+def spared() -> Iterator[None]:
+    """Not ended inside by the launcher, whose SIGTERM goes to all ranks as soon as one is gone; for the main thread."""
+    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def where_all_are(rank: int, world_size: int) -> str:

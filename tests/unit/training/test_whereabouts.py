@@ -1,0 +1,77 @@
+"""Where the ranks were, as the one that tells of a failure puts it; on real ranks: test_pipeline_runtime.py."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Sequence
+
+import pytest
+
+from megatron.parallel.mesh import FAILED
+from megatron.training import whereabouts
+from megatron.training.whereabouts import Whereabouts, spared, where_all_are
+
+
+@pytest.fixture
+def words(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """What ranks have left for each other."""
+    left: dict[str, str] = {}
+
+    def found(names: Sequence[str]) -> dict[str, str]:
+        return {name: left[name] for name in names if name in left}
+
+    monkeypatch.setattr(whereabouts, "leave_word", left.__setitem__)
+    monkeypatch.setattr(whereabouts, "words_left", found)
+    monkeypatch.setattr(whereabouts, "LOOK_EVERY", 0.01)
+    monkeypatch.setattr(whereabouts, "PATIENCE", 0.1)
+    return left
+
+
+def test_ranks_at_one_place_are_told_together(words: dict[str, str]) -> None:
+    words.update({f"place of rank {rank}": "0B0" if rank < 18 else "1F2" for rank in range(19)})
+    expected = f"the ranks were at: 0B0 (ranks {' '.join(map(str, range(16)))} and 2 more), 1F2 (rank 18)"
+    assert where_all_are(3, 19) == expected
+
+
+def test_who_does_not_answer_is_told_after_a_while(words: dict[str, str]) -> None:
+    words["place of rank 1"] = "1F2"
+    assert where_all_are(1, 3) == "the ranks were at: no answer (ranks 0 2), 1F2 (rank 1)"
+
+
+def test_without_a_pipeline_nothing_is_told_and_nobody_waited_for(words: dict[str, str]) -> None:
+    began = time.monotonic()
+    assert where_all_are(0, 2) == ""
+    assert time.monotonic() - began < 0.1
+
+
+def test_a_rank_that_fails_says_where_it_was(words: dict[str, str]) -> None:
+    with pytest.raises(ValueError, match="too hot"), Whereabouts(5, lambda: "1F2"):
+        raise ValueError("too hot")
+    assert words == {"place of rank 5": "1F2"}
+
+
+def test_a_rank_that_ends_well_says_nothing(words: dict[str, str]) -> None:
+    with Whereabouts(5, lambda: "1F2"):
+        pass
+    assert words == {}
+
+
+def test_a_rank_that_waits_says_where_it_is_once_another_has_failed(words: dict[str, str]) -> None:
+    with Whereabouts(5, lambda: "0B0"):
+        time.sleep(0.05)
+        assert words == {}
+        words[FAILED] = "1"
+        deadline = time.monotonic() + 5
+        while "place of rank 5" not in words and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert words["place of rank 5"] == "0B0"
+
+
+def test_the_launcher_has_to_wait_until_all_is_told() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with spared():
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(0.01)
+    assert signal.getsignal(signal.SIGTERM) == before
