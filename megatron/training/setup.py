@@ -33,7 +33,6 @@ from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh, everyone, start_distributed
 from megatron.parallel.microbatch import MicroBatch
 from megatron.parallel.shard import ShardSpec
-from megatron.pipeline.actions import EVALUATION, Action
 from megatron.pipeline.actions import Schedule as Program
 from megatron.pipeline.plan import FILE, program_for, stage_layers
 from megatron.pipeline.runtime import Pipeline
@@ -120,13 +119,10 @@ class Trainer:
             program: in place of the run's own.
 
         """
-        program = program or program_for(self.config.parallel, len(batches))
-        actions: Sequence[Action] = program.ranks[self.mesh.coordinate["pp"]]
-        if seed is None:
-            actions = [action for action in actions if action.kind in EVALUATION]
+        program = program or program_for(self.config.parallel, len(batches), evaluation=seed is None)
         for chunk in self.chunks.values():
             chunk.train(seed is not None)
-        self.pipeline.run(actions, batches, seed, self.timers)
+        self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, seed, self.timers)
 
     def begin_at(
         self,

@@ -51,7 +51,7 @@ def batches(config: RunConfig, world_size: int) -> Iterator[Problem]:
         full = sample == ramp[-1][0]
         problem = _told("E211", plan.peaks_for, parallel, count)
         if problem is None and full and t.eval_iters:
-            problem = _told("E211", plan.check_evaluation, parallel, count)
+            problem = _told("E211", plan.program_for, parallel, count, True)
         if problem:
             batch = f"global batch {size}" + (f" from sample {sample:,} on" if len(ramp) > 1 else "")
             near = offers("--global-batch-size", [plan.nearest_microbatches(parallel, count) * unit] if full else [])
