@@ -104,7 +104,7 @@ def every_order(microbatches: int, costs: Costs) -> float:
 
 
 def orders(stage: int, done: tuple[int, ...], microbatches: int) -> list[Order]:
-    """All orders of what a rank has left after ``done`` of F, I and W each: every I after its F, every W after its I."""
+    """All orders of what a rank has left after ``done`` of F, I and W each: I after its F, W after its I."""
     if done == (microbatches,) * 3:
         return [()]
     found: list[Order] = []
@@ -128,6 +128,22 @@ def comes_to_its_end(ranks: tuple[Order, ...]) -> bool:
 def test_on_two_ranks_it_is_the_best_of_all_orders(seconds: tuple[int, int, int], hop: int) -> None:
     costs = Costs.uniform(2, *seconds, latency=hop)
     assert simulated(search(2, 1, 2, costs), costs).makespan == every_order(2, costs)
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks", "chunks", "limit"),
+    [("zb-h1", 4, 1, 4), ("zb-h1", 8, 1, 8), ("zb-h2", 6, 1, 11), ("zb-v", 4, 2, 8)],
+)
+def test_it_finds_what_others_found_by_hand(
+    name: str, ranks: int, chunks: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where all actions take equally long, and the hand-written schedules are no candidates."""
+    costs = Costs.uniform(ranks * chunks)
+    found = simulated(make(name, ranks, chunks, 3 * ranks), costs)
+    monkeypatch.setattr("megatron.pipeline.search.SCHEDULES", {})
+    made = simulated(search(ranks, chunks, 3 * ranks, costs, limit), costs)
+    assert made.makespan == found.makespan
+    assert max(made.peak_memory) <= max(found.peak_memory)
 
 
 def test_the_same_question_has_the_same_answer() -> None:

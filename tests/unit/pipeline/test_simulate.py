@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from megatron.pipeline.actions import COMMUNICATION, Action, Schedule, ScheduleError
 from megatron.pipeline.comms import add_communication, channel_of
 from megatron.pipeline.schedules import SCHEDULES, make
-from megatron.pipeline.simulate import Costs, Interval, Timeline, simulate
+from megatron.pipeline.simulate import Costs, Interval, Timeline, Transfer, simulate
 from megatron.pipeline.validate import validate
 
 SENDS = ("SEND_F", "SEND_B")
@@ -244,6 +244,13 @@ def test_a_transfer_waits_for_the_one_before_it() -> None:
     forwards = sorted((t.start, t.end) for t in made.transfers if t.action.kind == "SEND_F")
     assert forwards == [(1, 6), (6, 11), (11, 16), (16, 21)]
     assert sum(end - start for start, end in made.exposed[1]) == 5 + 4 + 4 + 4
+
+
+def test_time_in_the_queue_of_a_channel_is_exposed_communication() -> None:
+    """Rank 1 idles until 12: until 2 the tensor is not made, until 7 the channel moves another one, then this one."""
+    moved = Transfer(Action(0, "SEND_F", 0), 0, 1, sent=2, start=7, end=12)
+    computed = ((Interval(Action(0, "F", 0), 0, 2),), (Interval(Action(1, "F", 0), 12, 15),))
+    assert Timeline("by hand", computed, (moved,)).exposed == ((), ((2, 12),))
 
 
 def test_idle_time_without_transfers_is_not_exposed_communication() -> None:

@@ -82,6 +82,13 @@ def written(path: Path, **changes: Any) -> Path:
     return path
 
 
+def test_events_may_stand_in_any_order(tmp_path: Path) -> None:
+    path = written(tmp_path / "trace.json")
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"traceEvents": content["traceEvents"][::-1]}))
+    assert read_trace(path) == MEASURED
+
+
 def test_events_of_others_are_left_out(tmp_path: Path) -> None:
     path = written(tmp_path / "trace.json", cat="kernel", name="gemm")
     assert read_trace(path).intervals == (MEASURED.intervals[0][:1], ())
