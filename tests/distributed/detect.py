@@ -24,7 +24,8 @@ from megatron.parallel.mesh import Mesh
 from megatron.pipeline.actions import COMPUTE
 from megatron.pipeline.plan import program_for
 from megatron.pipeline.recorder import recording
-from megatron.training.agreement import check_same_data, check_same_kernels
+from megatron.pipeline.schedules import make
+from megatron.training.agreement import check_same_data, check_same_kernels, check_same_schedule
 from megatron.training.checkpointing import consumed_digest
 from megatron.training.health import HealthRecord
 from megatron.training.metrics import StepWindow
@@ -121,6 +122,16 @@ def compare_kernels(rank: int, world_size: int) -> bool:
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     try:
         check_same_kernels("compiled" if rank == world_size - 1 else "torch", mesh.world)
+    except UserError:
+        return True
+    return False
+
+
+def compare_schedules(rank: int, world_size: int) -> bool:
+    """The last rank's file of a schedule is another one; whether this rank hears of it."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
+    try:
+        check_same_schedule(make("gpipe" if rank == world_size - 1 else "1f1b", 2, 1, 4), mesh.world)
     except UserError:
         return True
     return False
@@ -288,6 +299,7 @@ DETECTORS: dict[str, Detector] = {
     "window": Detector(2, begin_a_window, (), lambda ranks: max(ranks) - min(ranks) < LATE_SECONDS / 2),
     "data": Detector(2, compare_data, (), lambda ranks: list(ranks) == [True, True]),
     "kernels": Detector(2, compare_kernels, (), lambda ranks: list(ranks) == [True, True]),
+    "schedules": Detector(2, compare_schedules, (), lambda ranks: list(ranks) == [True, True]),
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
     "health": Detector(2, report, (TP2_SP,), partial(reports_like_one_process, TP2_SP)),
