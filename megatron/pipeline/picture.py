@@ -36,6 +36,8 @@ READABLE = 5.5
 NARROWEST, WIDEST = 9.0, 24.0
 MARGIN = 0.9
 """Inches left and right of the panels."""
+EDGE = 0.4
+"""Points of white around a bar; narrow bars have less, to be seen."""
 LABEL = 2.2
 """Inches of an entry of the legend."""
 ROW, MEMORY, HEADS = 0.21, 0.75, 0.45
@@ -119,7 +121,8 @@ def _draw_work(axes: Axes, timeline: Timeline, points: float) -> None:
         for (kind, chunk), bars in alike.items():
             face = color(kind, chunk, many)
             spans = [(float(bar.start - timeline.start), float(bar.end - bar.start)) for bar in bars]
-            axes.broken_barh(spans, (rank - 0.45, 0.9), facecolor=face, edgecolor="white", linewidth=0.4)
+            edge = min(EDGE, 0.1 * points * min(length for _, length in spans))
+            axes.broken_barh(spans, (rank - 0.45, 0.9), facecolor=face, edgecolor="white", linewidth=edge)
             _number(axes, rank, [bar.action.microbatch for bar in bars], spans, points, 0.8 * height, ink(face))
     axes.set_ylim(ranks - 0.5, -0.5)
     named = range(0, ranks, 1 + ranks // 25)

@@ -117,10 +117,15 @@ def test_the_numbers_of_eight_ranks_and_two_dozen_micro_batches_are_readable() -
     assert min(text.get_fontsize() for text in texts) >= 5
 
 
-def test_numbers_are_left_out_where_there_is_no_room() -> None:
+def test_where_there_is_no_room_bars_are_seen_and_numbers_are_left_out() -> None:
     made = timeline("gpipe", 2, 1, 1500)
     assert size({"": made})[0] == picture.WIDEST
-    assert len(drawn({"": made}).axes[0].texts) == 0
+    work = drawn({"": made}).axes[0]
+    assert len(work.texts) == 0
+    points = 72 * picture.WIDEST / float(made.makespan)
+    white = [bar for bar in work.collections if to_rgb("white") in map(to_rgb, bar.get_edgecolor())]
+    edges = [float(edge) for bar in white for edge in bar.get_linewidth()]
+    assert 0 < max(edges) < 0.25 * points
 
 
 @pytest.mark.parametrize("sight", COLOR_BLIND)
