@@ -86,7 +86,9 @@ def _held(trainer: Trainer) -> Iterator[tuple[str, Piece, Tensor, list[Group]]]:
         tensors = {name: weight} if weight.dtype == master.dtype else {name: weight, f"the master of {name}": master}
         for what, tensor in tensors.items():
             for piece in spec.pieces:
-                groups = [t.mesh.group(*spec.reduce_axes), t.mesh.sharers(piece.replicas)] + [t.mesh.ends] * spec.tied
+                groups = [t.mesh.group(*spec.reduce_axes), t.mesh.sharers(piece.replicas)]
+                if spec.tied:
+                    groups.append(t.mesh.ends)
                 local = tensor.view(spec.local_view)[piece.local.slices]
                 yield what, piece, local, [group for group in groups if group.size > 1]
 
