@@ -14,7 +14,7 @@ from megatron.parallel.mesh import FAILED, Mesh, leave_word, words_left
 from megatron.parallel.stopwatch import NOTHING
 from megatron.pipeline.runtime import Pipeline
 
-LOOK_EVERY = 0.5
+LOOK_EVERY = 1.0
 """Seconds between two looks for a rank that has failed."""
 
 PATIENCE = 2.0
@@ -55,7 +55,7 @@ class Whereabouts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._over.set()
-        self._thread.join()
+        self._thread.join(LOOK_EVERY)  # it may be asking for a word where nobody answers any more
         if error is not None:
             self._tell()
 
