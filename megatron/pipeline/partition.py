@@ -91,31 +91,44 @@ def equal(layers: int, stages: int, embedding: bool = False, output: bool = Fals
     return None if left or min(counts) < 0 else stages_of(counts)
 
 
-def balanced(layers: int, stages: int, costs: LayerCosts) -> tuple[StageLayers, ...]:
-    """The split whose costliest stage is as cheap as can be, and whose other stages are as even as can be.
+def balanced(layers: int, placement: Sequence[int], costs: LayerCosts) -> tuple[StageLayers, ...]:
+    """The split whose costliest rank is as cheap as can be; of those, the one with the most even stages on the ranks.
 
-    Layer after layer goes where the stage is cheapest with it. As every layer costs the same, that minimises each
-    increasing convex function of the stages' costs (Fox, 1966), so also the largest and the sum of squares. Of equally
+    Layer after layer goes to the rank that is cheapest with it, and there to the stage that is. As every layer costs
+    the same and a stage belongs to one rank, that minimises the ranks' sum of squares, and of any other increasing
+    convex function, before that of the stages (greedy allocation over nested sets: Ibaraki and Katoh, 1988). Of equally
     cheap stages a later one takes the layer: it keeps fewer activations, and the first one has the embedding's weight.
 
+    Args:
+        layers: of the model.
+        placement: the rank of every stage.
+        costs: of the model's parts.
+
     Raises:
-        ScheduleError: when there are more stages than layers to begin and end them.
+        ScheduleError: when there are more stages than layers to fill them.
     """
+    stages, ranks = len(placement), range(1 + max(placement))
     if stages > layers + 2:
-        raise ScheduleError(
-            f"{layers} layers, an embedding and an output layer do not fill {stages} stages",
-            f"--num-layers {stages - 2}",
-        )
+        sentence = f"{layers} layers, an embedding and an output layer do not fill {stages} stages"
+        raise ScheduleError(sentence, f"--num-layers {stages - 2}")
     counts = [int(0 < stage < stages - 1) for stage in range(stages)]
-    extra = [0.0] * stages
-    extra[0] += costs.embedding
-    extra[-1] += costs.output
-    queue = [(extra[stage] + (counts[stage] + 1) * costs.layer, -stage) for stage in range(stages)]
+    spent = [count * costs.layer for count in counts]
+    spent[0] += costs.embedding
+    spent[-1] += costs.output
+    own = [[stage for stage in range(stages) if placement[stage] == rank] for rank in ranks]
+
+    def next_on(rank: int) -> tuple[float, float, int]:
+        """What the rank and its cheapest stage would cost with one more layer, and that stage with its sign changed."""
+        cost, minus = min((spent[stage] + costs.layer, -stage) for stage in own[rank])
+        return sum(spent[stage] for stage in own[rank]) + costs.layer, cost, minus
+
+    queue = [next_on(rank) for rank in ranks]
     heapq.heapify(queue)
     for _ in range(layers - sum(counts)):
-        stage = -queue[0][1]
+        stage = -queue[0][2]
         counts[stage] += 1
-        heapq.heapreplace(queue, (extra[stage] + (counts[stage] + 1) * costs.layer, -stage))
+        spent[stage] += costs.layer
+        heapq.heapreplace(queue, next_on(placement[stage]))
     return stages_of(counts)
 
 

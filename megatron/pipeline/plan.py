@@ -188,7 +188,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
     same = equal(layers, stages, embedding, output) if layout is None else None
     if same is None and (embedding or output):
         raise _unfilled(model, parallel, chunks)
-    return same or balanced(layers, stages, layer_costs(model))
+    return same or balanced(layers, placement(parallel, chunks), layer_costs(model))
 
 
 def dealt_by_cost(model: ModelConfig, parallel: ParallelConfig) -> bool:

@@ -40,32 +40,43 @@ def every_split(layers: int, stages: int) -> list[tuple[StageLayers, ...]]:
     return [stages_of(found) for found in sizes]
 
 
-@settings(max_examples=60, derandomize=True, deadline=None)
-@given(st.integers(1, 8), st.integers(1, 5), st.integers(1, 4), st.integers(0, 9), st.integers(0, 9))
-def test_no_split_is_better_balanced(layers: int, stages: int, layer: int, embedding: int, output: int) -> None:
-    costs = LayerCosts(layer, embedding, output)
+LOOP, V = (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)
+PLACEMENTS = [(0,), (0, 1), (0, 1, 2, 3), (0, 0, 0), (0, 1, 0, 1), (0, 1, 1, 0), (0, 1, 2, 2, 1, 0), (0, 1, 0, 1, 0, 1)]
+
+
+@settings(max_examples=80, derandomize=True, deadline=None)
+@given(st.integers(1, 7), st.sampled_from(PLACEMENTS), st.integers(1, 4), st.integers(0, 9), st.integers(0, 9))
+def test_no_split_is_better_balanced(
+    layers: int, placement: tuple[int, ...], layer: int, embedding: int, output: int
+) -> None:
+    costs, stages = LayerCosts(layer, embedding, output), len(placement)
     if stages > layers + 2:
         with pytest.raises(ScheduleError, match="do not fill"):
-            balanced(layers, stages, costs)
+            balanced(layers, placement, costs)
         return
-    found = balanced(layers, stages, costs)
+    found = balanced(layers, placement, costs)
     check(found, layers)
 
-    def unevenness(split: Sequence[StageLayers]) -> tuple[float, float]:
+    def unevenness(split: Sequence[StageLayers]) -> tuple[float, ...]:
         each = [costs.of(stage) for stage in split]
-        return max(each), sum(cost**2 for cost in each)
+        ranks = [sum(c for c, on in zip(each, placement) if on == rank) for rank in set(placement)]
+        return max(ranks), sum(cost**2 for cost in ranks), sum(cost**2 for cost in each)
 
     assert unevenness(found) == min(map(unevenness, every_split(layers, stages)))
 
 
 def test_of_equally_good_splits_the_first_stage_has_fewer_layers() -> None:
-    assert counts(balanced(10, 4, LayerCosts(1))) == [2, 2, 3, 3]
-    assert counts(balanced(10, 4, LayerCosts(1, 0, 0.3))) == [2, 3, 3, 2]
+    assert counts(balanced(10, range(4), LayerCosts(1))) == [2, 2, 3, 3]
+    assert counts(balanced(10, range(4), LayerCosts(1, 0, 0.3))) == [2, 3, 3, 2]
 
 
 def test_a_large_output_layer_stands_alone() -> None:
-    assert counts(balanced(6, 4, LayerCosts(1, 0, 5))) == [2, 2, 2, 0]
-    assert counts(balanced(2, 4, LayerCosts(1))) == [0, 1, 1, 0]
+    assert counts(balanced(6, range(4), LayerCosts(1, 0, 5))) == [2, 2, 2, 0]
+    assert counts(balanced(2, range(4), LayerCosts(1))) == [0, 1, 1, 0]
+
+
+def test_what_its_other_stage_does_counts_on_a_rank() -> None:
+    assert counts(balanced(12, V, LayerCosts(1, 0, 3))) == [2, 2, 2, 3, 3, 0]  # 5 on each rank
 
 
 @pytest.mark.parametrize(("embedding", "output"), [*product((False, True), repeat=2)])
@@ -80,9 +91,6 @@ def test_equal_stages_count_what_is_said_to_count(embedding: bool, output: bool)
             sizes[0] += embedding
             sizes[-1] += output
             assert set(sizes) == {total // stages}
-
-
-LOOP, V = (0, 1, 2, 0, 1, 2), (0, 1, 2, 2, 1, 0)
 
 
 @pytest.mark.parametrize("placement", [(0,), (0, 1), (0, 1, 2), LOOP, V], ids=str)
