@@ -29,8 +29,9 @@ def drawn(timeline: Timeline, width: int = 120, color: bool = False, clock: floa
     room = max(map(len, names))
     columns = max(20, width) - room
     scale = columns / float(clock or timeline.makespan or 1)
-    lines = [f"{name:{room}}{_row(timeline, rank, scale, color)}".rstrip() for rank, name in enumerate(names)]
-    return "\n".join(lines)
+    chunks = chunks_of(timeline)
+    rows = (_row(timeline, rank, scale, chunks, color) for rank in range(len(names)))
+    return "\n".join(f"{name:{room}}{row}".rstrip() for name, row in zip(names, rows))
 
 
 def legend(timelines: Sequence[Timeline]) -> str:
@@ -39,7 +40,8 @@ def legend(timelines: Sequence[Timeline]) -> str:
     words = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input gradient", WEIGHT: "weight gradient"}
     told = [f"{kind} {word}" for kind, word in words.items() if kind in kinds]
     told += ["lower case: every second stage of a rank"] * any(max(chunks_of(t).values(), default=0) for t in timelines)
-    return ", ".join([*told, *(f"{EXPOSED} waits for a transfer" for _ in range(any(map(_waits, timelines))))])
+    told += [f"{EXPOSED} waits for a transfer"] * any(any(timeline.exposed) for timeline in timelines)
+    return ", ".join(told)
 
 
 def headline(timeline: Timeline) -> str:
@@ -62,13 +64,8 @@ def chunks_of(timeline: Timeline) -> Mapping[int, int]:
     return {stage: chunk for stages in held for chunk, stage in enumerate(stages)}
 
 
-def _waits(timeline: Timeline) -> bool:
-    return any(timeline.exposed)
-
-
-def _row(timeline: Timeline, rank: int, scale: float, color: bool) -> str:
+def _row(timeline: Timeline, rank: int, scale: float, chunks: Mapping[int, int], color: bool) -> str:
     """What one rank does, at ``scale`` characters for a unit of time."""
-    chunks = chunks_of(timeline)
     cells = [IDLE] * round(timeline.makespan * scale)
 
     def place(start: float, end: float) -> range:
