@@ -14,6 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.numbers import beside, divisors, multiples_beside, offers
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import did_you_mean
+from megatron.config.settings import flag
 from megatron.pipeline.actions import FORWARD, Schedule, ScheduleError
 from megatron.pipeline.comms import add_communication
 from megatron.pipeline.partition import LayerCosts, StageLayers, balanced, by_rank, equal, spelled_out, written
@@ -38,7 +39,18 @@ MOST_WORK = 1_000_000
 """Stages times micro-batches of a step that are planned: seconds. More is a mistyped number."""
 
 AUTO = "auto"
-"""The layout whose stages are of equal cost."""
+"""The layout that deals layers out by cost."""
+
+WAYS = (
+    ("pipeline_model_parallel_layout",),
+    ("decoder_first_pipeline_num_layers", "decoder_last_pipeline_num_layers"),
+    (
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+        "num_layers_per_virtual_pipeline_stage",
+    ),
+)
+"""Options that say how layers are dealt out; those of two lines exclude each other."""
 
 
 def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
@@ -79,14 +91,11 @@ def _stages_of_size(size: int, model: ModelConfig, parallel: ParallelConfig) -> 
         ScheduleError: when they do not share a rank's layers.
     """
     ranks, total = parallel.pipeline_model_parallel_size, _counted_layers(model, parallel)
-    flag = "--num-layers-per-virtual-pipeline-stage"
-    if parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers:
-        sentence = f"{flag} {size} wants stages of one size, and --decoder-first/last-pipeline-num-layers other ones"
-        raise ScheduleError(sentence, f"drop {flag}")
     if total % (ranks * size):
+        name = flag("num_layers_per_virtual_pipeline_stage")
         fits = divisors(total // ranks) if total % ranks == 0 else []
         sentence = f"{total} layers do not fill PP{ranks} with stages of {size}"
-        raise ScheduleError(sentence, *offers(flag, beside(size, fits)), f"drop {flag}")
+        raise ScheduleError(sentence, *offers(name, beside(size, fits)), f"drop {name}")
     return total // (ranks * size)
 
 
@@ -172,7 +181,7 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
     Raises:
         ScheduleError: when the options contradict each other, or leave a stage with nothing.
     """
-    _exclude(parallel)
+    _ways(parallel)
     chunks, layers = virtual_stages(model, parallel), model.num_layers
     stages, layout = chunks * parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
     if stages > layers + 2:
@@ -192,33 +201,27 @@ def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLay
 
 
 def dealt_by_cost(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether the stages are as :func:`stage_layers` makes them of equal cost.
+    """Whether no option says which stage has which layers, other than by their cost.
 
     Raises:
         ScheduleError: as :func:`stage_layers`.
     """
-    stages, layout = stage_layers(model, parallel), parallel.pipeline_model_parallel_layout
-    said = parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers
-    accounted = parallel.account_for_embedding_in_pipeline_split or parallel.account_for_loss_in_pipeline_split
-    return layout == AUTO or not (layout or said or accounted or model.num_layers % len(stages) == 0)
+    divides = model.num_layers % len(stage_layers(model, parallel)) == 0
+    return parallel.pipeline_model_parallel_layout == AUTO or not (_ways(parallel) or divides)
 
 
-def _exclude(parallel: ParallelConfig) -> None:
-    """Refuse two ways of dealing out layers at once."""
-    p = parallel
-    ways = {
-        "--pipeline-model-parallel-layout": p.pipeline_model_parallel_layout is not None,
-        "--decoder-first-pipeline-num-layers": p.decoder_first_pipeline_num_layers is not None,
-        "--decoder-last-pipeline-num-layers": p.decoder_last_pipeline_num_layers is not None,
-        "--account-for-embedding-in-pipeline-split": p.account_for_embedding_in_pipeline_split,
-        "--account-for-loss-in-pipeline-split": p.account_for_loss_in_pipeline_split,
-    }
-    said = [flag for flag, used in ways.items() if used]
-    kinds = {flag.split("-")[2] for flag in said}
-    if len(kinds) > 1:
-        other = next(flag for flag in said if flag.split("-")[2] != said[0].split("-")[2])
-        sentence = f"{said[0]} and {other} both say how layers are dealt out"
-        raise ScheduleError(sentence, f"drop {said[0]}", f"drop {other}")
+def _ways(parallel: ParallelConfig) -> list[str]:
+    """Flags that say how layers are dealt out, one of each way.
+
+    Raises:
+        ScheduleError: when two ways are said.
+    """
+    said = [[flag(name) for name in names if getattr(parallel, name)] for names in WAYS]
+    flags = [names[0] for names in said if names]
+    if len(flags) > 1:
+        sentence = f"{flags[0]} and {flags[1]} both say how layers are dealt out"
+        raise ScheduleError(sentence, f"drop {flags[0]}", f"drop {flags[1]}")
+    return flags
 
 
 def _unfilled(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> ScheduleError:

@@ -149,6 +149,11 @@ CASES = (
         " --decoder-first-pipeline-num-layers 3",
         ranks=2,
     ),
+    Case(
+        "--pipeline-model-parallel-size 2 --num-layers 8 --num-layers-per-virtual-pipeline-stage 2"
+        " --pipeline-model-parallel-layout auto",
+        ranks=2,
+    ),
     Case("--pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4", ranks=8),
     Case("--pipeline-model-parallel-size 8 --num-layers 2", ranks=8),
     Case(
