@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config.option import option
+from megatron.pipeline.schedules import SCHEDULES
 
 
 @dataclass(frozen=True)
@@ -22,8 +23,8 @@ class ParallelConfig:
     )
     pipeline_schedule: str | None = option(
         None,
-        "Order of the pipeline's work: gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, dualpipe-v, searched, or a file "
-        "of actions that ends in .csv. Default: 1f1b, and interleaved with several stages on a rank.",
+        f"Order of the pipeline's work: {', '.join(SCHEDULES)}, searched, or a file of actions that ends in .csv. "
+        "Default: 1f1b, and interleaved with several stages on a rank.",
     )
     microbatch_group_size_per_virtual_pipeline_stage: int | None = option(
         None,

@@ -12,7 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.config import parallel
+from megatron.config.arguments import parse
 from megatron.config.kernels import CANDIDATES
+from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import UserError
 from megatron.config.run import MOMENTS, OptimizerConfig
@@ -28,9 +31,16 @@ from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.pipeline import plan
+from megatron.pipeline.actions import Schedule
+from megatron.pipeline.comms import add_communication
+from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.search import search
+from megatron.pipeline.simulate import Costs, Timeline, simulate
 from megatron.training.sinks import Background, Sinks
 from megatron.training.timers import PHASES, Timers
 from tests.distributed import grid
+from tools import draw_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
@@ -38,7 +48,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     tables: tuple[tuple[dict[str, Any], str], ...]
-    tables = (ACTIVATIONS, "silu"), (RULES, "signum"), (PHASES, "optimizer-average")
+    tables = (ACTIVATIONS, "silu"), (RULES, "signum"), (PHASES, "optimizer-average"), (SCHEDULES, "eager")
     for table, name in tables:
         monkeypatch.setitem(table, name, None)  # so that what the page registers is undone
     names: dict[str, Any] = {"__name__": "page"}
@@ -59,7 +69,6 @@ def test_tables_match_the_choices_of_the_flags() -> None:
         ("normalization", "norm"),
         ("optimizer", "optimizer"),
         ("position_embedding_type", "positions"),
-        ("recompute_modules", "recompute"),
     ],
 )
 def test_what_is_added_to_the_choices_is_in_the_layout_matrix(
@@ -69,6 +78,15 @@ def test_what_is_added_to_the_choices_is_in_the_layout_matrix(
     more = replace(setting.option, choices=(*(setting.option.choices or ()), "new"))
     monkeypatch.setitem(SETTINGS, name, replace(setting, option=more))
     assert "new" in runpy.run_path(grid.__file__)["FACTORS"][factor]
+
+
+def test_modules_that_are_recomputed_are_so_in_the_layout_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
+    setting = SETTINGS["recompute_modules"]
+    more = replace(setting.option, choices=(*(setting.option.choices or ()), "new"))
+    monkeypatch.setitem(SETTINGS, "recompute_modules", replace(setting, option=more))
+    known = runpy.run_path(grid.__file__)
+    assert "all modules" in known["FACTORS"]["recompute"]
+    assert "new" in known["RECOMPUTE"]["all modules"]["recompute_modules"]
 
 
 def test_activation(page: dict[str, Any]) -> None:
@@ -145,6 +163,50 @@ def test_timer_is_read_with_the_others(page: dict[str, Any]) -> None:
     times = timers.read(steps=2)
     assert times.keys() == PHASES.keys()
     assert times["optimizer-average"] >= 0.005
+
+
+def simulated(name: str, latency: float) -> Timeline:
+    return simulate(add_communication(make(name, 4, 1, 12)), Costs.uniform(4, latency=latency))
+
+
+def test_schedule_hides_slow_links_in_more_memory(page: dict[str, Any]) -> None:
+    assert simulated("eager", 0.0).makespan == simulated("1f1b", 0.0).makespan
+    assert simulated("eager", 0.5).makespan < 0.9 * simulated("1f1b", 0.5).makespan
+    assert [max(simulated(name, 0.5).peak_memory) for name in ("1f1b", "eager")] == [4, 7]
+    best = search(4, 1, 12, Costs.uniform(4, latency=0.5), limit=7)
+    assert simulate(add_communication(best), Costs.uniform(4, latency=0.5)).makespan <= simulated("eager", 0.5).makespan
+
+
+def test_schedule_is_known_by_name_everywhere(page: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    planned = runpy.run_path(plan.__file__)  # as a run would find it, with the name among the others
+    chosen = ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="eager")
+    resolved = planned["resolved"](ModelConfig(num_layers=4), chosen)
+    assert resolved.num_virtual_stages_per_pipeline_rank == 1
+    assert planned["program_for"](resolved, 6).only(("F", "B")).ranks == make("eager", 4, 1, 6).ranks
+    assert "eager" in runpy.run_path(grid.__file__)["FACTORS"]["schedule"]
+    fields = runpy.run_path(parallel.__file__)["ParallelConfig"].__dataclass_fields__
+    assert "eager" in fields["pipeline_schedule"].metadata["option"].help
+    main = runpy.run_path(draw_schedule.__file__)["main"]
+    assert main(["--compare", "all", "--pipeline", "4", "--microbatches", "8"]) == 0
+    assert "eager" in [line.split()[0] for line in capsys.readouterr().out.splitlines()]
+
+
+def test_schedule_of_a_file(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (text,) = re.findall(r"^```csv\n(.*?)^```", PAGE.read_text(), re.S | re.M)
+    mine = tmp_path / "mine.csv"
+    mine.write_text(text)
+    schedule = Schedule.load(mine)
+    assert schedule.ranks[0] == make("gpipe", 2, 1, 3).ranks[0]
+    flags = f"--pipeline-model-parallel-size 2 --pipeline-schedule {mine} --micro-batch-size 1 --global-batch-size 3"
+    run = "--mock-data --vocab-size 257 --train-iters 10 --preset tiny-llama"
+    config = parse(f"{run} {flags}".split(), {"RANK": "0", "WORLD_SIZE": "2"}).config
+    assert plan.program_for(config.parallel, 3).only(("F", "B")).ranks == schedule.ranks
+    assert draw_schedule.main(["--schedule", str(mine)]) == 0
+    assert "mine.csv" in capsys.readouterr().out
+    mine.with_name("missing.csv").write_text(text.replace("1B0,", ""))
+    with pytest.raises(UserError, match=r"missing\.csv: .*1B0") as told:
+        parse(f"{run} {flags.replace('mine', 'missing')}".split(), {"RANK": "0", "WORLD_SIZE": "2"})
+    assert [problem.code for problem in told.value.problems] == ["E208"]
 
 
 def test_dataset(page: dict[str, Any]) -> None:
