@@ -8,7 +8,7 @@ import traceback
 from megatron.checkpoint.errors import CheckpointError
 from megatron.config.problems import UserError
 from megatron.data.errors import DataError
-from megatron.parallel.mesh import is_lost_contact
+from megatron.parallel.mesh import is_lost_contact, leave_word, words_left
 from megatron.training.nonfinite import NonFiniteError
 
 MOST_OF_A_CAUSE = 60
@@ -27,6 +27,9 @@ LOST_CONTACT = (
     "--distributed-timeout-minutes; the launcher may know which"
 )
 
+FIRST = "first failure"
+"""The word under which the first rank to fail leaves, for the others, what it fails of."""
+
 
 def explain(error: BaseException) -> str:
     """All there is to say, for the console: of a bug, its traceback."""
@@ -38,16 +41,26 @@ def explain(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """The same in short, for the records: no traceback, and of what torch.distributed saw of a lost rank a clause."""
+    """The same in short, for the records: no traceback, and of a lost rank what it, or torch.distributed, said last."""
     if isinstance(error, EXPECTED):
         return str(error)
-    if is_lost_contact(error):
-        return f"{LOST_CONTACT} ({_cause(str(error))})"
-    return f"{type(error).__name__}: {error}"
+    if not is_lost_contact(error):
+        return f"{type(error).__name__}: {error}{_where(error)}"
+    return words_left([FIRST]).get(FIRST) or f"{LOST_CONTACT} ({_cause(str(error))}){_where(error)}"
+
+
+def leave_sentence(error: BaseException, rank: int) -> None:
+    """Let the other ranks know what ``rank`` fails of, lest their records tell only that contact was lost."""
+    leave_word(FIRST, f"rank {rank}: {sentence(error)}")
+
+
+def _where(error: BaseException) -> str:
+    """The notes on an error, such as the pipeline's action that raised it."""
+    return "".join(f", {note}" for note in getattr(error, "__notes__", ()))
 
 
 def _cause(text: str) -> str:
     """The last clause of the first line: ``[file:line] Read error [address]: Connection reset by peer``."""
     line = next(iter(text.strip().splitlines()), "no reason is given")
-    clause = re.sub(r"\[[^]]*\](:\d+)?", "", line).split(": ")[-1].strip(" .:")
+    clause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
     return clause if len(clause) <= MOST_OF_A_CAUSE else f"{clause[:MOST_OF_A_CAUSE].rstrip()}..."

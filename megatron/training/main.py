@@ -14,7 +14,7 @@ from megatron.config.summary import summary
 from megatron.data.errors import DataError
 from megatron.kernels.determinism import make_deterministic
 from megatron.parallel.mesh import everyone, first_to_fail, leave_distributed
-from megatron.training.failure import StartRefusedError, explain
+from megatron.training.failure import StartRefusedError, explain, leave_sentence
 from megatron.training.goodput import Goodput
 from megatron.training.graphs import StepRunner
 from megatron.training.logging import RunLog, say, warn
@@ -124,6 +124,7 @@ def report(error: Exception) -> None:
     launch = Launch.read(os.environ)
     where = f"error on rank {launch.rank}" if launch.world_size > 1 else "error"
     with spared():
+        leave_sentence(error, launch.rank)
         print(f"{where}: {explain(error)}", file=sys.stderr, flush=True)
         if places := where_all_are(launch.rank, launch.world_size):
             print(places, file=sys.stderr, flush=True)

@@ -1,0 +1,81 @@
+"""How a run on a pipeline ends when a rank fails in the middle of a step: told once, with everybody's action."""
+
+from __future__ import annotations
+
+import io
+import os
+import time
+from collections.abc import Callable
+from contextlib import redirect_stderr
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+from megatron.config.run import RunConfig
+from megatron.training import main
+from megatron.training.setup import Trainer
+from tests.distributed.pool import Pool
+from tests.runs import before_step, column, tiny_run
+
+INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
+TIMEOUT, NAP = 3.0, 5.0
+"""Seconds that a rank waits for another, and that one does not answer."""
+
+
+def overheat() -> None:
+    raise ValueError("too hot")
+
+
+FAULTS: dict[str, Callable[[], None]] = {"raises": overheat, "sleeps": partial(time.sleep, NAP)}
+"""What happens to rank 1 in 3F2 of step 3."""
+
+
+def break_stage(trainer: Trainer, how: str) -> None:
+    """Let it happen in stage 3's forward of micro-batch 2, from now on."""
+    forwards: list[object] = []
+
+    def before(*_: object) -> None:
+        forwards.append(None)
+        if len(forwards) == 3:
+            FAULTS[how]()
+
+    if 3 in trainer.chunks:
+        trainer.chunks[3].register_forward_pre_hook(before)
+
+
+def run_rank(rank: int, world_size: int, config: RunConfig, how: str) -> tuple[int, str, float]:
+    """A rank's exit status, what it wrote to stderr, and when it ended."""
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    fault = before_step(3, partial(break_stage, how=how))
+    with patch.dict(os.environ, place), fault, redirect_stderr(io.StringIO()) as told:
+        return main.run(config), told.getvalue(), time.monotonic()
+
+
+def run_broken(pool: Pool, folder: Path, how: str) -> tuple[str, str]:
+    """What rank 1 does, the other notices in time: what the first of them told, and what the records tell."""
+    config = tiny_run(folder, f"{INTERLEAVED} --distributed-timeout-minutes {TIMEOUT / 60}", 2)
+    ranks = pool.run(2, run_rank, config, how, check_collectives=False)
+    assert [status for status, _, _ in ranks] == [1, 1]
+    assert abs(ranks[0][2] - ranks[1][2]) < 2 * TIMEOUT
+    assert column(folder, "iteration") == [1, 2]
+    (told,) = [text for _, text, _ in ranks if text]
+    (incident,) = [line for line in (folder / "incidents.md").read_text().splitlines() if "error:" in line]
+    return told, incident
+
+
+def test_a_rank_that_raises_is_told_with_its_action(pool: Pool, tmp_path: Path) -> None:
+    told, incident = run_broken(pool, tmp_path, "raises")
+    assert told.startswith("error on rank 1: Traceback (most recent call last)")
+    *_, cause, action, places = told.splitlines()
+    assert (cause, action) == ("ValueError: too hot", "in the pipeline at 3F2")
+    assert places == "the ranks were at: 2B2 (rank 0), 3F2 (rank 1)"
+    assert incident.endswith("step 2: error: rank 1: ValueError: too hot, in the pipeline at 3F2")
+
+
+def test_a_rank_that_does_not_answer_is_told_with_its_action(pool: Pool, tmp_path: Path) -> None:
+    told, incident = run_broken(pool, tmp_path, "sleeps")
+    assert told.startswith("error on rank 0: another rank ended without a word (killed, out of memory), or did not ans")
+    assert told.splitlines()[-1] == "the ranks were at: 2B2 (rank 0), 3F2 (rank 1)"
+    assert "error: another rank ended without a word" in incident
+    assert "Timed out waiting 3000ms" in incident
+    assert incident.endswith(", in the pipeline at 2B2")
