@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -19,6 +20,7 @@ from megatron.pipeline.recorder import recording
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.schedules import SCHEDULES
 from megatron.pipeline.stage import Chunk, Stage
+from megatron.pipeline.validate import validate
 from tests.pipelines import (
     SEED,
     Ends,
@@ -75,16 +77,39 @@ def test_stages_may_be_empty() -> None:
     assert_equal(ends, expected, 4)
 
 
-def test_a_schedule_of_ones_own_runs() -> None:
-    """Stages that lie on ranks as no schedule of ours has them."""
-    order = [Action(s, "F", m) for m in range(2) for s in range(4)] + [
-        Action(s, kind, m) for m in range(2) for s in (3, 2, 1, 0) for kind in "IW"
-    ]
-    homes = [(0, 1), (2, 3)]
-    schedule = Schedule("mine", tuple(tuple(a for a in order if a.stage in home) for home in homes))
-    ends = Ends()
-    run_all(add_communication(schedule), ends)
-    assert_equal(ends, plain_loop(4, 2), 2)
+def any_schedule(chance: random.Random) -> Schedule:
+    """Stages on any ranks, backwards whole or in halves, in any order in which everything finds what it needs."""
+    ranks, microbatches = chance.randint(1, 4), chance.randint(1, 4)
+    stages = chance.randint(ranks, 8)
+    homes = [*range(ranks), *(chance.randrange(ranks) for _ in range(stages - ranks))]
+    chance.shuffle(homes)
+    needs: dict[Action, list[Action]] = {}
+    for microbatch in range(microbatches):
+        after: list[Action] = []
+        for stage in range(stages):
+            needs[forward := Action(stage, "F", microbatch)] = after
+            after = [forward]
+        for stage in reversed(range(stages)):
+            kind = chance.choice("BI")
+            needs[backward := Action(stage, kind, microbatch)] = [*after, Action(stage, "F", microbatch)]
+            after = [backward]
+            if kind == "I":
+                needs[Action(stage, "W", microbatch)] = [backward]
+    orders: list[list[Action]] = [[] for _ in range(ranks)]
+    done: set[Action] = set()
+    while len(done) < len(needs):
+        action = chance.choice([a for a in needs if a not in done and done.issuperset(needs[a])])
+        done.add(action)
+        orders[homes[action.stage]].append(action)
+    return Schedule("any", tuple(map(tuple, orders)))
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_any_valid_list_of_actions_runs(seed: int) -> None:
+    program, ends = add_communication(any_schedule(random.Random(seed))), Ends()
+    validate(program)
+    run_all(program, ends)
+    assert_equal(ends, plain_loop(program.stages, program.microbatches), program.microbatches)
 
 
 def test_an_evaluation_goes_forward_only_and_makes_no_graph() -> None:
