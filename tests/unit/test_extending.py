@@ -47,7 +47,7 @@ PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
 
 @pytest.fixture
 def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    tables: tuple[tuple[dict[str, Any], str], ...]
+    tables: tuple[tuple[Any, str], ...]
     tables = (ACTIVATIONS, "silu"), (RULES, "signum"), (PHASES, "optimizer-average"), (SCHEDULES, "eager")
     for table, name in tables:
         monkeypatch.setitem(table, name, None)  # so that what the page registers is undone
