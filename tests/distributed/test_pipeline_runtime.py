@@ -31,6 +31,9 @@ RANKS, MICROBATCHES = 4, 6
 TIMEOUT = 20.0
 """Of the groups, in seconds."""
 
+SHORT = 5.0
+"""Of the groups of a rank that hangs, in seconds."""
+
 CLOCKS = 1e-3
 """Seconds by which the clocks of two processes may differ."""
 
@@ -70,12 +73,14 @@ def test_gradients_of_every_schedule_are_those_of_a_plain_loop(pool: Pool) -> No
 
 
 def fails_in_1f2(chunk: LinearStage, how: str) -> Chunk:
-    """A stage 1 that raises, or whose process dies, in micro-batch 2."""
+    """A stage 1 that raises in micro-batch 2, or whose process dies or hangs there."""
 
     def run(x: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         if chunk.number == 1 and int(batch.tokens[0, 0]) == 6:
             if how == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if how == "hang":
+                time.sleep(2 * SHORT)
             raise ValueError("too hot")
         return chunk(x, batch)
 
@@ -85,7 +90,7 @@ def fails_in_1f2(chunk: LinearStage, how: str) -> Chunk:
 def fail(rank: int, world_size: int, how: str, told: Path) -> None:
     """A step in which rank 1 fails; the first rank to notice writes what it would print, and when it could."""
     program, ends = program_of("1f1b", world_size, MICROBATCHES), Ends()
-    mesh = mesh_of(rank, program)
+    mesh = mesh_of(rank, program, SHORT if how == "hang" else TIMEOUT)
     pipeline = pipeline_of(program, rank, mesh.channels, ends, partial(fails_in_1f2, how=how))
     whereabouts.LOOK_EVERY, whereabouts.PATIENCE = 0.1, 4.0  # the machine may be busy
     began = time.monotonic()
@@ -126,6 +131,17 @@ def test_of_a_rank_that_is_killed_the_others_tell(pool: Pool, tmp_path: Path) ->
     assert cause.startswith("another rank ended without a word")
     assert places == "the ranks were at: 0B0 (rank 0), no answer (rank 1), 2F2 (rank 2), 3F2 (rank 3)"
     assert float(seconds.split()[1]) < TIMEOUT
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("patience")
+def test_of_a_rank_that_hangs_the_others_tell_where(pool: Pool, tmp_path: Path) -> None:
+    """They give up after the groups' timeout, and the one that hangs can still be asked."""
+    with pytest.raises(RankError):
+        pool.run(RANKS, fail, "hang", tmp_path / "told", check_collectives=False)
+    *_, places, seconds = (tmp_path / "told").read_text(encoding="utf-8").splitlines()
+    assert places == "the ranks were at: 0B0 (rank 0), 1F2 (rank 1), 2F2 (rank 2), 3F2 (rank 3)"
+    assert SHORT <= float(seconds.split()[1]) < 2 * SHORT
 
 
 def timeline(rank: int, world_size: int) -> Timeline:
