@@ -12,6 +12,7 @@ import pytest
 from megatron.config.presets import PRESETS
 from tests.distributed.grid import FACTORS, valid
 from tests.distributed.pairwise import covering
+from tools.draw_schedule import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -55,6 +56,14 @@ def test_the_layout_matrix_is_as_large_as_it_says() -> None:
     assert (
         f"CI runs {len(covering(FACTORS, valid))} further ones that cover every pair of {len(FACTORS)} factors" in text
     )
+
+
+def test_schedules_are_compared_as_it_says(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    text = PAGES[0].read_text()
+    (command,) = re.findall(r"^python tools/draw_schedule.py (--compare .*?) +#", text, re.MULTILINE)
+    assert main(command.split()) == 0
+    assert "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) in text
 
 
 def test_every_tool_is_in_the_table_of_exit_statuses() -> None:
