@@ -129,8 +129,8 @@ def deferred(dropped: int | None = None) -> AbstractContextManager[Any]:
         kinds = (INPUT,) if action.microbatch == dropped else (INPUT, WEIGHT)
         return [action._replace(kind=kind) for kind in kinds]
 
-    def program_for(*arguments: Any) -> Schedule:
-        whole = plan.program_for(*arguments)
+    def program_for(*arguments: Any, **named: Any) -> Schedule:
+        whole = plan.program_for(*arguments, **named)
         return Schedule(whole.name, tuple(tuple(half for a in rank for half in halves(a)) for rank in whole.ranks))
 
     return patch("megatron.training.setup.program_for", program_for)

@@ -12,6 +12,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.config.settings import SETTINGS
 from megatron.data.masks import Masks
+from megatron.pipeline.plan import NAMES
 from megatron.pipeline.schedules import SCHEDULES
 from tests.distributed.drive import LR, MODEL, Case
 from tests.distributed.pairwise import Choice
@@ -91,7 +92,7 @@ MAX_COLLECTIVES = 48
 FACTORS: dict[str, tuple[Any, ...]] = {
     "pp": (1, 2, 4),
     "vpp": (1, 2),
-    "schedule": ("1f1b", *(name for name in SCHEDULES if name != "1f1b")),
+    "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b")),
     "tp": ("1", "2", "2sp", "4", "4sp"),
     "dp": (1, 2),
     "samples": (4, 8, 6),
@@ -147,7 +148,7 @@ def layouts() -> Iterator[Choice]:
     """Every combination of the values in ``LAYOUT`` that fits together."""
     for values in product(*(FACTORS[name] for name in LAYOUT)):
         c = dict(zip(LAYOUT, values))
-        fits = SCHEDULES[c["schedule"]].chunks in (None, c["vpp"])
+        fits = stages_on_a_rank(c["schedule"]) in (None, c["vpp"])
         filled = c["pp"] * c["vpp"] <= c["layers"] + 2  # the first and the last stage may have no block
         tp, (micro_batches, rest) = int(c["tp"][0]), divmod(c["samples"], c["micro_batch"] * c["dp"])
         small = tp * c["pp"] * c["dp"] <= MAX_RANKS and c["layers"] * micro_batches * tp <= MAX_COLLECTIVES
@@ -214,6 +215,11 @@ def case_of(choice: Choice) -> Case:
         masked=c["masked"],
         documents=documents,
     )
+
+
+def stages_on_a_rank(schedule: str) -> int | None:
+    """How many it needs; None for any number."""
+    return SCHEDULES[schedule].chunks if schedule in SCHEDULES else None
 
 
 IN_LABEL = ("pp", "vpp", "schedule", "tp", "dp", "micro_batch", "samples")

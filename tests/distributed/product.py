@@ -1,6 +1,7 @@
 """The full product of the factors that decide how a model is cut: ``python -m tests.distributed.product``.
 
-Takes half an hour on two cores. Writes what it found, layout by layout, to ``tests/golden/layout_product.txt``.
+Takes some twenty minutes on two cores. Two products: of layouts, every schedule on all grids of up to eight ranks; and
+of models, on few of these. Writes what it found, row by row, to ``tests/golden/layout_product.txt``.
 """
 
 from __future__ import annotations
@@ -8,9 +9,11 @@ from __future__ import annotations
 import itertools
 import platform
 import time
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,11 +24,24 @@ from tests.distributed.pool import Pool
 
 FILE = Path(__file__).parents[1] / "golden" / "layout_product.txt"
 TOLERANCE = 1e-10
+KINDS = ("loss", "grad_norm", "gradient", "weight")
 
-LAYOUT = {name: FACTORS[name] for name in ("tp", "dp")}
-PRODUCT = {
-    "recompute": ("nothing", "layernorm", "uniform 2"),
+Row = tuple[str, ...]
+
+LAYOUTS: dict[str, Sequence[Any]] = {
+    **{name: FACTORS[name] for name in ("schedule", "pp", "vpp", "tp", "dp")},
+    "samples": (6,),
     "micro_batch": (1, 2),
+    "layers": (3, 5, 8),
+    "untied": (False, True),
+}
+"""Six, three or two micro-batches, on one to eight stages."""
+
+MODELS: dict[str, Sequence[Any]] = {
+    "schedule": ("1f1b", "zb-h1"),
+    "pp": (1, 2),
+    "tp": FACTORS["tp"],
+    "recompute": ("nothing", "layernorm", "uniform 2"),
     "untied": (False, True),
     "kv_heads": (4, 2, 1),
     "vocab": (128, 101),
@@ -54,39 +70,78 @@ class Findings:
             self.failed.append(label(choice))
 
 
-def choices(**fixed: object) -> Iterator[Choice]:
-    """The part of the product with these values; factors that are in neither have their first."""
+def layouts() -> Iterator[Choice]:
+    """The product of ``LAYOUTS``."""
+    return combinations(LAYOUTS)
+
+
+def models() -> Iterator[Choice]:
+    """The product of ``MODELS``: 1F1B on one rank, ZB-H1 on two; and one kind of biases with each norm."""
+    for c in combinations(MODELS):
+        if (c["schedule"] == "1f1b") == (c["pp"] == 1) and (c["norm"] == "LayerNorm") == (c["biases"] == "all"):
+            yield c
+
+
+def combinations(factors: Mapping[str, Sequence[Any]]) -> Iterator[Choice]:
+    """All that there can be; factors that are not named have their first value."""
     first = {name: values[0] for name, values in FACTORS.items()}
-    free = {name: values for name, values in PRODUCT.items() if name not in fixed}
-    for values in itertools.product(*free.values()):
-        choice = first | fixed | dict(zip(free, values))
+    for values in itertools.product(*factors.values()):
+        choice = first | dict(zip(factors, values))
         if valid(choice):
             yield choice
 
 
-def run(pool: Pool, **fixed: object) -> Findings:
-    """Run that part."""
+def rows(choices: Iterator[Choice], names: Sequence[str]) -> dict[Row, list[Choice]]:
+    """The choices by their values under ``names``."""
+    by_row: dict[Row, list[Choice]] = defaultdict(list)
+    for choice in choices:
+        by_row[tuple(str(choice[name]) for name in names)].append(choice)
+    return by_row
+
+
+def run(pool: Pool, choices: Sequence[Choice]) -> Findings:
+    """Run all of them."""
     findings = Findings()
-    for choice in choices(**fixed):
+    for choice in choices:
         findings.add(pool, choice)
     return findings
 
 
+TABLES = {
+    "layouts": (layouts, LAYOUTS, ("schedule", "pp", "vpp", "tp")),
+    "models": (models, MODELS, ("schedule", "pp", "tp")),
+}
+"""By name: the choices, their factors, and those by which rows are told apart."""
+
+
+def table(pool: Pool, name: str) -> Iterator[str]:
+    """Run a product, line by line."""
+    choices, factors, keys = TABLES[name]
+    inside = [f"{key}: {', '.join(map(str, values))}" for key, values in factors.items() if key not in keys]
+    yield f"{name}; every row crosses  {';  '.join(inside)}"
+    widths = [max(len(str(value)) for value in (key, *factors[key])) for key in keys]
+    heads = ("cases", "failed", *(f"{kind:>9}" for kind in KINDS))
+    yield "  ".join([*(f"{key:>{width}}" for key, width in zip(keys, widths)), *heads])
+    for row, members in rows(choices(), keys).items():
+        found = run(pool, members)
+        errors = (f"{found.worst[kind]:9.1e}" for kind in KINDS)
+        counts = f"{found.cases:>5}", f"{len(found.failed):>6}"
+        yield "  ".join([*(f"{value:>{width}}" for value, width in zip(row, widths)), *counts, *errors])
+        yield from (f"failed: {case}" for case in found.failed)
+
+
 def main() -> None:
     """Run all and write the file."""
-    began, lines, kinds = time.monotonic(), [], ("loss", "grad_norm", "gradient", "weight")
+    began, lines = time.monotonic(), []
     with Pool() as pool:
-        for tp, dp in itertools.product(*LAYOUT.values()):
-            found = run(pool, tp=tp, dp=dp)
-            errors = "  ".join(f"{found.worst[kind]:9.1e}" for kind in kinds)
-            lines.append(f"{tp:>4}  {dp:>2}  {found.cases:>5}  {len(found.failed):>6}  {errors}")
-            print(lines[-1], *found.failed, sep="\n", flush=True)
+        for name in TABLES:
+            for line in table(pool, name):
+                lines.append(line)
+                print(line, flush=True)
     head = [
         "Largest relative error against one process, fp64, 3 steps, by layout (sp: sequence parallel).",
         f"python -m tests.distributed.product: {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, "
         f"{platform.machine()}, {time.monotonic() - began:.0f} s",
-        *(f"{name}: {', '.join(map(str, values))}" for name, values in PRODUCT.items()),
-        f"{'TP':>4}  {'DP':>2}  {'cases':>5}  {'failed':>6}  {'loss':>9}  {'norm':>9}  {'gradient':>9}  {'weight':>9}",
     ]
     FILE.write_text("\n".join([*head, *lines]) + "\n")
 

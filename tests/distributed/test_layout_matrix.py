@@ -17,6 +17,7 @@ import torch
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import ComputeConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.pipeline.plan import NAMES
 from megatron.training.setup import build
 from megatron.training.step import evaluate, train_step
 from megatron.training.verify import Difference, StepTrace
@@ -31,7 +32,18 @@ from tests.distributed.drive import (
     reference,
     run_on,
 )
-from tests.distributed.grid import DOCUMENTS, FACTORS, LAYOUT, RECOMPUTE, case_of, choices, label, valid
+from tests.distributed.grid import (
+    DOCUMENTS,
+    FACTORS,
+    LAYOUT,
+    MAX_RANKS,
+    RECOMPUTE,
+    case_of,
+    choices,
+    label,
+    stages_on_a_rank,
+    valid,
+)
 from tests.distributed.pairwise import Choice, covering, pairs_of, valid_pairs
 from tests.distributed.pool import Pool
 
@@ -211,13 +223,28 @@ def test_compiled_kernels_on_two_ranks_train_like_torch_on_one(pool: Pool) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("recompute", product.PRODUCT["recompute"])
-@pytest.mark.parametrize("dp", product.LAYOUT["dp"])
-@pytest.mark.parametrize("tp", product.LAYOUT["tp"])
-def test_full_product(pool: Pool, tp: str, dp: int, recompute: str) -> None:
-    findings = product.run(pool, tp=tp, dp=dp, recompute=recompute)
-    assert findings.cases == 96
+@pytest.mark.parametrize("tp", FACTORS["tp"])
+@pytest.mark.parametrize("name", product.TABLES)
+def test_full_product(pool: Pool, name: str, tp: str) -> None:
+    choices, *_ = product.TABLES[name]
+    findings = product.run(pool, [choice for choice in choices() if choice["tp"] == tp])
+    assert findings.cases >= 100
     assert findings.failed == []
+
+
+def test_the_product_crosses_every_schedule_with_every_size_of_the_pipeline() -> None:
+    crossed = {(c["schedule"], c["pp"], c["vpp"], c["tp"], c["dp"], c["untied"]) for c in product.layouts()}
+    assert {c[:3] for c in crossed} == {
+        (name, pp, vpp)
+        for name, pp, vpp in itertools.product(NAMES, (1, 2, 4), (1, 2))
+        if stages_on_a_rank(name) in (None, vpp)
+    }
+    assert {c[1:2] + c[3:] for c in crossed} == {
+        (pp, tp, dp, untied)
+        for pp, tp, dp, untied in itertools.product((1, 2, 4), FACTORS["tp"], (1, 2), (False, True))
+        if pp * int(tp[0]) * dp <= MAX_RANKS
+    }
+    assert len([*product.layouts()]) + len([*product.models()]) > 1500
 
 
 def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:

@@ -13,14 +13,14 @@ import torch
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import PrecisionConfig, TrainingConfig
 from megatron.pipeline.actions import Schedule
-from megatron.pipeline.plan import resolved, stage_layers
-from megatron.pipeline.schedules import SCHEDULES, make
+from megatron.pipeline.plan import NAMES, resolved, stage_layers
+from megatron.pipeline.schedules import make
 from megatron.training.setup import build
 from megatron.training.step import evaluate, train_step
 from megatron.training.verify import StepTrace
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, reference, run_on
 from tests.distributed.faults import infinite_gradient
-from tests.distributed.grid import DOCUMENTS
+from tests.distributed.grid import DOCUMENTS, stages_on_a_rank
 from tests.distributed.pool import Pool
 
 TOLERANCE = 1e-10
@@ -49,9 +49,9 @@ def check(pool: Pool, case: Case) -> None:
 
 
 @pytest.mark.parametrize("samples", [1, 3, 7])
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", NAMES)
 def test_micro_batches_fewer_than_ranks_or_an_odd_number(pool: Pool, schedule: str, samples: int) -> None:
-    stages = SCHEDULES[schedule].chunks or 2
+    stages = stages_on_a_rank(schedule) or 2
     check(pool, replace(pipeline(4, schedule, stages, samples, layers=4 * stages - 1), steps=1))
 
 
@@ -256,7 +256,7 @@ def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
     [(4, "1f1b", 1), (2, "interleaved", 2), (2, "zb-h2", 1), (2, "zb-v", 2), (2, "gpipe", 1)],
 )
 def test_evaluation_is_that_of_one_process(pool: Pool, ranks: int, schedule: str, dp: int) -> None:
-    stages = SCHEDULES[schedule].chunks or 2
+    stages = stages_on_a_rank(schedule) or 2
     case = replace(pipeline(ranks, schedule, stages, layers=5, hidden_dropout=0.1), dp=dp)
     expected = evaluation(0, 1, case.twin())
     assert expected[0] != expected[1]
