@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 
 import torch
@@ -22,7 +23,6 @@ AXES_IN_USE: tuple[tuple[str, ...], ...] = (
     ("dp", "cp"),
     ("pp",),
     ("pp", "tp"),
-    ("pp", "dp", "cp"),
     ("pp", "dp", "cp", "tp"),
 )
 """Every group the trainer asks for, in the order in which all ranks create them."""
@@ -90,9 +90,9 @@ class Mesh:
         return self.group("dp", "cp")
 
     @property
-    def losses(self) -> Group:
-        """Ranks over which losses are summed: all data and all stages of a pipeline, tensor-parallel peers left out."""
-        return self.group("pp", "dp", "cp")
+    def pipeline(self) -> Group:
+        """The ranks of this pipeline, in its order; what they wait for each other counts as ``BUBBLE``."""
+        return replace(self.group("pp"), axes=BUBBLE)
 
     @property
     def data_rank(self) -> int:

@@ -40,7 +40,7 @@ class PipelineProfiler:
             say: told where a timeline lies.
             warn: told what went wrong.
         """
-        self._pipeline, self._group, self._device = trainer.pipeline, trainer.mesh.group("pp"), trainer.device
+        self._pipeline, self._group, self._device = trainer.pipeline, trainer.mesh.pipeline, trainer.device
         self._schedule, self._say, self._warn = str(trainer.config.parallel.pipeline_schedule), say, warn
         self._folder = Path(run_dir) / FOLDER if run_dir is not None and 0 in self._group.ranks else None
         self._windows: list[range] = []

@@ -42,8 +42,8 @@ def train_step(
     t.buckets.start_step(len(batches))
     with t.timers("forward-backward"):
         t.compute(batches, scale / tokens.clamp(min=1.0))
-    t.optimizer.finish(t.timers)
     loss = mean_loss(t, tokens)
+    t.optimizer.finish(t.timers)
     with t.timers("optimizer"):
         outcome = update(rates, scale, loss) if update else t.optimizer.update(rates, scale, loss, t.timers)
     t.scaler.update(outcome.nonfinite)  # a spike is no overflow
@@ -68,7 +68,11 @@ def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
 
 
 def mean_loss(trainer: Trainer, tokens: Tensor) -> Tensor:
-    """The loss sums that the last stages collected, over all replicas, per token; 0 where no token counts."""
+    """The loss sums that the last stages collected, over all replicas, per token; 0 where no token counts.
+
+    Ranks that are done with the pipeline wait here for the rest of it.
+    """
     sums = [chunk.sums.take().get("lm loss") for chunk in trainer.chunks.values()]
     local = sum((x.double() for x in sums if x is not None), torch.zeros_like(tokens))
-    return comm.all_reduce(local, trainer.mesh.losses) / tokens.clamp(min=1.0)
+    of_pipeline = comm.all_reduce(local, trainer.mesh.pipeline)
+    return comm.all_reduce(of_pipeline, trainer.mesh.replicas) / tokens.clamp(min=1.0)

@@ -1,0 +1,62 @@
+"""What a run says of its pipeline: the bubble of its log lines is that of the schedule, wherever a rank waits."""
+
+from __future__ import annotations
+
+import io
+import os
+import statistics
+import time
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from torch import Tensor, nn
+
+from megatron.config.run import RunConfig
+from megatron.pipeline.plan import program_for
+from megatron.pipeline.simulate import Costs, simulate
+from megatron.training import main
+from megatron.training.setup import Trainer
+from tests.distributed.pool import Pool
+from tests.runs import before_step, column, tiny_run
+
+FORWARD, BACKWARD = 0.02, 0.05
+"""Seconds for which a layer sleeps."""
+
+POINTS = 0.03
+"""By how much the share of the step may differ."""
+
+
+def slow_down(trainer: Trainer) -> None:
+    """Let every layer sleep, forward and backward."""
+
+    def nap(dy: Tensor) -> None:
+        time.sleep(BACKWARD)
+
+    def doze(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+        time.sleep(FORWARD)
+        if output.requires_grad:
+            output.register_hook(nap)
+
+    for chunk in trainer.chunks.values():
+        for name, module in chunk.named_modules():
+            if name.startswith("layers.") and name.count(".") == 1:
+                module.register_forward_hook(doze)
+
+
+def run_rank(rank: int, world_size: int, config: RunConfig) -> int:
+    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
+    with patch.dict(os.environ, place), before_step(1, slow_down), redirect_stdout(io.StringIO()):
+        return main.run(config)
+
+
+@pytest.mark.parametrize("flags", ["", "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"], ids=["1f1b", "vpp2"])
+def test_the_bubble_of_a_run_is_that_of_its_schedule(pool: Pool, tmp_path: Path, flags: str) -> None:
+    config = tiny_run(tmp_path, f"--pipeline-model-parallel-size 2 {flags}", 2)
+    assert pool.run(2, run_rank, config, check_collectives=False) == [0, 0]
+    program = program_for(config.parallel, 4)
+    expected = simulate(program, Costs.uniform(program.stages, FORWARD, BACKWARD, 0.0)).bubble
+    measured = column(tmp_path, "bubble")
+    assert statistics.median(measured) == pytest.approx(expected, abs=POINTS)
