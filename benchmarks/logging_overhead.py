@@ -32,9 +32,9 @@ import torch
 from benchmarks.hardware import processor
 from megatron.config.arguments import parse
 from megatron.config.run import RunConfig
-from megatron.optim.optimizer import unmeasured
 from megatron.optim.schedule import Rates
 from megatron.parallel.comm import Group
+from megatron.parallel.stopwatch import unmeasured
 from megatron.training.logging import RunLog
 from megatron.training.metrics import StepMetrics, StepWindow
 from megatron.training.profiling import Profiler

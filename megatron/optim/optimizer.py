@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -21,14 +21,7 @@ from megatron.optim.schedule import Rates
 from megatron.optim.spikes import SpikeGuard
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import ShardSpec
-
-Clock = Callable[[str], AbstractContextManager[object]]
-"""Measures what runs inside, under a name."""
-
-
-def unmeasured(name: str) -> AbstractContextManager[object]:
-    """The clock of those who want no times."""
-    return nullcontext()
+from megatron.parallel.stopwatch import Clock, unmeasured
 
 
 @dataclass(frozen=True)

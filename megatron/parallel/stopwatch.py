@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 
@@ -13,8 +13,16 @@ import torch
 NOTHING: AbstractContextManager[None] = nullcontext()
 """A span that nobody measures."""
 
+Clock = Callable[[str], AbstractContextManager[object]]
+"""Measures what runs inside, under a name."""
+
 UNSETTLED = 256
 """Spans of a GPU that may wait for their end before the oldest are asked whether they have come to it."""
+
+
+def unmeasured(_: object) -> AbstractContextManager[object]:
+    """The clock of those who want no times."""
+    return NOTHING
 
 
 class Stopwatch:

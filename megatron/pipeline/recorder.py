@@ -15,9 +15,9 @@ import torch
 
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
-from megatron.parallel.stopwatch import NOTHING
+from megatron.parallel.stopwatch import NOTHING, unmeasured
 from megatron.pipeline.actions import Action
-from megatron.pipeline.runtime import Pipeline, unmeasured
+from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.simulate import Interval, Timeline
 
 

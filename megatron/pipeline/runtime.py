@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from itertools import islice, takewhile
 
 import torch
@@ -20,20 +20,13 @@ from megatron.parallel.comm import Channel, Pending
 from megatron.parallel.grads import GradSink
 from megatron.parallel.microbatch import MicroBatch
 from megatron.parallel.ranges import span
+from megatron.parallel.stopwatch import Clock, unmeasured
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, RECV_B, RECV_F, SEND_B, SEND_F, WEIGHT, Action
 from megatron.pipeline.comms import channel_of
 from megatron.pipeline.stage import Chunk, Stage
 
-Clock = Callable[[str], AbstractContextManager[object]]
-"""Measures what runs inside, under a name."""
-
 Record = Callable[[Action], AbstractContextManager[object]]
 """Notes when an action computes, inside."""
-
-
-def unmeasured(_: object) -> AbstractContextManager[object]:
-    """The clock, and the record, of those who want neither."""
-    return nullcontext()
 
 
 class Pipeline:
@@ -184,6 +177,6 @@ class Pipeline:
 
 
 def _let_go(line: dict[Action, Pending], sent: Iterable[Action]) -> None:
-    """Drop sends that are over; to wait for them takes no time then, and tells the GPU's stream."""
+    """Drop sends once they are over. To wait takes no time where they are known to be, and tells the GPU's stream."""
     for action in [*sent]:
         line.pop(action).wait()
