@@ -13,7 +13,7 @@ from megatron.config.problems import Problem
 from megatron.config.run import AFTER_DOCUMENTS, RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.pipeline.actions import ScheduleError
-from megatron.pipeline.plan import SEVERAL_STAGES, resolved
+from megatron.pipeline.plan import SEVERAL_STAGES, schedule_name, virtual_stages
 
 
 @dataclass(frozen=True)
@@ -63,10 +63,10 @@ DYNAMIC_SCALE = ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "h
 def _takes_turns(config: RunConfig) -> bool:
     """Whether the stages of a rank take turns by groups of micro-batches; what cannot be told is told elsewhere."""
     try:
-        parallel = resolved(config.model, config.parallel)
+        stages = virtual_stages(config.model, config.parallel)
     except ScheduleError:
         return True
-    return parallel.pipeline_schedule == SEVERAL_STAGES and parallel.num_virtual_stages_per_pipeline_rank != 1
+    return stages > 1 and schedule_name(config.parallel, stages) == SEVERAL_STAGES
 
 
 MISTAKES = (
@@ -204,8 +204,8 @@ MISTAKES = (
 HARMLESS = (
     Rule(
         ("account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split"),
-        lambda c: c.parallel.pipeline_model_parallel_size > 1,
-        "PP above 1",
+        lambda c: c.parallel.pipeline_model_parallel_size > 1 or virtual_stages(c.model, c.parallel) > 1,
+        "several stages",
     ),
     Rule(("sequence_parallel",), lambda c: c.parallel.tensor_model_parallel_size > 1, "TP above 1"),
     Rule(("eval_interval",), lambda c: c.training.eval_iters > 0, "eval_iters above 0"),

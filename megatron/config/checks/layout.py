@@ -34,10 +34,20 @@ def world(config: RunConfig, world_size: int) -> Iterator[Problem]:
     name = "TP" if p.model_ranks == p.tensor_model_parallel_size else "TP x PP"
     name += " x CP" if p.context_parallel_size > 1 else ""
     ranks = "1 rank is" if world_size == 1 else f"{world_size} ranks are"
-    smaller = offers("--tensor-model-parallel-size", beside(p.tensor_model_parallel_size, divisors(world_size))[:1])
+    smaller = [
+        fix
+        for axis in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+        for fix in offers(flag(axis), _smaller(getattr(p, axis), p.model_ranks, world_size))
+    ]
     enough = max(multiples_beside(world_size, p.model_ranks))
     start = f"torchrun --nproc-per-node {enough}" if enough <= 8 else f"start {enough} ranks"
     yield Problem("E202", f"{ranks} not a multiple of {name} = {p.model_ranks}", (*smaller, start))
+
+
+def _smaller(size: int, model_ranks: int, world_size: int) -> list[int]:
+    """The next smaller size of an axis with which whole models fill all ranks, where there is one."""
+    others = model_ranks // size
+    return [n for n in divisors(world_size) if n < size and world_size % (n * others) == 0][-1:]
 
 
 def heads(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -120,6 +120,7 @@ CASES = (
     Case("--distributed-backend nccl --device cpu"),
     # pipelines
     Case("--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2", ranks=6),
+    Case("--pipeline-model-parallel-size 4 --num-layers 4", ranks=6),
     Case("--pipeline-model-parallel-size 2 --pipeline-schedule interleave", ranks=2),
     Case("--pipeline-model-parallel-size 2 --pipeline-schedule chimera", ranks=2),
     Case("--pipeline-model-parallel-size 2 --pipeline-schedule no/such/file.csv", ranks=2),

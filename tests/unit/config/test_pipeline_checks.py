@@ -95,7 +95,7 @@ REMARKS = {
     "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved": "interleaved at VPP 1 waits as long",
     "--pipeline-schedule gpipe": "a pipeline of 1 rank waits for nobody: --pipeline-schedule gpipe at VPP 1",
     "--num-virtual-stages-per-pipeline-rank 2": "--pipeline-schedule interleaved at VPP 2 makes no step shorter",
-    "--account-for-loss-in-pipeline-split": "--account-for-loss-in-pipeline-split has no effect without PP above 1",
+    "--account-for-loss-in-pipeline-split": "--account-for-loss-in-pipeline-split has no effect without several stages",
     "": None,
 }
 
