@@ -23,7 +23,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 T = TypeVar("T")
 BUBBLE = "bubble"
-"""The name under which a rank's waits for its neighbours in the pipeline are counted."""
+"""The name under which a rank's waits for others of its pipeline are counted."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 

@@ -20,7 +20,7 @@ class RankTimes:
     Attributes:
         seconds: per step, wall clock.
         waits: seconds per step in which a collective stopped it, by the axes of the grid; as ``BUBBLE``, those in
-            which it waited for a neighbour in its pipeline.
+            which it waited for others of its pipeline.
         phases: seconds per step, by timer.
         memory_bytes: peak use.
         memory_total_bytes: capacity.
@@ -66,7 +66,7 @@ class Comparison:
     Attributes:
         communication: mean over the ranks of the seconds per step in which collectives stopped them, by axes.
         communication_share: of the step, 0 to 1.
-        bubble: mean over the ranks of the time in which they waited for neighbours in the pipeline, of the step; None
+        bubble: mean over the ranks of the time in which they waited for others of their pipeline, of the step; None
             without a pipeline.
         data_wait: seconds per step of the rank that waited longest for its data.
         phases: seconds per step of every rank, by timer.

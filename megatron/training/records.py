@@ -54,7 +54,7 @@ class TrainRecord:
         data_wait: seconds per step in which the rank that waited longest waited for its data.
         communication: seconds per step in which other ranks kept a rank waiting, by axes of the grid: the ranks' mean.
         communication_share: all of these, as a share of the step.
-        bubble: share of the step in which a rank waited for its neighbours in the pipeline, the ranks' mean; not in the
+        bubble: share of the step in which a rank waited for others of its pipeline, the ranks' mean; not in the
             two before. None without a pipeline.
         slowest_rank: with the longest own time, which is the step less what it waited for others.
         slowest_excess: by how much that is longer than the median rank's, as a share.
