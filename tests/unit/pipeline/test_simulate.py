@@ -114,7 +114,7 @@ def programs(draw: st.DrawFn) -> tuple[Schedule, Costs]:
     return (received_late(program) if draw(st.booleans()) else program), costs
 
 
-@settings(derandomize=True, deadline=None, max_examples=100)
+@settings(derandomize=True, deadline=None, max_examples=80)
 @given(programs())
 def test_every_start_and_end_is_that_of_the_relaxation(drawn: tuple[Schedule, Costs]) -> None:
     program, costs = drawn
