@@ -6,6 +6,7 @@ of models, on few of these. Writes what it found, row by row, to ``tests/golden/
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import platform
 import time
@@ -114,7 +115,7 @@ TABLES = {
 """By name: the choices, their factors, and those by which rows are told apart."""
 
 
-def table(pool: Pool, name: str) -> Iterator[str]:
+def table(pool: Pool, name: str, every: int) -> Iterator[str]:
     """Run a product, line by line."""
     choices, factors, keys = TABLES[name]
     inside = [f"{key}: {', '.join(map(str, values))}" for key, values in factors.items() if key not in keys]
@@ -122,7 +123,7 @@ def table(pool: Pool, name: str) -> Iterator[str]:
     widths = [max(len(str(value)) for value in (key, *factors[key])) for key in keys]
     heads = ("cases", "failed", *(f"{kind:>9}" for kind in KINDS))
     yield "  ".join([*(f"{key:>{width}}" for key, width in zip(keys, widths)), *heads])
-    for row, members in rows(choices(), keys).items():
+    for row, members in rows(itertools.islice(choices(), 0, None, every), keys).items():
         found = run(pool, members)
         errors = (f"{found.worst[kind]:9.1e}" for kind in KINDS)
         counts = f"{found.cases:>5}", f"{len(found.failed):>6}"
@@ -130,20 +131,40 @@ def table(pool: Pool, name: str) -> Iterator[str]:
         yield from (f"failed: {case}" for case in found.failed)
 
 
+def for_readme(log: str) -> list[str]:
+    """The rows of the README's table, by schedule, from what :func:`main` wrote."""
+    by_schedule: dict[str, list[list[str]]] = defaultdict(list)
+    for line in log.splitlines():
+        first, *_ = words = [*line.split(), ""]
+        if first in FACTORS["schedule"]:
+            by_schedule[first].append(words[-7:-1])
+    out = []
+    for schedule, found in by_schedule.items():
+        cases, failed, *worst = zip(*found)
+        if sum(map(int, failed)):
+            raise ValueError(f"{schedule} has failed in {sum(map(int, failed))} cases")
+        errors = (f"{max(map(float, kind)):.1e}" for kind in worst)
+        out.append("| " + " | ".join([schedule, f"{sum(map(int, cases)):,}", *errors]) + " |")
+    return out
+
+
 def main() -> None:
     """Run all and write the file."""
-    began, lines = time.monotonic(), []
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--every", type=int, default=1, help="Only every N-th case, where time is short.")
+    every, began, lines = parser.parse_args().every, time.monotonic(), []
     with Pool() as pool:
         for name in TABLES:
-            for line in table(pool, name):
+            for line in table(pool, name, every):
                 lines.append(line)
                 print(line, flush=True)
     head = [
         "Largest relative error against one process, fp64, 3 steps, by layout (sp: sequence parallel).",
-        f"python -m tests.distributed.product: {time.strftime('%Y-%m-%d')}, torch {torch.__version__}, "
-        f"{platform.machine()}, {time.monotonic() - began:.0f} s",
+        f"python -m tests.distributed.product{f' --every {every}' if every > 1 else ''}: {time.strftime('%Y-%m-%d')}, "
+        f"torch {torch.__version__}, {platform.machine()}, {time.monotonic() - began:.0f} s",
     ]
     FILE.write_text("\n".join([*head, *lines]) + "\n")
+    print("", "For the README:", *for_readme(FILE.read_text()), sep="\n")
 
 
 if __name__ == "__main__":

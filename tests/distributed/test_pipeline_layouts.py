@@ -59,6 +59,7 @@ GROUP = "microbatch_group_size_per_virtual_pipeline_stage"
 CASES = {
     "groups of 3 of 7": pipeline(2, "interleaved", 2, 7, layers=4, **{GROUP: 3}),
     "groups of 4 of 6, a stage without layers": pipeline(2, "interleaved", 2, 6, layers=3, **{GROUP: 4}),
+    "eight ranks": pipeline(8, "zb-h2", samples=5, layers=8),
     "3 stages on a rank": pipeline(2, "interleaved", 3, 5, layers=8),
     "stages of 2 layers": pipeline(2, num_layers_per_virtual_pipeline_stage=2, layers=8),
     "few layers first": pipeline(4, layers=7, decoder_first_pipeline_num_layers=1),
