@@ -177,8 +177,11 @@ def test_schedule_hides_slow_links_in_more_memory(page: dict[str, Any]) -> None:
     assert simulate(add_communication(best), Costs.uniform(4, latency=0.5)).makespan <= simulated("eager", 0.5).makespan
 
 
-def test_schedule_is_known_by_name_everywhere(page: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_is_known_by_name_everywhere(
+    page: dict[str, Any], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     planned = runpy.run_path(plan.__file__)  # as a run would find it, with the name among the others
+    monkeypatch.setattr(plan, "NAMES", planned["NAMES"])
     chosen = ParallelConfig(pipeline_model_parallel_size=4, pipeline_schedule="eager")
     resolved = planned["resolved"](ModelConfig(num_layers=4), chosen)
     assert resolved.num_virtual_stages_per_pipeline_rank == 1
