@@ -29,6 +29,7 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.config.arguments import parse
 from megatron.config.run import RunConfig
 from megatron.training import checkpointing, main
+from megatron.training.profile_report import is_layer
 from megatron.training.setup import Trainer
 
 FLAGS = (
@@ -68,13 +69,15 @@ def before_step(number: int, act: Callable[[Trainer], None]) -> AbstractContextM
 
 
 def spoil_step(trainer: Trainer) -> None:
-    """Make the output of the first block NaN until the step is counted."""
+    """Make the output of this rank's first block NaN until the step is counted."""
     step = trainer.iteration
 
     def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
         return output * float("nan") if trainer.iteration == step else None
 
-    trainer.chunks[0].get_submodule("layers.0").register_forward_hook(spoil)
+    chunk = next(iter(trainer.chunks.values()))
+    block = next(module for name, module in chunk.named_modules() if is_layer(name))
+    block.register_forward_hook(spoil)
 
 
 class KilledError(BaseException):

@@ -20,6 +20,9 @@ LOOK_EVERY = 1.0
 PATIENCE = 2.0
 """Seconds that the first rank to fail gives the others to say where they are."""
 
+ELSEWHERE = "other work"
+"""The place of a rank that is not in its pipeline."""
+
 MOST_RANKS = 16
 """Ranks that are listed for one place."""
 
@@ -28,7 +31,7 @@ def whereabouts(mesh: Mesh, pipeline: Pipeline) -> AbstractContextManager[object
     """Say where in ``pipeline`` this rank is, should a rank fail inside; nothing where it runs on one rank."""
     if len(set(mesh.placement)) == 1:
         return NOTHING
-    return Whereabouts(mesh.rank, lambda: str(pipeline.at or "other work"))
+    return Whereabouts(mesh.rank, lambda: str(pipeline.at or ELSEWHERE))
 
 
 class Whereabouts:
@@ -80,7 +83,7 @@ def spared() -> Iterator[None]:
 
 
 def where_all_are(rank: int, world_size: int) -> str:
-    """A line that names the place of each rank, for the one that tells of a failure; empty where there is no pipeline.
+    """A line that names the place of each rank, for the one that tells of a failure; empty where none is in a pipeline.
 
     Waits up to ``PATIENCE`` for ranks that are still at work; those that are gone are unknown.
     """
@@ -94,6 +97,8 @@ def where_all_are(rank: int, world_size: int) -> str:
     ranks_at: dict[str, list[int]] = defaultdict(list)
     for r, name in enumerate(names):
         ranks_at[found.get(name, "no answer")].append(r)
+    if [*ranks_at] == [ELSEWHERE]:
+        return ""
     return "the ranks were at: " + ", ".join(f"{place} ({_listed(ranks)})" for place, ranks in ranks_at.items())
 
 

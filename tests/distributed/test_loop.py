@@ -28,7 +28,8 @@ from tests.distributed.sites import ROOT
 from tests.runs import FLAGS, before_step, column, records, spoil_step, tiny_run
 
 TP2_SP = "--tensor-model-parallel-size 2 --sequence-parallel"
-LAYOUTS = {"tp2-sp": TP2_SP, "dp2": ""}
+PP2 = "--pipeline-model-parallel-size 2"
+LAYOUTS = {"tp2-sp": TP2_SP, "dp2": "", "pp2": PP2}
 
 
 def terminate(trainer: Trainer) -> None:
@@ -70,11 +71,15 @@ def test_a_signal_to_one_rank_stops_all_after_the_same_step(pool: Pool, tmp_path
     assert records(tmp_path, "text")[-1]["text"] == "stopped by signal 15 (SIGTERM) after step 2 of 6"
 
 
-@pytest.mark.parametrize(("layout", "samples"), [("tp2-sp", "[8]"), ("dp2", "[9]")])
-def test_a_bad_number_on_one_rank_is_told_once(pool: Pool, tmp_path: Path, layout: str, samples: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "layer", "samples"), [("tp2-sp", 0, "[8]"), ("dp2", 0, "[9]"), ("pp2", 1, "[8]")], ids=LAYOUTS
+)
+def test_a_bad_number_on_one_rank_is_told_once(
+    pool: Pool, tmp_path: Path, layout: str, layer: int, samples: str
+) -> None:
     ranks = pool.run(2, run_rank, tiny_run(tmp_path, LAYOUTS[layout], 2), "NaN in step 3")
     assert [status for status, _ in ranks] == [1, 1]
-    where = f"step 3 is not finite; first on rank 1: output of layers.0, micro-batch 0, samples {samples}"
+    where = f"step 3 is not finite; first on rank 1: output of layers.{layer}, micro-batch 0, samples {samples}"
     (told,) = [text for _, text in ranks if text]
     assert told in [f"error on rank {rank}: the loss or gradient of {where}\n" for rank in (0, 1)]
     assert column(tmp_path, "iteration") == [1, 2]

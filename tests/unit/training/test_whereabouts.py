@@ -46,6 +46,13 @@ def test_without_a_pipeline_nothing_is_told_and_nobody_waited_for(words: dict[st
     assert time.monotonic() - began < 0.1
 
 
+def test_where_nobody_was_in_the_pipeline_nothing_is_told(words: dict[str, str]) -> None:
+    words.update({"place of rank 0": "other work", "place of rank 1": "other work"})
+    assert where_all_are(0, 2) == ""
+    words["place of rank 1"] = "1F2"
+    assert where_all_are(0, 2) == "the ranks were at: other work (rank 0), 1F2 (rank 1)"
+
+
 def test_a_rank_that_fails_says_where_it_was(words: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="too hot"), Whereabouts(5, lambda: "1F2"):
         raise ValueError("too hot")
