@@ -135,8 +135,15 @@ class GradSink:
             self._deferred_to = None
 
     def run(self, chunk: int, microbatch: int) -> None:
-        """Compute what was queued under ``(chunk, microbatch)`` (W)."""
-        for name, x, dy in self._queues.pop((chunk, microbatch), []):
+        """Compute what was queued under ``(chunk, microbatch)`` (W).
+
+        Rows of the next gradient are gathered behind the product of this one; what a product has used is let go of.
+        """
+        queue = self._queues.pop((chunk, microbatch), [])[::-1]
+        while queue:
+            name, x, dy = queue.pop()
+            for rows in (x, dy, *(queue[-1][1:] if queue else ())):
+                rows.start()
             self.add(name, x, dy)
 
     @property

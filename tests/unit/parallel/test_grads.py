@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.parallel import comm
+from megatron.parallel.comm import Group, Pending
 from megatron.parallel.grads import GradSink, Rows
 from tests.solo import Solo, random_batch, tiny
 
@@ -105,3 +108,32 @@ def test_accumulate_scales(scale: torch.Tensor | float) -> None:
     sink.accumulate("b", torch.tensor([1.0, 2, 3], dtype=torch.bfloat16), scale)
     assert target.tolist() == [10 + i * float(scale) for i in (1, 2, 3)]
     assert contributions == ["b"]
+
+
+def test_w_gathers_one_product_ahead_and_lets_go_of_what_it_has_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a column linear's input and of a row linear's output gradient, in turns."""
+    group, events = Group((0, 1), 0), list[str]()
+    alive, shards = list[int](), list[StorageWeakRef]()
+
+    def gather(x: torch.Tensor, group: Group) -> Pending:
+        events.append(f"gather {int(x[0, 0])}")
+        return Pending(torch.cat((x, x)))
+
+    def multiply(target: torch.Tensor, x: torch.Tensor, dy: torch.Tensor) -> None:
+        events.append(f"multiply {int(max(x[0, 0], dy[0, 0]))}")
+        alive.append(sum(not storage.expired() for storage in shards))
+
+    monkeypatch.setattr(comm, "start_all_gather", gather)
+    sink = GradSink(multiply)
+    sink.bind({"w": torch.zeros(3, 3)}, lambda name: None)
+    with sink.deferring(0, 0):
+        for i in (1, 2, 3, 4):
+            shard, whole = torch.full((2, 3), float(i)), torch.zeros(4, 3)
+            shards.append(StorageWeakRef(shard.untyped_storage()))
+            x, dy = (Rows(shard, group), Rows(whole)) if i % 2 else (Rows(whole), Rows(shard, group))
+            sink.add("w", x, dy)
+            del shard, x, dy
+    sink.run(0, 0)
+    turns = [("gather 1", "gather 2", "multiply 1"), ("gather 3", "multiply 2"), ("gather 4", "multiply 3")]
+    assert events == [event for turn in turns for event in turn] + ["multiply 4"]
+    assert alive == [4, 3, 2, 1]
