@@ -30,7 +30,7 @@ def by_hand(ranks: int, chunks: int, microbatches: int, costs: Costs, limit: flo
 
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[int, int, int, Costs, float | None]:
-    ranks, chunks, microbatches = draw(st.integers(1, 5)), draw(st.integers(1, 3)), draw(st.integers(1, 9))
+    ranks, chunks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 3)), draw(st.integers(1, 6))
     stages = ranks * chunks
     durations = st.tuples(*[st.integers(1, 9)] * stages)
     sizes = st.tuples(*[st.integers(2, 4)] * stages)
