@@ -21,9 +21,15 @@ class Phase:
 
 PHASES: dict[str, Phase] = {
     "batch-generator": Phase(0, "getting the micro-batches of the step"),
-    "forward-backward": Phase(1, "all forward and backward passes of the step"),
+    "forward-backward": Phase(
+        1, "all forward and backward passes of the step, and in a pipeline the waiting for neighbours"
+    ),
     "all-grads-sync": Phase(1, "waiting for the gradients of all replicas"),
-    "layernorm-grads-all-reduce": Phase(1, "summing gradients of weights that tensor-parallel ranks share"),
+    "layernorm-grads-all-reduce": Phase(
+        1,
+        "summing gradients of weights that tensor-parallel ranks share, and of the embedding that the first and the "
+        "last stage share",
+    ),
     "optimizer": Phase(1, "the whole update"),
     "optimizer-clip-main-grad": Phase(1, "the gradient norm and clipping"),
     "optimizer-inner-step": Phase(1, "the update rule"),
