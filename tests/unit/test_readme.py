@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.presets import PRESETS
+from tests.distributed import product
 from tests.distributed.grid import FACTORS, valid
 from tests.distributed.pairwise import covering
 from tools.draw_schedule import main
@@ -64,6 +65,14 @@ def test_schedules_are_compared_as_it_says(capsys: pytest.CaptureFixture[str], m
     (command,) = re.findall(r"^python tools/draw_schedule.py (--compare .*?) +#", text, re.MULTILINE)
     assert main(command.split()) == 0
     assert "\n".join(line.rstrip() for line in capsys.readouterr().out.splitlines()) in text
+
+
+def test_the_table_of_layouts_is_that_of_the_log() -> None:
+    readme, rows = PAGES[0].read_text(), product.for_readme(product.FILE.read_text())
+    table = readme.split("## The same numbers in every layout")[1].split("\n\n")[2].splitlines()
+    assert table[2:] == rows
+    total = sum(int(row.split("|")[2].replace(",", "")) for row in rows)
+    assert f"{total:,} layouts and models, none failed" in readme
 
 
 def test_every_tool_is_in_the_table_of_exit_statuses() -> None:
