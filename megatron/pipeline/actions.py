@@ -191,4 +191,6 @@ class Schedule:
                 raise ScheduleError(
                     f"{path}, line {number} has no action; line {number} is what rank {number - 1} does"
                 )
+        if not ranks:
+            raise ScheduleError(f"{path} has no action; each line is what a rank does, such as 0F0,0B0")
         return cls(path.name, tuple(ranks))

@@ -59,7 +59,7 @@ def zb_v(rank: int, size: Size) -> list[Action]:
 
     Bubble: none where f = i = w and m >= 2p - 1. Memory: min(2m, 2p), each half of a rank's layers.
 
-    Source: Qi et al., arXiv 2401.10241, section 6; as the V-Zero of Qi et al., arXiv 2405.15362.
+    Source: Qi et al., arXiv 2401.10241, section 6; as the V-ZB of Qi et al., arXiv 2405.15362.
     """
     line, down, up = Line(size.microbatches), rank, 2 * size.ranks - 1 - rank
     # Warm-up: the second stage starts, and goes back at once, when the first micro-batch has come round.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from fractions import Fraction
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -20,11 +21,12 @@ IMAGES = ROOT / "docs" / "images" / "pipelines"
 TEXT = (ROOT / "docs" / "pipelines.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 TOOL = "python tools/draw_schedule.py "
+GRID = [*product((1, 2, 3), repeat=3)]
 TIMES = {
     "always": [(1, 1, 1), (2, 3, 1), (1, Fraction(1, 2), 2)],
     "p divides m": [(1, 1, 1), (2, 3, 1), (1, Fraction(1, 2), 2)],
-    "i ≥ w": [(1, 1, 1), (1, Fraction(6, 5), Fraction(4, 5)), (2, 3, 2)],
-    "w ≤ i ≤ f ≤ b": [(1, 1, 1), (4, 3, 2), (3, 2, 1)],
+    "w ≤ f, w ≤ i": [(f, i, w) for f, i, w in GRID if w <= min(f, i)],
+    "w ≤ i ≤ f ≤ b": [(f, i, w) for f, i, w in GRID if w <= i <= f <= i + w],
     "f = i = w": [(1, 1, 1), (3, 3, 3)],
 }
 """F, I and W under each condition of the table of formulas."""

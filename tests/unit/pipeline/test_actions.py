@@ -98,6 +98,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     (tmp_path / "long.csv").write_text("x" * 200_000)
     with pytest.raises(ScheduleError, match="cannot be read as a schedule: field larger"):
         Schedule.load(tmp_path / "long.csv")
+    (tmp_path / "empty.csv").write_text("\n,\n")
+    with pytest.raises(ScheduleError, match=r"empty\.csv has no action; each line is what a rank does"):
+        Schedule.load(tmp_path / "empty.csv")
 
 
 def test_what_a_schedule_says_of_itself() -> None:
