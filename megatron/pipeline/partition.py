@@ -17,9 +17,11 @@ from megatron.pipeline.actions import ScheduleError
 
 AUTO = "--pipeline-model-parallel-layout auto"
 
-
 MOST_DIGITS = 5
 """Of a number that says how often something is repeated in a layout."""
+
+MOST_LETTERS = 1_000_000
+"""Of what one repetition in a layout makes."""
 
 
 @dataclass(frozen=True)
@@ -217,6 +219,8 @@ def spelled_out(layout: str) -> str:
     strange = re.search(r"[^EtL|()*\d]", text)
     if strange:
         raise ScheduleError(f"{layout}: '{strange[0]}' is no part of a layout, which has E, t, L, |, *n and ()", AUTO)
+    if re.search(r"\*\d+\*", text):
+        raise ScheduleError(f"{layout}: a *n stands behind a letter or a parenthesis, not behind another one", AUTO)
     repeated = re.compile(r"(?:\(([EtL|]*)\)|([EtL]))\*(\d+)|\(([EtL|]*)\)")
     while True:
         text, found = repeated.subn(_repeat, text)
@@ -231,9 +235,10 @@ def _repeat(found: re.Match[str]) -> str:
     group, letter, times, once = found.groups()
     if times is None:
         return str(once)
-    if len(times) > MOST_DIGITS:
+    letters = str(group if letter is None else letter)
+    if len(times) > MOST_DIGITS or len(letters) * int(times) > MOST_LETTERS:
         raise ScheduleError(f"*{times} repeats more than any model has layers", AUTO)
-    return str(group if letter is None else letter) * int(times)
+    return letters * int(times)
 
 
 def notation(stages: Sequence[StageLayers]) -> str:

@@ -141,7 +141,12 @@ def stages_of_schedule(parallel: ParallelConfig) -> int | None:
 
 @lru_cache(maxsize=2)
 def _from_file(name: str) -> Schedule:
-    return Schedule.load(Path(name))
+    schedule = Schedule.load(Path(name))
+    try:
+        _ = schedule.placement
+    except ScheduleError as error:
+        raise ScheduleError(f"{name}: {error.sentence}", *error.fixes) from None
+    return schedule
 
 
 def resolved(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
@@ -292,17 +297,13 @@ def _most_microbatches(parallel: ParallelConfig) -> int:
     return max(1, MOST_WORK // (chunks * parallel.pipeline_model_parallel_size))
 
 
-@lru_cache(maxsize=4)
 def program_for(parallel: ParallelConfig, microbatches: int, evaluation: bool = False) -> Schedule:
     """The schedule with its communication, proven to come to its end; its forwards alone for an ``evaluation``.
 
     Raises:
         ScheduleError: when it would not.
     """
-    schedule = schedule_for(parallel, microbatches)
-    program = add_communication(schedule.only((FORWARD,)) if evaluation else schedule)
-    validate(program, evaluation=evaluation)
-    return program
+    return proven(parallel, microbatches, evaluation)[0]
 
 
 @cache
@@ -312,7 +313,19 @@ def peaks_for(parallel: ParallelConfig, microbatches: int) -> Peaks:
     Raises:
         ScheduleError: when its program would not come to its end.
     """
-    return validate(add_communication(schedule_for(parallel, microbatches)))
+    return proven(parallel, microbatches, False)[1]
+
+
+@lru_cache(maxsize=4)
+def proven(parallel: ParallelConfig, microbatches: int, evaluation: bool) -> tuple[Schedule, Peaks]:
+    """A program, as :func:`program_for` gives it, and what each rank holds in it.
+
+    Raises:
+        ScheduleError: when it would not come to its end.
+    """
+    schedule = schedule_for(parallel, microbatches)
+    program = add_communication(schedule.only((FORWARD,)) if evaluation else schedule)
+    return program, validate(program, evaluation=evaluation)
 
 
 @cache

@@ -81,11 +81,11 @@ def test_what_an_evaluation_runs_is_proven_too(monkeypatch: pytest.MonkeyPatch) 
             raise ScheduleError("no way forward")
 
     monkeypatch.setattr(plan, "validate", refuse)
-    plan.program_for.cache_clear()
+    plan.proven.cache_clear()
     flags = "--pipeline-model-parallel-size 2 --num-layers 2 --global-batch-size 3"
     monkeypatch.setattr(plan, "peaks_for", lambda parallel, count: None)
     assert "no way forward" in refused(f"{flags} --eval-iters 1", 2)[0].sentence
-    plan.program_for.cache_clear()
+    plan.proven.cache_clear()
 
 
 REMARKS = {

@@ -173,7 +173,10 @@ REFUSED = {
     "Et|*2tL": "nothing to go with",
     "Et|xL": "'x' is no part",
     "": "stage 0 has nothing in it",
+    "Et*2*3|L": "not behind another",
+    "E(t|)*2*1L": "not behind another",
     "Et*1000000L": "repeats more than any model",
+    "E((t*999)*999)*999L": "repeats more than any model",
     f"Et*{'9' * 5000}L": "repeats more than any model",
 }
 

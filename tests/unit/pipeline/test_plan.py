@@ -193,6 +193,13 @@ def test_a_file_has_equally_many_stages_on_each_rank(tmp_path: Path) -> None:
         plan.virtual_stages(model(8), pipeline(2, schedule=str(path)))
 
 
+def test_a_file_without_some_stage_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "gap.csv"
+    path.write_text("0F0,0B0\n2F0,2B0\n")
+    with pytest.raises(ScheduleError, match=r"gap\.csv: no rank has stage 1"):
+        plan.virtual_stages(model(8), pipeline(2, schedule=str(path)))
+
+
 def test_a_file_that_does_not_end_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "stuck.csv"
     path.write_text("0F0,0F1,0B1,0B0\n1F0,1B0,1F1,1B1\n")
@@ -217,6 +224,7 @@ LARGE = """--check-config --mock-data --vocab-size 51200 --train-samples 2000000
 @pytest.mark.parametrize("rise", [384, pytest.param(32, marks=pytest.mark.slow)])
 def test_a_long_ramp_on_a_long_pipeline_is_checked_in_seconds(rise: int) -> None:
     plan.peaks_for.cache_clear()
+    plan.proven.cache_clear()
     start = time.process_time()
     told = parse([*LARGE.split(), "--rampup-batch-size", str(rise), str(rise), "5859375"], {}).summary()
     assert time.process_time() - start < 10
