@@ -10,6 +10,7 @@ Times are seconds, or any other unit if all are in it. Integers and fractions st
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -75,15 +76,24 @@ class Costs:
         return {FORWARD: self.forward, INPUT: self.input, WEIGHT: self.weight}[kind][stage]
 
     def check(self, stages: int) -> None:
-        """See that every stage has its costs.
+        """See that every stage has its costs, and that they can be added up.
 
         Raises:
-            ScheduleError: when a tuple has another length than ``stages``.
+            ScheduleError: when a tuple has another length than ``stages``, or some cost is no finite number from 0 on.
         """
         for name in ("forward", "input", "weight", "activation", "weight_memory"):
-            given = len(getattr(self, name))
-            if given != stages and (given or name in ("forward", "input", "weight")):
-                raise ScheduleError(f"the costs say '{name}' of {given} stages, and the schedule has {stages}")
+            values = getattr(self, name)
+            if len(values) != stages and (values or name in ("forward", "input", "weight")):
+                raise ScheduleError(f"the costs say '{name}' of {len(values)} stages, and the schedule has {stages}")
+            _require_amounts(name, values)
+        _require_amounts("latency", (self.latency,))
+        _require_amounts("transfer", (self.transfer,))
+
+
+def _require_amounts(name: str, values: tuple[float, ...]) -> None:
+    for value in values:
+        if not 0 <= value < math.inf:
+            raise ScheduleError(f"the costs say '{name}' {value}: each is a number from 0 on, and finite")
 
 
 class Interval(NamedTuple):

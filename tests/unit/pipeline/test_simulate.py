@@ -278,8 +278,11 @@ def test_what_never_arrives_is_named() -> None:
         (Costs.uniform(3), "'forward' of 3 stages, and the schedule has 2"),
         (Costs((1, 1), (1, 1), (1,)), "'weight' of 1 stages"),
         (Costs((1, 1), (1, 1), (1, 1), activation=(1,)), "'activation' of 1 stages"),
+        (Costs.uniform(2, float("nan")), "'forward' nan: each is a number from 0 on"),
+        (Costs.uniform(2, weight=-1), "'weight' -1"),
+        (Costs.uniform(2, latency=float("inf")), "'latency' inf"),
     ],
 )
-def test_costs_of_another_pipeline_are_refused(costs: Costs, words: str) -> None:
+def test_costs_of_another_pipeline_or_of_none_are_refused(costs: Costs, words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         simulate(add_communication(make("1f1b", 2, 1, 2)), costs)
