@@ -70,9 +70,10 @@ def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
 def mean_loss(trainer: Trainer, tokens: Tensor) -> Tensor:
     """The loss sums that the last stages collected, over all replicas, per token; 0 where no token counts.
 
-    Ranks that are done with the pipeline wait here for the rest of it.
+    Every stage but the last adds zeros, so all ranks have the same bits, whatever the order of summing. Those that are
+    done with the pipeline wait for the rest of it here.
     """
     sums = [chunk.sums.take().get("lm loss") for chunk in trainer.chunks.values()]
     local = sum((x.double() for x in sums if x is not None), torch.zeros_like(tokens))
-    of_pipeline = comm.all_reduce(local, trainer.mesh.pipeline)
-    return comm.all_reduce(of_pipeline, trainer.mesh.replicas) / tokens.clamp(min=1.0)
+    of_stage = comm.all_reduce(local, trainer.mesh.replicas)
+    return comm.all_reduce(of_stage, trainer.mesh.pipeline) / tokens.clamp(min=1.0)
