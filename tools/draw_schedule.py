@@ -135,6 +135,9 @@ def mistake(arguments: argparse.Namespace) -> str | None:
         return f"{' and '.join(sources) or 'nothing'} to draw: say one of --schedule, --compare, --measured"
     by_name = [name for name in _names(said) if not name.endswith(FILE)]
     missing = [f"--{name}" for name in ("pipeline", "microbatches") if name not in said]
+    unknown = [name for name in by_name if name not in NAMES]
+    if unknown and missing:
+        return f"there is no schedule {unknown[0]}: one is {', '.join(NAMES)}, or a file whose name ends in {FILE}"
     if by_name and missing:
         return f"{by_name[0]} has no size of its own: add {' and '.join(missing)}"
     for name, reason in _idle(said):

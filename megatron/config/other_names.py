@@ -82,6 +82,17 @@ SAME = {
     "--tp-size": "--tensor-model-parallel-size",
     "--tensor-parallel-size": "--tensor-model-parallel-size",
     "--tensor-parallel-degree": "--tensor-model-parallel-size",
+    "--pp": "--pipeline-model-parallel-size",
+    "--pp-size": "--pipeline-model-parallel-size",
+    "--pipeline-parallel-size": "--pipeline-model-parallel-size",
+    "--pipeline-parallel-degree": "--pipeline-model-parallel-size",
+    "--pipeline-parallel-schedule": "--pipeline-schedule",
+    "--pipeline-parallel-microbatch-size": "--micro-batch-size",
+    "--pipeline-parallel-layers-per-stage": "--num-layers-per-virtual-pipeline-stage",
+    "--vpp": "--num-virtual-stages-per-pipeline-rank",
+    "--vpp-size": "--num-virtual-stages-per-pipeline-rank",
+    "--virtual-pipeline-model-parallel-size": "--num-virtual-stages-per-pipeline-rank",
+    "--microbatch-group-size-per-vp-stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     "--random-seed": "--seed",
 }
 """A flag of others -> ours, which takes the same value."""
@@ -95,11 +106,17 @@ _TO_TENSORBOARD = (
     "--log-loss-scale-to-tensorboard",
 )
 
+_ENCODERS = "it is of models with an encoder, and here is a decoder alone"
+
 OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
     "--dtype": ("a format is a flag by itself", ("--bf16", "--fp16", "--params-dtype fp32")),
     "--mixed-precision": ("a format is a flag by itself", ("--bf16", "--fp16", "--params-dtype fp32")),
     "--gradient-accumulation-steps": (
         "it follows from the batch: micro-batch x data-parallel ranks x accumulation",
+        ("--global-batch-size N",),
+    ),
+    "--num-microbatches": (
+        "it follows from the batch: global batch / (micro-batch x data-parallel ranks)",
         ("--global-batch-size N",),
     ),
     "--gradient-checkpointing": ("activations are recomputed", ("--recompute-granularity full",)),
@@ -115,6 +132,13 @@ OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
         "the environment says it, before the command",
         ("WANDB_MODE=offline", "WANDB_MODE=online", "WANDB_MODE=disabled"),
     ),
+    "--standalone-embedding-stage": (
+        "a layout gives the embedding a stage of its own, such as --pipeline-model-parallel-layout 'E|t*4|t*4|t*4L'",
+        ("drop --standalone-embedding-stage",),
+    ),
+    "--pipeline-model-parallel-split-rank": (_ENCODERS, ("drop --pipeline-model-parallel-split-rank",)),
+    "--encoder-pipeline-model-parallel-size": (_ENCODERS, ("drop --encoder-pipeline-model-parallel-size",)),
+    "--overlap-p2p-communication": ("transfers always overlap", ("drop --overlap-p2p-communication",)),
     **{flag: (ALL_SINKS, (f"drop {flag}",)) for flag in _TO_TENSORBOARD},
 }
 """A flag of others that says what is said in another way here -> which way, and what to paste; ``{}`` is the value."""

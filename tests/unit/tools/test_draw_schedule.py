@@ -151,6 +151,7 @@ def test_costs_of_a_measured_step_are_medians_by_stage_and_kind() -> None:
         ([], "nothing to draw: say one of --schedule, --compare, --measured"),
         (["--schedule", "1f1b", "--measured", "x.json"], "--schedule and --measured to draw"),
         (["--schedule", "1f1b"], "1f1b has no size of its own: add --pipeline and --microbatches"),
+        (["--schedule", "mine.txt"], "there is no schedule mine.txt: one is gpipe, 1f1b,"),
         (["--schedule", "a.csv", "--pipeline", "2"], "--pipeline says nothing here: the file has its size"),
         (["--measured", "x.json", "--f", "2"], "--f says nothing here"),
         (["--compare", "all", *SMALL, "--csv", "a.csv"], "--csv says nothing here: it is of one schedule"),
