@@ -133,7 +133,7 @@ def stages_of_schedule(parallel: ParallelConfig) -> int | None:
             raise ScheduleError(f"{name}: {sentence}, which must be equally many")
         return held[0]
     if name not in NAMES:
-        guess = did_you_mean(name, NAMES)
+        guess = did_you_mean(name.lower(), NAMES)
         fixes = (f"--pipeline-schedule {known}" for known in ([guess] if guess else NAMES))
         raise ScheduleError(f"there is no pipeline schedule {name}; a file of one ends in {FILE}", *fixes)
     return None if name == SEARCHED else SCHEDULES[name].chunks

@@ -145,7 +145,7 @@ def make(name: str, ranks: int, chunks: int, microbatches: int, group: int | Non
         ScheduleError: when there is no such schedule of this size.
     """
     if name not in SCHEDULES:
-        close = difflib.get_close_matches(name, SCHEDULES, n=1)
+        close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
         fixes = [f"--pipeline-schedule {match}" for match in close]
         raise ScheduleError(f"no schedule is called '{name}'; there are {', '.join(SCHEDULES)}", *fixes)
     if min(ranks, chunks, microbatches) < 1:

@@ -210,6 +210,13 @@ def test_a_file_that_does_not_end_is_refused(tmp_path: Path) -> None:
         plan.program_for(pipeline(2, schedule=str(stuck)), 2)
 
 
+@pytest.mark.parametrize("name", ["1F1B", "ZB-V", "zb_v"])
+def test_a_name_in_other_letters_is_recognised(name: str) -> None:
+    with pytest.raises(ScheduleError) as error:
+        plan.stages_of_schedule(ParallelConfig(pipeline_schedule=name))
+    assert error.value.fixes == (f"--pipeline-schedule {name.lower().replace('_', '-')}",)
+
+
 def test_the_help_names_every_schedule() -> None:
     words = SETTINGS["pipeline_schedule"].option.help
     assert [name for name in plan.NAMES if f" {name}," not in words] == []

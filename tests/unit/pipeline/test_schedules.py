@@ -115,6 +115,7 @@ def test_any_group_of_at_least_the_ranks_keeps_the_bubble(p: int, v: int, m: int
     ("arguments", "sentence", "fixes"),
     [
         (("1f2b", 2, 1, 4), "no schedule is called '1f2b'; there are gpipe, 1f1b,", ("--pipeline-schedule 1f1b",)),
+        (("ZB-V", 2, 2, 4), "no schedule is called 'ZB-V'", ("--pipeline-schedule zb-v",)),
         (("fancy", 2, 1, 4), "no schedule is called 'fancy'", ()),
         (
             ("1f1b", 4, 2, 8),
