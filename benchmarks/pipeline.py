@@ -165,7 +165,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--microbatches", type=int, default=32, help="of a step")
     parser.add_argument("--steps", type=int, default=20, help="that are timed together")
     parser.add_argument("--repeats", type=int, default=7, help="rounds, each after the other's")
-    parser.add_argument("--write", action="store_true", help=f"keep the result in {RESULTS}")
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     result = {
@@ -180,8 +180,9 @@ def main(argv: Sequence[str]) -> int:
     page = report(result)
     print(page)
     if args.write:
-        (RESULTS / "pipeline.md").write_text(page + "\n", encoding="utf-8")
-        (RESULTS / "pipeline.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        RESULTS.mkdir(exist_ok=True)
+        (RESULTS / "pipeline.md").write_text(page + "\n")
+        (RESULTS / "pipeline.json").write_text(json.dumps(result, indent=2) + "\n")
     return 0
 
 

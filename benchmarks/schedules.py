@@ -103,10 +103,8 @@ def total(row: Mapping[str, Any]) -> list[float]:
 
 def report(result: Mapping[str, Any]) -> str:
     """The page of results."""
-    heads = (
-        *("stages on a rank", "actions", *PASSES, "all", "lowest", "highest"),
-        *(f"of all, {COLLECTOR}", "all, per computing action"),
-    )
+    figures = ("all", "lowest", "highest", f"of all, {COLLECTOR}", "all, per computing action")
+    heads = ("stages on a rank", "actions", *PASSES, *figures)
     text = [TITLE, "", f"| schedule | {' | '.join(heads)} |", "|---" * (len(heads) + 1) + "|"]
     for name, row in result["schedules"].items():
         whole = total(row)
@@ -170,11 +168,12 @@ def main(argv: Sequence[str]) -> int:
         "processor": processor(),
         "python": platform.python_version(),
     }
-    print(report(result))
+    page = report(result)
+    print(page)
     if args.write:
         RESULTS.mkdir(exist_ok=True)
         (RESULTS / "schedules.json").write_text(json.dumps(result, indent=2) + "\n")
-        (RESULTS / "schedules.md").write_text(report(result) + "\n")
+        (RESULTS / "schedules.md").write_text(page + "\n")
     return 0
 
 

@@ -180,9 +180,7 @@ def asked_for(arguments: argparse.Namespace) -> Drawing:
         return beside_measured(read_trace(arguments.measured))
     if arguments.compare:
         return Drawing(compared(arguments), None)
-    schedule = schedule_named(arguments.schedule, arguments)
-    costs = costs_of(arguments, len(schedule.ranks), schedule.stages)
-    return Drawing({titled(arguments.schedule, schedule): simulated(schedule, costs)}, schedule)
+    return alone(arguments.schedule, arguments)
 
 
 def compared(arguments: argparse.Namespace) -> dict[str, Timeline]:
@@ -191,12 +189,10 @@ def compared(arguments: argparse.Namespace) -> dict[str, Timeline]:
     Raises:
         ScheduleError: when nothing is left.
     """
-    panels = {}
+    panels: dict[str, Timeline] = {}
     for name in _names(vars(arguments)):
         try:
-            schedule = schedule_named(name, arguments)
-            costs = costs_of(arguments, len(schedule.ranks), schedule.stages)
-            panels[titled(name, schedule)] = simulated(schedule, costs)
+            panels.update(alone(name, arguments).panels)
         except ScheduleError as error:
             tell(error, about=f"{name} is left out: ")
     if not panels:
@@ -204,9 +200,16 @@ def compared(arguments: argparse.Namespace) -> dict[str, Timeline]:
     return panels
 
 
-def titled(name: str, schedule: Schedule) -> str:
-    """The schedule's name; a search may have found that another one is the best."""
-    return f"{name} ({schedule.name})" if name == SEARCHED != schedule.name else schedule.name
+def alone(name: str, arguments: argparse.Namespace) -> Drawing:
+    """The timeline of one schedule; of a search its title tells which other one is the best, if one is.
+
+    Raises:
+        ScheduleError: when there is no such schedule, or it does not come to its end.
+    """
+    schedule = schedule_named(name, arguments)
+    title = f"{name} ({schedule.name})" if name == SEARCHED != schedule.name else schedule.name
+    costs = costs_of(arguments, len(schedule.ranks), schedule.stages)
+    return Drawing({title: simulated(schedule, costs)}, schedule)
 
 
 def schedule_named(name: str, arguments: argparse.Namespace) -> Schedule:

@@ -35,6 +35,8 @@ from megatron.pipeline.actions import (
 STEP = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
 """From the stage that a communication names to the one at its other end."""
 
+_PARTNER = {SEND_F: RECV_F, RECV_F: SEND_F, SEND_B: RECV_B, RECV_B: SEND_B}
+
 
 @dataclass
 class _Transfers:
@@ -79,6 +81,12 @@ def channel_of(action: Action, placement: Sequence[int]) -> tuple[int, int]:
     if here == there:
         raise ScheduleError(f"{action} goes nowhere: stages {action.stage} and {other} are both on rank {here}")
     return (here, there) if action.kind in (SEND_F, SEND_B) else (there, here)
+
+
+def other_end(action: Action) -> Action:
+    """The RECV of what a SEND sends, and the other way round."""
+    stage, kind, microbatch = action
+    return Action(stage + STEP[kind], _PARTNER[kind], microbatch)
 
 
 def add_communication(schedule: Schedule) -> Schedule:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.simulate import Interval, Timeline
-from megatron.pipeline.terminal import chunks_of, headline, number
+from megatron.pipeline.terminal import WORDS, chunks_of, headline, number
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 COLORS = {FORWARD: "#17407f", BACKWARD: "#b245d8", INPUT: "#f3c530", WEIGHT: "#35bd8c"}
 """Of the kinds: people of any colour vision tell them apart, and so do black and white copies."""
-WORDS = {FORWARD: "F: forward", BACKWARD: "B: backward", INPUT: "I: input gradient", WEIGHT: "W: weight gradient"}
 IDLE, HATCH, INK, MUTED, LIMIT = "#eef0f3", "#4b5563", "#1f2933", "#7b8794", "#dc2626"
 PALEST = 0.6
 """How much white is mixed into the colour of a rank's last stage; its first has none."""
@@ -184,7 +183,8 @@ def _legend(timelines: Sequence[Timeline], limit: float | None) -> list[Artist]:
 
     kinds = {action.kind for timeline in timelines for rank in timeline.intervals for action, _, _ in rank}
     many = max((chunk for timeline in timelines for chunk in chunks_of(timeline).values()), default=0) + 1
-    made: list[Artist] = [Patch(color=COLORS[kind], label=word) for kind, word in WORDS.items() if kind in kinds]
+    held = [(kind, word) for kind, word in WORDS.items() if kind in kinds]
+    made: list[Artist] = [Patch(color=COLORS[kind], label=f"{kind}: {word}") for kind, word in held]
     if many > 1:
         made.append(Patch(color=color(FORWARD, many - 1, many), label="paler: a rank's later stage"))
     if any(any(timeline.exposed) for timeline in timelines):

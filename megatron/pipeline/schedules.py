@@ -85,6 +85,22 @@ def depth_first_groups(size: Size) -> Iterator[range]:
         start += length
 
 
+def one_by_one(placement: Sequence[int], microbatches: int = 1) -> Schedule:
+    """Every micro-batch through all stages and back before the next: slow, and with one order over all ranks.
+
+    Args:
+        placement: the rank of every stage.
+        microbatches: of the step.
+    """
+    ranks: list[list[Action]] = [[] for _ in range(1 + max(placement))]
+    forth = [*enumerate(placement)]
+    for mb in range(microbatches):
+        for kind, way in ((FORWARD, forth), (BACKWARD, reversed(forth))):
+            for stage, rank in way:
+                ranks[rank].append(Action(stage, kind, mb))
+    return Schedule("one by one", tuple(map(tuple, ranks)))
+
+
 @dataclass(frozen=True)
 class Recipe:
     """A schedule by name.
@@ -100,22 +116,6 @@ class Recipe:
     chunks: int | None
     splits: bool
     about: str
-
-
-def one_by_one(placement: Sequence[int], microbatches: int = 1) -> Schedule:
-    """Every micro-batch through all stages and back before the next: slow, and with one order over all ranks.
-
-    Args:
-        placement: the rank of every stage.
-        microbatches: of the step.
-    """
-    ranks: list[list[Action]] = [[] for _ in range(1 + max(placement))]
-    forth = [*enumerate(placement)]
-    for mb in range(microbatches):
-        for kind, way in ((FORWARD, forth), (BACKWARD, reversed(forth))):
-            for stage, rank in way:
-                ranks[rank].append(Action(stage, kind, mb))
-    return Schedule("one by one", tuple(map(tuple, ranks)))
 
 
 SCHEDULES: Mapping[str, Recipe] = {

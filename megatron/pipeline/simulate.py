@@ -30,7 +30,7 @@ from megatron.pipeline.actions import (
     Schedule,
     ScheduleError,
 )
-from megatron.pipeline.comms import channel_of
+from megatron.pipeline.comms import channel_of, other_end
 
 
 @dataclass(frozen=True)
@@ -327,7 +327,7 @@ class _Network:
 
     def post(self, channel: _Channel, action: Action, now: float) -> None:
         """Take note of a send or a receive, and time the transfer that it completes."""
-        if action.kind == SEND_F or action.kind == SEND_B:
+        if action.kind in (SEND_F, SEND_B):
             channel.sent.append((action, now))
         else:
             channel.expected.append(now)
@@ -340,8 +340,7 @@ class _Network:
         start = max(sent, expected, free)
         end = start + self.seconds
         channel.transfers.append(Transfer(action, channel.source, channel.target, sent, start, end))
-        stage, kind, microbatch = action
-        tensor = (stage + 1, RECV_F, microbatch) if kind == SEND_F else (stage - 1, RECV_B, microbatch)
+        tensor = other_end(action)
         self.arrivals[tensor] = end
         rank = self.waiting.pop(tensor, None)
         if rank is not None:

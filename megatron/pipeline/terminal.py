@@ -7,6 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.simulate import Interval, Timeline
 
+WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input gradient", WEIGHT: "weight gradient"}
+"""What legends call the kinds."""
+
 IDLE, EXPOSED = " ", "~"
 ANSI = {FORWARD: "44;97", BACKWARD: "45;97", INPUT: "43;30", WEIGHT: "42;30"}
 """Background and foreground of each kind, as terminals number them."""
@@ -37,8 +40,7 @@ def drawn(timeline: Timeline, width: int = 120, color: bool = False, clock: floa
 def legend(timelines: Sequence[Timeline]) -> str:
     """What the letters of the drawings mean, as far as they are in them."""
     kinds = {action.kind for timeline in timelines for rank in timeline.intervals for action, _, _ in rank}
-    words = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input gradient", WEIGHT: "weight gradient"}
-    told = [f"{kind} {word}" for kind, word in words.items() if kind in kinds]
+    told = [f"{kind} {word}" for kind, word in WORDS.items() if kind in kinds]
     told += ["lower case: every second stage of a rank"] * any(max(chunks_of(t).values(), default=0) for t in timelines)
     told += [f"{EXPOSED} waits for a transfer"] * any(any(timeline.exposed) for timeline in timelines)
     return ", ".join(told)

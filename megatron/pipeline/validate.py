@@ -33,7 +33,7 @@ from megatron.pipeline.actions import (
     Schedule,
     ScheduleError,
 )
-from megatron.pipeline.comms import channel_of, channels
+from megatron.pipeline.comms import channel_of, channels, other_end
 
 LEAVE_OUT = "leave SEND and RECV out of the file: they are placed for you"
 SHOWN = 4
@@ -248,7 +248,7 @@ def _require_all_done(program: Schedule, rules: _Rules, done: bytearray) -> None
 
 def _missing(program: Schedule, stage: int, microbatch: int, kinds: Sequence[str]) -> ScheduleError:
     names = " or ".join(f"{stage}{kind}{microbatch}" for kind in kinds)
-    fixes = (LEAVE_OUT,) if kinds[0] in (SEND_F, RECV_F, SEND_B, RECV_B) else ()
+    fixes = (LEAVE_OUT,) if kinds[0] in COMMUNICATION else ()
     return ScheduleError(
         f"rank {program.placement[stage]} has no {names}: stages 0 to {program.stages - 1} "
         f"each do micro-batches 0 to {program.microbatches - 1}",
@@ -281,7 +281,7 @@ def _check_orders(program: Schedule, rules: _Rules) -> None:
             expected, posted = _receive(order[number], count), _receive(found[number], count)
             raise ScheduleError(
                 f"rank {target} has {posted} where {expected} belongs: transfer {number} from rank {source} to "
-                f"rank {target} is {_send_of(expected)}, and receives stand in the order of the sends",
+                f"rank {target} is {other_end(expected)}, and receives stand in the order of the sends",
                 LEAVE_OUT,
             )
 
@@ -300,12 +300,6 @@ def _receive(number: int, count: int) -> Action:
     place, gradient = divmod(number, 2)
     stage, microbatch = divmod(place, count)
     return Action(stage, RECV_B if gradient else RECV_F, microbatch)
-
-
-def _send_of(receive: Action) -> Action:
-    """What the other side calls it."""
-    stage, kind, microbatch = receive
-    return Action(stage - 1, SEND_F, microbatch) if kind == RECV_F else Action(stage + 1, SEND_B, microbatch)
 
 
 def _check_progress(program: Schedule, rules: _Rules) -> None:
@@ -353,7 +347,7 @@ def _circle(program: Schedule, waits: Mapping[int, tuple[Action, Action]]) -> Sc
 
 def _waiting(program: Schedule, rank: int, source: int, receive: Action, action: Action) -> str:
     sender = program.ranks[source]
-    before = sender[sender.index(_send_of(receive)) - 1]
+    before = sender[sender.index(other_end(receive)) - 1]
     return f"rank {rank} waits for {receive} before {action}, which rank {source} sends after {before}"
 
 

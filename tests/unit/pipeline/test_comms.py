@@ -20,7 +20,7 @@ from megatron.pipeline.actions import (
     Schedule,
     ScheduleError,
 )
-from megatron.pipeline.comms import add_communication, channel_of, channels
+from megatron.pipeline.comms import add_communication, channel_of, channels, other_end
 from megatron.pipeline.schedules import make
 from tests.unit.pipeline.test_validate import program, schedules
 
@@ -32,8 +32,8 @@ def lines(found: Schedule) -> list[str]:
     return [" ".join(map(str, actions)) for actions in found.ranks]
 
 
-def other_end(action: Action) -> Action:
-    """What the rank at the other end of a channel does with the same tensor."""
+def partner(action: Action) -> Action:
+    """By its name: what the rank at the other end of a channel does with the same tensor."""
     stage, kind, microbatch = action
     forward = kind.endswith("F")
     step = 1 if (kind.startswith("SEND") == forward) else -1
@@ -77,12 +77,12 @@ def test_what_crosses_ranks_is_sent_once_and_received_once_in_the_same_order(sch
     for rank, actions in enumerate(found.ranks):
         for action in actions:
             if action.kind in (SEND_F, SEND_B):
-                sent[rank, placement[other_end(action).stage]].append(action)
+                sent[rank, placement[partner(action).stage]].append(action)
             elif action.kind in COMMUNICATION:
-                received[placement[other_end(action).stage], rank].append(action)
+                received[placement[partner(action).stage], rank].append(action)
     every = [action for order in sent.values() for action in order]
     assert sorted(every) == sorted(crossing)
-    assert {edge: [other_end(action) for action in order] for edge, order in sent.items()} == received
+    assert {edge: [partner(action) for action in order] for edge, order in sent.items()} == received
     assert set(sent) <= set(channels(placement))
 
 
@@ -153,6 +153,8 @@ def test_both_ends_name_the_same_channel() -> None:
     for text, edge in {"0SEND_F0": (0, 1), "3SEND_F0": (2, 1), "4SEND_B7": (1, 2), "1SEND_B7": (1, 0)}.items():
         action = Action.parse(text)
         assert channel_of(action, placement) == channel_of(other_end(action), placement) == edge
+        assert other_end(action) == partner(action)
+        assert other_end(other_end(action)) == action
 
 
 @pytest.mark.parametrize(

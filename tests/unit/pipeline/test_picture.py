@@ -1,3 +1,5 @@
+"""Pictures of timelines: every action in its place, in colours that people tell apart."""
+
 from __future__ import annotations
 
 import subprocess

@@ -151,8 +151,8 @@ def test_one_by_one_no_two_ranks_work_at_a_time(placement: tuple[int, ...]) -> N
 def test_making_a_schedule_is_quick() -> None:
     """Two microseconds per action are asked for; a loaded machine gets ten."""
     start = time.process_time()
-    actions = sum(map(len, make("interleaved", 64, 8, 512).ranks))
-    assert actions == 64 * 8 * 512 * 2
+    actions = sum(map(len, make("interleaved", 64, 8, 64).ranks))
+    assert actions == 64 * 8 * 64 * 2
     assert (time.process_time() - start) / actions < 10e-6
 
 
@@ -164,8 +164,6 @@ STOCK = {
     "zb-v": stock.ScheduleZBVZeroBubble,
     "dualpipe-v": stock.ScheduleDualPipeV,
 }
-
-
 """What PyTorch has. Its interleaved zero bubble with one stage on each rank is ZB-H1."""
 
 

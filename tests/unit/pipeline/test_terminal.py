@@ -1,3 +1,5 @@
+"""Drawings of text read back, column by column; the numbers above them."""
+
 from __future__ import annotations
 
 import re

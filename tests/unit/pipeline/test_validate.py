@@ -28,6 +28,7 @@ from tests.unit.pipeline.judge import Play
 ACTION = re.compile(rf"\d+({'|'.join((*COMMUNICATION, *COMPUTE))})\d+")
 
 BREAKAGES = ("drop", "double", "swap", "move", "hasten W", "swap posts", "wrong rank", "other kind")
+"""What is done to an action of a valid program."""
 
 
 def program(*lines: str) -> Schedule:
@@ -47,11 +48,7 @@ def schedules(draw: st.DrawFn, ranks: int, chunks: int, microbatches: int) -> Sc
     """Any schedule of the library, up to a size."""
     name = draw(st.sampled_from(sorted(SCHEDULES)))
     wanted = SCHEDULES[name].chunks or draw(st.integers(1, chunks))
-    try:
-        return make(name, draw(st.integers(1, ranks)), wanted, draw(st.integers(1, microbatches)))
-    except ScheduleError:
-        assume(False)
-        raise
+    return make(name, draw(st.integers(1, ranks)), wanted, draw(st.integers(1, microbatches)))
 
 
 def held_at_most(schedule: Schedule, rank: int, start: tuple[str, ...], end: tuple[str, ...]) -> int:
@@ -103,9 +100,7 @@ def breakages(draw: st.DrawFn) -> tuple[str, list[Action], Schedule, tuple[int, 
     """What was done, the actions it was done to, the program after it, and the placement that was meant."""
     whole = add_communication(draw(schedules(ranks=4, chunks=3, microbatches=5)))
     ranks = [list(actions) for actions in whole.ranks]
-    what = draw(
-        st.sampled_from(["drop", "double", "swap", "move", "hasten W", "swap posts", "wrong rank", "other kind"])
-    )
+    what = draw(st.sampled_from(BREAKAGES))
     rank = draw(st.integers(0, len(ranks) - 1))
     actions = ranks[rank]
     eligible = [i for i, a in enumerate(actions) if what != "hasten W" or a.kind == WEIGHT]
@@ -135,7 +130,7 @@ def breakages(draw: st.DrawFn) -> tuple[str, list[Action], Schedule, tuple[int, 
     return what, touched, Schedule("broken", tuple(map(tuple, ranks))), whole.placement
 
 
-@settings(max_examples=600, derandomize=True, deadline=None)
+@settings(max_examples=300, derandomize=True, deadline=None)
 @given(breakages())
 def test_what_is_broken_is_refused_and_what_is_not_is_not(
     breakage: tuple[str, list[Action], Schedule, tuple[int, ...]],

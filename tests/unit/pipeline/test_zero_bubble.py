@@ -34,7 +34,7 @@ def test_bubbles_of_zb_h1_and_h2(p: int, seconds: tuple[int, int, int]) -> None:
 def test_no_rank_idles_where_all_take_equally_long(name: str) -> None:
     """The last rank starts p - 1 later than the first: so much longer is the step than the work."""
     for p in range(1, 9):
-        for m in range(2 * p - 1, 5 * p):
+        for m in (2 * p - 1, 2 * p, 3 * p + 1, 5 * p - 1):
             schedule = make(name, p, 2 if name == "zb-v" else 1, m)
             assert bubbles(schedule) == [0] * p, (p, m)
             assert max(end for _, end in clock(schedule)) == 3 * m * schedule.stages // p + p - 1

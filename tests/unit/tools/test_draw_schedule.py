@@ -1,3 +1,5 @@
+"""The tool as people call it: what it prints, what it writes, what it refuses."""
+
 from __future__ import annotations
 
 import json
