@@ -1,7 +1,8 @@
 """The full product of the factors that decide how a model is cut: ``python -m tests.distributed.product``.
 
-Takes some twenty minutes on two cores. Two products: of layouts, every schedule on all grids of up to eight ranks; and
-of models, on few of these. Writes what it found, row by row, to ``tests/golden/layout_product.txt``.
+Takes more than an hour on two cores, ``--every 7`` ten minutes. Two products: of layouts, every schedule on all grids
+of up to eight ranks; and of models, on few of these. Writes what it found, row by row, to
+``tests/golden/layout_product.txt``.
 """
 
 from __future__ import annotations

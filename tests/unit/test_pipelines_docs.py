@@ -22,9 +22,10 @@ TEXT = (ROOT / "docs" / "pipelines.md").read_text()
 BLOCKS = re.findall(r"^```\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
 TOOL = "python tools/draw_schedule.py "
 GRID = [*product((1, 2, 3), repeat=3)]
+ANY = [(1, 1, 1), (2, 3, 1), (1, Fraction(1, 2), 2)]
 TIMES = {
-    "always": [(1, 1, 1), (2, 3, 1), (1, Fraction(1, 2), 2)],
-    "p divides m": [(1, 1, 1), (2, 3, 1), (1, Fraction(1, 2), 2)],
+    "always": ANY,
+    "p divides m": ANY,
     "w ≤ f, w ≤ i": [(f, i, w) for f, i, w in GRID if w <= min(f, i)],
     "w ≤ i ≤ f ≤ b": [(f, i, w) for f, i, w in GRID if w <= i <= f <= i + w],
     "f = i = w": [(1, 1, 1), (3, 3, 3)],

@@ -42,9 +42,9 @@ def test_a_pipeline_has_a_line_of_its_own() -> None:
     told = rows(*PIPELINE, "--num-virtual-stages-per-pipeline-rank", "2", ranks=4)
     assert told["ranks"] == "4 = PP 2 (pipeline, VPP 2) x DP 2 (copies of the model) x TP 1 (tensor parallel)"
     head = 257 * 128 / (4 * 4 * 128 * 128)  # of a layer, roughly: the last of four stages takes so much longer
-    bubble, slow = 1 / 9, 1 + head
+    bubble = 1 / 9
     assert told["pipeline"].startswith(f"interleaved, 4 stages of 1 layer, bubble {100 * bubble:.1f}% (")
-    assert bubble < float(told["pipeline"].partition("(")[2].partition("%")[0]) / 100 < bubble + slow - 1
+    assert bubble < float(told["pipeline"].partition("(")[2].partition("%")[0]) / 100 < bubble + head
     assert told["pipeline"].endswith("as these stages cost), at most 5 micro-batches of a stage kept")
     assert "on the fullest rank" in told["parameters"]
     assert "on the fullest rank" in told["memory"]
@@ -55,17 +55,8 @@ def test_stages_that_differ_are_shown_as_a_layout() -> None:
     told = rows(*PIPELINE, "--num-layers", "5", "--pipeline-schedule", "zb-h1", ranks=2)
     assert told["ranks"].startswith("2 = PP 2 (pipeline) x DP 1")
     assert told["pipeline"].startswith("zb-h1, 2 stages Et*3|ttL, bubble ")
-    unknown = [
-        "--mock-data",
-        "--train-iters",
-        "10",
-        "--tokenizer-type",
-        "ByteTokenizer",
-        *PIPELINE,
-        "--num-layers",
-        "5",
-    ]
-    parsed = parse(unknown, {"RANK": "0", "WORLD_SIZE": "2"})
+    unknown = "--mock-data --train-iters 10 --tokenizer-type ByteTokenizer --num-layers 5"
+    parsed = parse([*unknown.split(), *PIPELINE], {"RANK": "0", "WORLD_SIZE": "2"})
     assert "2 stages of equal cost; the tokenizer says what the output layer costs, bubble 11.1%" in parsed.summary()
     assert "5 layers do not divide over 2 stages" in parsed.summary()
 
