@@ -10,6 +10,11 @@ def global_batch(config: TrainingConfig, data_parallel_size: int) -> int:
     return config.global_batch_size or config.micro_batch_size * data_parallel_size
 
 
+def microbatches(config: TrainingConfig, data_parallel_size: int) -> int:
+    """Those of the full batch on each data-parallel rank."""
+    return global_batch(config, data_parallel_size) // (config.micro_batch_size * data_parallel_size)
+
+
 def batch_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[int, int]]:
     """The ramp as ``[(first sample, batch), ...]``, ending with the full batch; one entry without a ramp.
 

@@ -90,8 +90,9 @@ def flop_table(
     once = {name: 2.0 * model.hidden_size * width for name, width in _widths(model).items()}
     attention = 2.0 * model.num_attention_heads * model.head_dim * keys
     once |= {"scores": attention, "values": attention}
+    places = [place for stage in stage_layers(model, parallel) for place in range(stage.count)]
     layers = []
-    for place in (place for stage in stage_layers(model, parallel) for place in range(len(stage.layers))):
+    for place in places:
         again = recomputed_products(model, training, place)
         layers.append({name: Work(once[name], 2 * once[name], once[name] * (name in again)) for name in BLOCK})
     head = 2.0 * model.hidden_size * vocabulary

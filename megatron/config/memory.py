@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 from megatron.config.model import ModelConfig
@@ -9,7 +10,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import MOMENTS, OptimizerConfig, RunConfig
 from megatron.parallel.shard import padded_vocabulary
 from megatron.pipeline.partition import StageLayers
-from megatron.pipeline.plan import placement, resolved, stage_layers
+from megatron.pipeline.plan import placement, stage_layers, virtual_stages
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Of a number in each format."""
@@ -60,13 +61,12 @@ def rank_parameters(m: ModelConfig, parallel: ParallelConfig) -> int:
     A tied weight is on the ranks of the first and of the last stage, once on either.
 
     Raises:
-        ValueError: while the vocabulary's size is not known.
+        ValueError: while the vocabulary's size is not known, or when the pipeline cannot share the blocks.
     """
-    held: dict[int, list[StageLayers]] = {}
-    parallel = resolved(m, parallel)
-    chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
-    for rank, stage in zip(placement(parallel, chunks), stage_layers(m, parallel), strict=True):
-        held.setdefault(rank, []).append(stage)
+    held: dict[int, list[StageLayers]] = defaultdict(list)
+    ranks = placement(parallel, virtual_stages(m, parallel))
+    for rank, stage in zip(ranks, stage_layers(m, parallel), strict=True):
+        held[rank].append(stage)
     return max(_parameters_of(stages, m, parallel.tensor_model_parallel_size) for stages in held.values())
 
 

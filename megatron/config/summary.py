@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.batch import batch_stages, global_batch, total_steps, trained_samples
+from megatron.config.batch import batch_stages, global_batch, microbatches, total_steps, trained_samples
 from megatron.config.memory import checkpoint_bytes, rank_parameters, shown, state_bytes
 from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import RunConfig
 from megatron.parallel.shard import padded_vocabulary
 from megatron.pipeline.partition import StageLayers, notation
@@ -63,20 +64,19 @@ def _pipeline(config: RunConfig, world_size: int) -> str:
     stages = stage_layers(config.model, parallel)
     if len(stages) == 1:
         return ""
-    t, dp = config.training, parallel.data_parallel_size(world_size)
-    count = global_batch(t, dp) // (t.micro_batch_size * dp)
+    count = microbatches(config.training, parallel.data_parallel_size(world_size))
     kept = f"at most {max(peaks_for(parallel, count).both)} micro-batches of a stage kept"
-    return f"{parallel.pipeline_schedule}, {_dealt(config, stages)}, {_bubble(config, count)}, {kept}"
+    return f"{parallel.pipeline_schedule}, {_dealt(config, stages)}, {_bubble(config.model, parallel, count)}, {kept}"
 
 
-def _bubble(config: RunConfig, microbatches: int) -> str:
-    """As the formulas have it, and with what the stages cost."""
-    parallel = resolved(config.model, config.parallel)
-    same = f"{100 * bubble_of(parallel, microbatches):.1f}%"
-    if config.model.vocab_size is None:
+def _bubble(model: ModelConfig, parallel: ParallelConfig, count: int) -> str:
+    """Where all stages cost the same, as the formulas have it, and as they do cost; of ``count`` micro-batches."""
+    same = f"{bubble_of(parallel, count):.1%}"
+    if model.vocab_size is None:
         return f"bubble {same} where stages cost the same"
-    costs = tuple(layer_costs(config.model).of(stage) for stage in stage_layers(config.model, parallel))
-    real = f"{100 * bubble_of(parallel, microbatches, costs):.1f}%"
+    costs = layer_costs(model)
+    of_stages = tuple(costs.of(stage) for stage in stage_layers(model, parallel))
+    real = f"{bubble_of(parallel, count, of_stages):.1%}"
     return f"bubble {same}" + (f" ({real} as these stages cost)" if real != same else "")
 
 
@@ -124,7 +124,7 @@ def _each(config: RunConfig) -> str:
 def _batch(config: RunConfig, world_size: int) -> str:
     t, dp = config.training, config.parallel.data_parallel_size(world_size)
     full = global_batch(t, dp)
-    count = _counted(full // (t.micro_batch_size * dp), "micro-batch", "micro-batches")
+    count = _counted(microbatches(t, dp), "micro-batch", "micro-batches")
     tokens = f"{full * t.seq_length:,} tokens"
     return f"{full:,} samples x {t.seq_length} = {tokens} a step: {count} of {t.micro_batch_size} on each DP rank"
 

@@ -31,8 +31,7 @@ def check_same_data(data: DataSource, world: Group) -> None:
     if differing:
         versions = [splits.get(differing[0], "nothing") for splits in by_rank]
         raise DataError(
-            f"the {' and '.join(map(spoken, differing))} data are not the same on all ranks: "
-            + "; ".join(f"{_named(version, versions, hosts)}: {version}" for version in dict.fromkeys(versions)),
+            f"the {' and '.join(map(spoken, differing))} data are not the same on all ranks: {_told(versions, hosts)}",
             "copy the same files to every machine, or name files on a disk that all of them share",
         )
 
@@ -46,10 +45,7 @@ def check_same_kernels(chosen: str, world: Group) -> None:
         UserError: on every rank, when they differ.
 
     """
-    seen = comm.all_gather_objects((gethostname(), chosen), world)
-    hosts, choices = [host for host, _ in seen], [choice for _, choice in seen]
-    if len(set(choices)) > 1:
-        told = "; ".join(f"{_named(choice, choices, hosts)}: {choice}" for choice in dict.fromkeys(choices))
+    if told := _differences(chosen, world):
         raise UserError([Problem("E904", f"ranks would compute differently: {told}", ("--kernels torch",))])
 
 
@@ -63,10 +59,7 @@ def check_same_schedule(schedule: Schedule, world: Group) -> None:
 
     """
     digest = hashlib.blake2b(repr(schedule.ranks).encode(), digest_size=8).hexdigest()
-    seen = comm.all_gather_objects((gethostname(), digest), world)
-    hosts, digests = [host for host, _ in seen], [digest for _, digest in seen]
-    if len(set(digests)) > 1:
-        told = "; ".join(f"{_named(digest, digests, hosts)}: {digest}" for digest in dict.fromkeys(digests))
+    if told := _differences(digest, world):
         sentence = f"{schedule.name} is not the same on all ranks: {told}"
         raise UserError([Problem("E212", sentence, ("copy the same file to every machine",))])
 
@@ -78,6 +71,18 @@ def laid_out(data: DataSource) -> dict[str, str]:
         + " + ".join(f"{count:,}" for count in data.stretches[name])
         for name, fingerprint in data.fingerprints.items()
     }
+
+
+def _differences(mine: str, world: Group) -> str:
+    """Which ranks have what, where they have different things, else nothing; collective."""
+    seen = comm.all_gather_objects((gethostname(), mine), world)
+    hosts, versions = [host for host, _ in seen], [version for _, version in seen]
+    return _told(versions, hosts) if len(set(versions)) > 1 else ""
+
+
+def _told(versions: Sequence[str], hosts: Sequence[str]) -> str:
+    """Every version of something, and who has it."""
+    return "; ".join(f"{_named(version, versions, hosts)}: {version}" for version in dict.fromkeys(versions))
 
 
 def _named(version: str, versions: Sequence[str], hosts: Sequence[str]) -> str:

@@ -86,7 +86,8 @@ class Profiler:
             self._start(number)
         complete = False
         try:
-            with span(f"{STEP}{number}"), self._pipeline.step(number) if self._pipeline else nullcontext():
+            of_pipeline = self._pipeline.step(number) if self._pipeline is not None else nullcontext()
+            with span(f"{STEP}{number}"), of_pipeline:
                 yield
             complete = True
         finally:

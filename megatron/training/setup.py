@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from megatron.config.batch import batch_at, global_batch, total_steps
+from megatron.config.batch import batch_at, global_batch, microbatches, total_steps
 from megatron.config.launch import Launch
 from megatron.config.lengths import lengths
 from megatron.config.problems import Problem, UserError
@@ -256,8 +256,8 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
     layers, here = stage_layers(model, parallel), mesh.coordinate["pp"]
     chunks = build_chunks(model, training, context, {s: layers[s] for s, r in enumerate(mesh.placement) if r == here})
     specs, params = context.specs, context.params
-    names = {name for held in comm.all_gather_objects([*specs], mesh.world) for name in held}
-    check_patterns(config.optimizer, names)
+    names = dict.fromkeys(name for held in comm.all_gather_objects([*specs], mesh.world) for name in held)
+    check_patterns(config.optimizer, list(names))
     dtypes = {name: p.dtype for name, p in params.items()}
     buckets = GradBuckets(specs, dtypes, mesh, sink, device, parallel.ddp_bucket_size, parallel.overlap_grad_reduce)
     optimizer = Optimizer(params, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
@@ -273,10 +273,10 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
 
 
 def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
+    """The ranks and their groups; collective. The stages lie where the program of the full batch has them."""
     model, parallel = config.model, config.parallel
     layout = Layout.from_config(parallel, world_size)
-    full = global_batch(config.training, layout.sizes["dp"]) // (config.training.micro_batch_size * layout.sizes["dp"])
-    program = program_for(parallel, full)
+    program = program_for(parallel, microbatches(config.training, layout.sizes["dp"]))
     if str(parallel.pipeline_schedule).endswith(FILE):
         check_same_schedule(program, everyone(rank, world_size))
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
