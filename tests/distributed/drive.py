@@ -16,8 +16,9 @@ from megatron.config.run import ComputeConfig, DataConfig, OptimizerConfig, Prec
 from megatron.data.masks import Masks
 from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch
+from megatron.pipeline.plan import resolved
 from megatron.training.setup import Trainer, build
-from megatron.training.step import train_step
+from megatron.training.step import evaluate, train_step
 from megatron.training.verify import Difference, RankTrace, StepTrace, compare, join, trace_step
 from tests.distributed.pool import Pool
 
@@ -100,6 +101,21 @@ class Case:
         return replace(self, parallel=ONE_RANK, training=training, dp=1, compute=STOCK)
 
 
+def pipeline(
+    ranks: int, schedule: str | None = None, stages: int | None = None, samples: int = 4, layers: int = 2, **rest: Any
+) -> Case:
+    """A case of micro-batches of one sample; ``rest`` is of the model, or of how it is cut."""
+    cut = {name: rest.pop(name) for name in [*rest] if name in ParallelConfig.__dataclass_fields__}
+    model = replace(MODEL, num_layers=layers, **rest)
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=ranks,
+        num_virtual_stages_per_pipeline_rank=stages,
+        pipeline_schedule=schedule,
+        **cut,
+    )
+    return Case(model, resolved(model, parallel), samples=samples)
+
+
 def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
     """Train ``case.steps`` steps on this rank and note each."""
     trainer = build(case.config(), rank, world_size)
@@ -108,6 +124,16 @@ def run_case(rank: int, world_size: int, case: Case) -> list[RankTrace]:
         metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
         traces.append(trace_step(trainer, metrics))
     return traces
+
+
+def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
+    """Loss on generated validation data before and after a step."""
+    config = case.config()
+    config = replace(config, training=replace(config.training, eval_iters=2))
+    trainer = build(config, rank, world_size)
+    before = evaluate(trainer).item()
+    train_step(trainer, batches_of(trainer, case, 0), RATES)
+    return before, evaluate(trainer).item()
 
 
 def run_on(pool: Pool, case: Case, timeout: float = 60.0) -> list[StepTrace]:

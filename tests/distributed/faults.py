@@ -133,7 +133,7 @@ def deferred(dropped: int | None = None) -> AbstractContextManager[Any]:
         whole = plan.program_for(*arguments, **named)
         return Schedule(whole.name, tuple(tuple(half for a in rank for half in halves(a)) for rank in whole.ranks))
 
-    return patch("megatron.training.setup.program_for", program_for)
+    return patch.object(setup, "program_for", program_for)
 
 
 def weight_gradient_dropped() -> AbstractContextManager[Any]:
@@ -283,7 +283,7 @@ def gradient_of_another_microbatch() -> AbstractContextManager[Any]:
 
 
 def labels_of_another_microbatch() -> AbstractContextManager[Any]:
-    """The stages look at the micro-batch before: its labels, masks, positions and sample numbers."""
+    """Ranks without the first stage look at the micro-batch before: its labels, masks, positions, sample numbers."""
     original = Pipeline.run
 
     def run(self: Pipeline, actions: Any, batches: Sequence[MicroBatch], *rest: Any) -> None:

@@ -18,17 +18,14 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import ComputeConfig, OptimizerConfig, PrecisionConfig, TrainingConfig
 from megatron.pipeline.plan import NAMES
-from megatron.training.setup import build
-from megatron.training.step import evaluate, train_step
 from megatron.training.verify import Difference, StepTrace
 from tests.distributed import product
 from tests.distributed.drive import (
     MODEL,
-    RATES,
     SEQ_LENGTH,
     Case,
-    batches_of,
     compare_with_twin,
+    evaluation,
     reference,
     run_on,
 )
@@ -245,16 +242,6 @@ def test_the_product_crosses_every_schedule_with_every_size_of_the_pipeline() ->
         if pp * int(tp[0]) * dp <= MAX_RANKS
     }
     assert len([*product.layouts()]) + len([*product.models()]) > 1500
-
-
-def evaluation(rank: int, world_size: int, case: Case) -> tuple[float, float]:
-    """Loss on generated validation data before and after a step."""
-    config = case.config()
-    config = replace(config, training=replace(config.training, eval_iters=2))
-    trainer = build(config, rank, world_size)
-    before = evaluate(trainer).item()
-    train_step(trainer, batches_of(trainer, case, 0), RATES)
-    return before, evaluate(trainer).item()
 
 
 @pytest.mark.parametrize("case", LONG)

@@ -11,28 +11,21 @@ import torch
 from torch import Tensor
 from torch.nn import Module
 
-from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
 from megatron.training.nonfinite import explain_nonfinite
 from megatron.training.setup import Trainer, build
 from tests.distributed.detect import DP2, TP2, TP2_SP
-from tests.distributed.drive import MODEL, Case, batches_of
+from tests.distributed.drive import Case, batches_of, pipeline
 from tests.distributed.pool import Pool
 
 NAN = float("nan")
 FC1, FC2, FC1_0 = "layers.1.mlp.linear_fc1", "layers.1.mlp.linear_fc2", "layers.0.mlp.linear_fc1"
 ONE = "samples [0]"
 
-
-def pipeline(layers: int, **options: Any) -> Case:
-    """Micro-batches of one sample."""
-    return Case(replace(MODEL, num_layers=layers), ParallelConfig(**options))
-
-
-PP2 = pipeline(2, pipeline_model_parallel_size=2)
-PP2_VPP2 = pipeline(4, pipeline_model_parallel_size=2, num_virtual_stages_per_pipeline_rank=2)
-PP4_VPP2 = pipeline(8, pipeline_model_parallel_size=4, num_virtual_stages_per_pipeline_rank=2)
-PP4_V = pipeline(8, pipeline_model_parallel_size=4, pipeline_schedule="dualpipe-v")
+PP2 = pipeline(2)
+PP2_VPP2 = pipeline(2, stages=2, layers=4)
+PP4_VPP2 = pipeline(4, stages=2, layers=8)
+PP4_V = pipeline(4, "dualpipe-v", layers=8)
 
 
 def part(trainer: Trainer, name: str) -> Module:

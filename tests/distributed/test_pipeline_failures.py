@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import os
 import time
 from collections.abc import Callable
-from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
-from unittest.mock import patch
 
 from megatron.config.run import RunConfig
-from megatron.training import main
 from megatron.training.setup import Trainer
 from tests.distributed.pool import Pool
-from tests.runs import before_step, column, tiny_run
+from tests.runs import Told, before_step, column, start, tiny_run
 
 INTERLEAVED = "--num-layers 4 --pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2"
 TIMEOUT, NAP = 3.0, 5.0
@@ -43,24 +38,21 @@ def break_stage(trainer: Trainer, how: str) -> None:
         trainer.chunks[3].register_forward_pre_hook(before)
 
 
-def run_rank(rank: int, world_size: int, config: RunConfig, how: str) -> tuple[int, str, float]:
-    """A rank's exit status, what it wrote to stderr, and when it ended."""
-    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    fault = before_step(3, partial(break_stage, how=how))
-    with patch.dict(os.environ, place), fault, redirect_stderr(io.StringIO()) as told:
-        return main.run(config), told.getvalue(), time.monotonic()
+def run_rank(rank: int, world_size: int, config: RunConfig, how: str) -> tuple[Told, float]:
+    """What a rank told, and when it ended."""
+    return start(config, before_step(3, partial(break_stage, how=how)), rank, world_size), time.monotonic()
 
 
 def run_broken(pool: Pool, folder: Path, how: str) -> tuple[str, str]:
     """What rank 1 does, the other notices in time: what the first of them told, and what the records tell."""
     config = tiny_run(folder, f"{INTERLEAVED} --distributed-timeout-minutes {TIMEOUT / 60}", 2)
     ranks = pool.run(2, run_rank, config, how, check_collectives=False)
-    assert [status for status, _, _ in ranks] == [1, 1]
-    assert abs(ranks[0][2] - ranks[1][2]) < 2 * TIMEOUT
+    assert [told.status for told, _ in ranks] == [1, 1]
+    assert abs(ranks[0][1] - ranks[1][1]) < 2 * TIMEOUT
     assert column(folder, "iteration") == [1, 2]
-    (told,) = [text for _, text, _ in ranks if text]
+    (text,) = [told.err for told, _ in ranks if told.err]
     (incident,) = [line for line in (folder / "incidents.md").read_text().splitlines() if "error:" in line]
-    return told, incident
+    return text, incident
 
 
 def test_a_rank_that_raises_is_told_with_its_action(pool: Pool, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What halves of backward communicate: nothing twice but the gather that is stated, and measured in bytes."""
+"""What halves of backward communicate: nothing twice but the gathers that are stated."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from megatron.parallel import comm
 from megatron.parallel.comm import Group
 from megatron.training.setup import build
 from megatron.training.step import train_step
-from tests.distributed.drive import RATES, Case, batches_of
+from tests.distributed.drive import RATES, Case, batches_of, pipeline
 from tests.distributed.pool import Pool
-from tests.distributed.test_pipeline_layouts import pipeline
 
 LAYERS, SAMPLES = 4, 3
 COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce")

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import os
-from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from pathlib import Path
 from unittest.mock import patch
 
@@ -14,10 +11,9 @@ from megatron.config.run import RunConfig
 from megatron.pipeline.actions import COMPUTE
 from megatron.pipeline.plan import program_for
 from megatron.pipeline.trace import read_trace
-from megatron.training import main
 from megatron.training.setup import Trainer
 from tests.distributed.pool import Pool
-from tests.runs import before_step, column, records, tiny_run
+from tests.runs import before_step, column, records, start, tiny_run
 from tools.draw_schedule import main as draw_schedule
 
 PP2 = "--num-layers 4 --pipeline-model-parallel-size 2"
@@ -28,18 +24,16 @@ LAYOUTS = {
 CHOSEN = "--profile-pipeline --profile-step-start 2 --profile-step-end 4"
 
 
-def run_rank(rank: int, world_size: int, config: RunConfig, wish: str = "") -> tuple[int, str]:
+def run_rank(rank: int, world_size: int, config: RunConfig, wish: str = "") -> tuple[int | None, str]:
     """A rank's exit status, and what it wrote to stderr; ``wish`` is asked in step 2."""
 
     def ask(trainer: Trainer) -> None:
         (Path(str(config.logging.run_dir)) / "PROFILE").write_text(wish)
 
-    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    asking = before_step(2, ask) if wish and rank == 0 else nullcontext()
-    looks = patch("megatron.training.profile_request.LOOK_SECONDS", 0.0)
-    told = redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO())
-    with patch.dict(os.environ, place), looks, asking, told[0], told[1] as errors:
-        return main.run(config), errors.getvalue()
+    asking = before_step(2, ask) if wish and rank == 0 else None
+    with patch("megatron.training.profile_request.LOOK_SECONDS", 0.0):
+        told = start(config, asking, rank, world_size)
+    return told.status, told.err
 
 
 def kept(folder: Path) -> list[str]:

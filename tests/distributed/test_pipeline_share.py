@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import io
-import os
 import statistics
 import time
-from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 from torch import Tensor, nn
@@ -17,10 +13,9 @@ from torch import Tensor, nn
 from megatron.config.run import RunConfig
 from megatron.pipeline.plan import program_for
 from megatron.pipeline.simulate import Costs, simulate
-from megatron.training import main
 from megatron.training.setup import Trainer
 from tests.distributed.pool import Pool
-from tests.runs import before_step, column, tiny_run
+from tests.runs import before_step, column, start, tiny_run
 
 FORWARD, BACKWARD = 0.02, 0.05
 """Seconds for which a layer sleeps."""
@@ -46,10 +41,9 @@ def slow_down(trainer: Trainer) -> None:
                 module.register_forward_hook(doze)
 
 
-def run_rank(rank: int, world_size: int, config: RunConfig) -> int:
-    place = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_RANK": str(rank)}
-    with patch.dict(os.environ, place), before_step(1, slow_down), redirect_stdout(io.StringIO()):
-        return main.run(config)
+def run_rank(rank: int, world_size: int, config: RunConfig) -> int | None:
+    """A rank's exit status."""
+    return start(config, before_step(1, slow_down), rank, world_size).status
 
 
 @pytest.mark.parametrize("flags", ["", "--num-layers 4 --num-virtual-stages-per-pipeline-rank 2"], ids=["1f1b", "vpp2"])

@@ -5,15 +5,13 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 
 from megatron.config.run import RunConfig
-from megatron.optim.replicas import ReplicaGrads
 from megatron.parallel.grads import GradSink, Rows
 from megatron.training.setup import build
 from megatron.training.verify import RankTrace, trace_steps
@@ -46,22 +44,15 @@ def one_rank_fails() -> AbstractContextManager[Any]:
     return patch.object(GradSink, "add", side_effect=RuntimeError("out of luck"))
 
 
-@contextmanager
-def tied_copies_not_summed() -> Iterator[None]:
-    """The first and the last stage each use their own part of a tied weight's gradient."""
-    original = ReplicaGrads.__init__
-
-    def init(self: ReplicaGrads, *arguments: Any) -> None:
-        original(self, *arguments)
-        self._tied = []
-
-    with patch.object(ReplicaGrads, "__init__", init):
-        yield
-
-
 FAULTS = {
     f.__name__: f
-    for f in (no_fault, one_gradient_doubled, one_rank_fails, faults.kv_copies_not_summed, tied_copies_not_summed)
+    for f in (
+        no_fault,
+        one_gradient_doubled,
+        one_rank_fails,
+        faults.kv_copies_not_summed,
+        faults.tied_weight_not_summed,
+    )
 }
 
 
@@ -107,7 +98,7 @@ def test_pipelines(pool: Pool, capsys: pytest.CaptureFixture[str], layout: str) 
 def test_a_tied_weight_whose_copies_are_not_summed(pool: Pool, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["--preset", "tiny-llama", "--world-size", "2", *PIPELINES["PP 2 (1f1b) x DP 1 x TP 1"].split()]
     tied = "--no-untie-embeddings-and-output-weights"
-    assert main([*flags, "--shrink", "--steps", "1", tied], on(pool, "tied_copies_not_summed")) == 1
+    assert main([*flags, "--shrink", "--steps", "1", tied], on(pool, "tied_weight_not_summed")) == 1
     out = capsys.readouterr().out
     assert "first the gradient of embedding.word_embeddings.weight" in out
     assert "not the same on all ranks that share it: gradient of embedding.word_embeddings.weight, ..." in out

@@ -175,7 +175,7 @@ def compared(rank: int, world_size: int, name: str, folder: Path) -> Found:
     batches = batches_of(trainer, case, 0)
     schedule, modules = stock(name, trainer, batches)
     step_of(schedule, trainer, batches)
-    theirs = {name: gradient for module in modules for name, gradient in module.gradients().items()}
+    theirs = {weight: gradient for module in modules for weight, gradient in module.gradients().items()}
     in_our_order = ours(trainer, batches, None)
     if name == MISDESCRIBED:
         return Found(theirs, in_our_order, in_our_order)
