@@ -112,7 +112,8 @@ class Case:
 
 def measure(name: str, args: argparse.Namespace) -> dict[str, Any]:
     """Actions of a step by what they are, and microseconds of a step of every round, by the runtime and plain."""
-    case, micros = Case.of(name, args.microbatches), {"runtime": [], "plain": []}
+    case = Case.of(name, args.microbatches)
+    micros: dict[str, list[float]] = {"runtime": [], "plain": []}
     steps = {"runtime": case.pipeline(), "plain": case.plain()}
     with patch.multiple(comm, start_send=nothing_moves, start_receive=nothing_moves):
         for number in range(args.repeats + 1):  # the first one warms up

@@ -149,11 +149,6 @@ class Schedule:
         """One more than the largest number of a micro-batch."""
         return 1 + max((action.microbatch for actions in self.ranks for action in actions), default=-1)
 
-    @cached_property
-    def splits(self) -> bool:
-        """Whether some backward is done in halves."""
-        return any(action.kind in (INPUT, WEIGHT) for actions in self.ranks for action in actions)
-
     def only(self, kinds: Sequence[str]) -> Schedule:
         """The same without actions of other kinds: with ``F`` alone, an evaluation."""
         return Schedule(self.name, tuple(tuple(a for a in actions if a.kind in kinds) for actions in self.ranks))

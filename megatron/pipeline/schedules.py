@@ -1,7 +1,7 @@
 """Pipeline schedules: who computes what, in which order.
 
-Every schedule is a function of the size of the pipeline that lists the actions of one rank; the rest of the project
-knows none of them by name. Below, p is the number of ranks, v of stages on each (chunks), m of micro-batches; f, b, i
+Every schedule of ``SCHEDULES`` is a function of the size of the pipeline that lists the actions of one rank; the rest
+of the project takes them from there. Below, p is the number of ranks, v of stages on each (chunks), m of micro-batches; f, b, i
 and w are the seconds that a *rank* takes for all its stages: one micro-batch forward, backward, and backward's halves
 for inputs and for weights (b = i + w). The bubble is the longest time that a rank idles between its first and its last
 action, all stages alike and communication free; memory is the most (stage, micro-batch) pairs whose activations a rank
@@ -108,24 +108,22 @@ class Recipe:
     Attributes:
         actions: of a rank in a pipeline of a size.
         chunks: stages that each rank must have; None where it may have any number.
-        splits: whether backward is done in halves, gradients of inputs and of weights.
         about: when to use it, in a sentence.
     """
 
     actions: Callable[[int, Size], list[Action]]
     chunks: int | None
-    splits: bool
     about: str
 
 
 SCHEDULES: Mapping[str, Recipe] = {
-    "gpipe": Recipe(gpipe, None, False, "All forwards, then all backwards: the most memory, the simplest picture."),
-    "1f1b": Recipe(one_forward_one_backward, 1, False, "The least memory of a pipeline with one stage on a rank."),
-    "interleaved": Recipe(interleaved, None, False, "1F1B with v stages on a rank: a v-th of the bubble."),
-    "zb-h1": Recipe(zb_h1, 1, True, "A third of 1F1B's bubble, in its memory."),
-    "zb-h2": Recipe(zb_h2, 1, True, "No bubble between a rank's first and last action, in twice the memory of 1F1B."),
-    "zb-v": Recipe(zb_v, 2, True, "No bubble between a rank's first and last action, in the memory of 1F1B."),
-    "dualpipe-v": Recipe(dualpipe_v, 2, True, "A forward next to a backward nearly always, few backwards in halves."),
+    "gpipe": Recipe(gpipe, None, "All forwards, then all backwards: the most memory, the simplest picture."),
+    "1f1b": Recipe(one_forward_one_backward, 1, "The least memory of a pipeline with one stage on a rank."),
+    "interleaved": Recipe(interleaved, None, "1F1B with v stages on a rank: a v-th of the bubble."),
+    "zb-h1": Recipe(zb_h1, 1, "A third of 1F1B's bubble, in its memory."),
+    "zb-h2": Recipe(zb_h2, 1, "No bubble between a rank's first and last action, in twice the memory of 1F1B."),
+    "zb-v": Recipe(zb_v, 2, "No bubble between a rank's first and last action, in the memory of 1F1B."),
+    "dualpipe-v": Recipe(dualpipe_v, 2, "A forward next to a backward nearly always, few backwards in halves."),
 }
 """The hand-written schedules."""
 

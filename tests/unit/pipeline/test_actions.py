@@ -108,9 +108,8 @@ def test_what_a_schedule_says_of_itself() -> None:
         "v", (tuple(map(Action.parse, ("0F0", "3F0", "3SEND_B0", "0B0"))), (Action(1, "I", 4), Action(2, "F", 2)))
     )
     assert schedule.placement == (0, 1, 1, 0)
-    assert (schedule.stages, schedule.microbatches, schedule.splits) == (4, 5, True)
+    assert (schedule.stages, schedule.microbatches) == (4, 5)
     assert [str(action) for action in schedule.only(EVALUATION).ranks[0]] == ["0F0", "3F0"]
-    assert not schedule.only(EVALUATION).splits
 
 
 def test_stages_have_one_rank_each() -> None:
