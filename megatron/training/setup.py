@@ -257,7 +257,7 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
     chunks = build_chunks(model, training, context, {s: layers[s] for s, r in enumerate(mesh.placement) if r == here})
     specs, params = context.specs, context.params
     names = dict.fromkeys(name for held in comm.all_gather_objects([*specs], mesh.world) for name in held)
-    check_patterns(config.optimizer, list(names))
+    check_patterns(config.optimizer, names)
     dtypes = {name: p.dtype for name, p in params.items()}
     buckets = GradBuckets(specs, dtypes, mesh, sink, device, parallel.ddp_bucket_size, parallel.overlap_grad_reduce)
     optimizer = Optimizer(params, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
