@@ -1,11 +1,11 @@
 """Pipeline schedules: who computes what, in which order.
 
 Every schedule of ``SCHEDULES`` is a function of the size of the pipeline that lists the actions of one rank; the rest
-of the project takes them from there. Below, p is the number of ranks, v of stages on each (chunks), m of micro-batches; f, b, i
-and w are the seconds that a *rank* takes for all its stages: one micro-batch forward, backward, and backward's halves
-for inputs and for weights (b = i + w). The bubble is the longest time that a rank idles between its first and its last
-action, all stages alike and communication free; memory is the most (stage, micro-batch) pairs whose activations a rank
-holds at once, each a v-th of those of its layers.
+of the project takes them from there. Below, p is the number of ranks, v of stages on each (chunks), m of micro-batches;
+f, b, i and w are the seconds that a *rank* takes for all its stages: one micro-batch forward, backward, and backward's
+halves for inputs and for weights (b = i + w). The bubble is the longest time that a rank idles between its first and
+its last action, all stages alike and communication free; memory is the most (stage, micro-batch) pairs whose
+activations a rank holds at once, each a v-th of those of its layers.
 """
 
 from __future__ import annotations
