@@ -34,6 +34,10 @@ from megatron.training.plot import picture
 ALL, FILE = "all", ".csv"
 INTERLEAVED = "interleaved"
 NAMES = (*SCHEDULES, SEARCHED)
+ABOUT = {name: recipe.about for name, recipe in SCHEDULES.items()} | {
+    SEARCHED: "The best found for given times and memory."
+}
+STATUS = "Exit status: 1 when a schedule is refused or a file cannot be read or written, 2 for wrong flags."
 SEVERAL = (INTERLEAVED, SEARCHED)
 """Schedules that have two stages on a rank unless told otherwise; the others have as few as they can."""
 TIMES = {"f": 1.0, "i": 1.0, "w": 1.0, "latency": 0.0, "transfer": 0.0}
@@ -79,7 +83,8 @@ def build_parser() -> Parser:
     parser = Parser(
         "draw_schedule.py",
         description="Draw pipeline schedules: simulated, compared, or above what a run measured.",
-        epilog="Exit status: 1 when a schedule is refused or a file cannot be read or written, 2 for wrong flags.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join([*(f"{name:<12}{about}" for name, about in ABOUT.items()), "", STATUS]),
     )
     what = parser.add_argument_group("what is drawn, one of the three")
     names = f"{', '.join(NAMES)}, or a file of actions that ends in {FILE}"
