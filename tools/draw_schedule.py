@@ -83,8 +83,7 @@ def build_parser() -> Parser:
     parser = Parser(
         "draw_schedule.py",
         description="Draw pipeline schedules: simulated, compared, or above what a run measured.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join([*(f"{name:<12}{about}" for name, about in ABOUT.items()), "", STATUS]),
+        epilog=" ".join([*(f"{name}: {about}" for name, about in ABOUT.items()), STATUS]),
     )
     what = parser.add_argument_group("what is drawn, one of the three")
     names = f"{', '.join(NAMES)}, or a file of actions that ends in {FILE}"
