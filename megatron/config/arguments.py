@@ -113,7 +113,7 @@ def parse(
     notes += assumptions(reading.spellings, said)
     notes += costs(reading.spellings, config, world_size)
     notes += [*batch.remarks(config, world_size), *data.remarks(config), *checkpoint.remarks(config)]
-    notes += [*profiling.remarks(config, world_size), *graphs.remarks(config), *pipeline.remarks(config)]
+    notes += [*profiling.remarks(config, world_size), *graphs.remarks(config), *pipeline.remarks(config, world_size)]
     asked = lay_over(layer.values for layer in (*files, flags, assignments))
     notes += map(in_flags, idle.remarks(config, asked))
     notes += optimizer.unseen(config) if known.check_config else ()

@@ -6,6 +6,7 @@ Everything refused is a ``ScheduleError`` with the flags that would do. Where th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
@@ -254,6 +255,12 @@ def layer_costs(model: ModelConfig) -> LayerCosts:
     length of samples. While the vocabulary's size is not known the output layer counts for nothing.
     """
     return LayerCosts(model.layer_parameters(), 0.0, (model.vocab_size or 0) * model.hidden_size)
+
+
+def stage_costs(model: ModelConfig, stages: Sequence[StageLayers]) -> tuple[float, ...]:
+    """What each stage costs, in the unit of :func:`layer_costs`."""
+    costs = layer_costs(model)
+    return tuple(costs.of(stage) for stage in stages)
 
 
 def schedule_for(parallel: ParallelConfig, microbatches: int) -> Schedule:

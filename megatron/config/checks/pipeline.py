@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from megatron.config.batch import batch_stages
+from megatron.config.batch import batch_stages, global_batch
 from megatron.config.checks.batch import share
 from megatron.config.numbers import offers
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
+from megatron.config.settings import SETTINGS
 from megatron.pipeline import plan
 from megatron.pipeline.actions import ScheduleError
 from megatron.pipeline.partition import AUTO, written
@@ -79,8 +80,8 @@ def _told(code: str, ask: Callable[..., object], *what: object) -> Problem | Non
     return None
 
 
-def remarks(config: RunConfig) -> Iterator[str]:
-    """A line on layers that are dealt out unevenly, and on a schedule that has nothing to save."""
+def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A line on layers that are dealt out unevenly or at a cost, and on a schedule that has nothing to save."""
     model, parallel = config.model, plan.resolved(config.model, config.parallel)
     chunks, name = parallel.num_virtual_stages_per_pipeline_rank or 1, parallel.pipeline_schedule
     ranks = parallel.pipeline_model_parallel_size
@@ -89,7 +90,41 @@ def remarks(config: RunConfig) -> Iterator[str]:
     if ranks > 1 and name == plan.SEVERAL_STAGES and chunks == 1:
         yield "--pipeline-schedule interleaved at VPP 1 waits as long as 1f1b and keeps more"
     if ranks == 1 and (chunks > 1 or name != plan.ONE_STAGE):
-        yield f"a pipeline of 1 rank waits for nobody: --pipeline-schedule {name} at VPP {chunks} makes no step shorter"
+        yield f"a pipeline of 1 rank waits for nobody: {_typed(config.parallel)} makes no step shorter"
+    if ranks > 1 and model.vocab_size is not None:
+        yield from _dearer(config, parallel, world_size)
+
+
+ASKING = (
+    "pipeline_schedule",
+    "num_virtual_stages_per_pipeline_rank",
+    "num_layers_per_virtual_pipeline_stage",
+    "pipeline_model_parallel_layout",
+)
+"""Options that may ask for several stages or for an order."""
+
+
+def _typed(parallel: ParallelConfig) -> str:
+    """The options of a pipeline that were set, as flags; there is one, or it had a single stage and 1F1B."""
+    said = [(SETTINGS[name], getattr(parallel, name)) for name in ASKING]
+    return " with ".join(setting.spell(value) for setting, value in said if value is not None)
+
+
+WORTH_TELLING = 0.03
+"""Of the ranks' time: what the layout by cost must save before it is named."""
+
+
+def _dearer(config: RunConfig, parallel: ParallelConfig, world_size: int) -> Iterator[str]:
+    """A line on equally many layers in every stage where their cost makes all wait for the costliest rank."""
+    model = config.model
+    if plan.dealt_by_cost(model, parallel) or any(getattr(parallel, name) for way in plan.WAYS for name in way):
+        return
+    by_cost = plan.stage_layers(model, replace(parallel, pipeline_model_parallel_layout=plan.AUTO))
+    equal = plan.stage_costs(model, plan.stage_layers(model, parallel))
+    count = global_batch(config.training, parallel.data_parallel_size(world_size)) // share(config, world_size)
+    before, after = (plan.bubble_of(parallel, count, costs) for costs in (equal, plan.stage_costs(model, by_cost)))
+    if before - after > WORTH_TELLING:
+        yield f"{AUTO} makes the bubble {after:.1%} instead of {before:.1%}, as these stages cost"
 
 
 CHECKS = (stages, batches)

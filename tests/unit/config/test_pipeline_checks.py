@@ -9,8 +9,10 @@ import pytest
 
 from megatron.config.arguments import Parsed, parse
 from megatron.config.problems import Problem, UserError
+from megatron.config.summary import summary
 from megatron.pipeline import plan
 from megatron.pipeline.actions import Schedule, ScheduleError
+from megatron.pipeline.partition import AUTO
 from megatron.pipeline.schedules import make
 
 RUN = "--mock-data --vocab-size 257 --train-iters 100 --seq-length 64"
@@ -93,8 +95,8 @@ REMARKS = {
     "--pipeline-model-parallel-size 2 --num-layers 5 --pipeline-model-parallel-layout auto": None,
     "--pipeline-model-parallel-size 2 --num-layers 6": None,
     "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved": "interleaved at VPP 1 waits as long",
-    "--pipeline-schedule gpipe": "a pipeline of 1 rank waits for nobody: --pipeline-schedule gpipe at VPP 1",
-    "--num-virtual-stages-per-pipeline-rank 2": "--pipeline-schedule interleaved at VPP 2 makes no step shorter",
+    "--pipeline-schedule gpipe": "1 rank waits for nobody: --pipeline-schedule gpipe makes no step shorter",
+    "--num-virtual-stages-per-pipeline-rank 2": "--num-virtual-stages-per-pipeline-rank 2 makes no step",
     "--account-for-loss-in-pipeline-split": "--account-for-loss-in-pipeline-split has no effect without several stages",
     "": None,
 }
@@ -105,6 +107,28 @@ def test_what_is_worth_a_line_gets_one(flags: str) -> None:
     notes, expected = parsed(flags, 2 if "pipeline-model-parallel-size" in flags else 1).notes, REMARKS[flags]
     assert len(notes) == (expected is not None)
     assert expected is None or expected in notes[0]
+
+
+LARGE_OUTPUT = (
+    "--preset llama3-8b --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --global-batch-size 256 "
+    "--micro-batch-size 1 --num-virtual-stages-per-pipeline-rank 4 --vocab-size 128256"
+)
+
+
+def test_the_layout_by_cost_is_named_where_it_saves_much() -> None:
+    named = [note for note in parsed(LARGE_OUTPUT, 64).notes if AUTO in note]
+    assert named == [f"{AUTO} makes the bubble 4.9% instead of 17.7%, as these stages cost"]
+    shown = summary(parsed(f"{LARGE_OUTPUT} {AUTO}", 64).config, 64)
+    assert "(4.9% as these stages cost)" in shown
+    assert "(17.7% as these stages cost)" in summary(parsed(LARGE_OUTPUT, 64).config, 64)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [AUTO, "--vocab-size 8192", "--account-for-loss-in-pipeline-split --num-layers 31", "--num-layers 33"],
+)
+def test_a_layout_is_not_named_where_one_was_chosen_or_little_is_saved(said: str) -> None:
+    assert not [note for note in parsed(f"{LARGE_OUTPUT} {said}", 64).notes if "makes the bubble" in note]
 
 
 NUMBER = 10**30 - 1
