@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import math
 import shutil
+import signal
 import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
 
+from megatron.config.problems import did_you_mean
 from megatron.data.command_line import Parser
 from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Schedule, ScheduleError
 from megatron.pipeline.comms import add_communication
@@ -140,8 +142,10 @@ def mistake(arguments: argparse.Namespace) -> str | None:
     by_name = [name for name in _names(said) if not name.endswith(FILE)]
     missing = [f"--{name}" for name in ("pipeline", "microbatches") if name not in said]
     unknown = [name for name in by_name if name not in NAMES]
-    if unknown and missing:
-        return f"there is no schedule {unknown[0]}: one is {', '.join(NAMES)}, or a file whose name ends in {FILE}"
+    if unknown:
+        guess = did_you_mean(unknown[0].lower(), NAMES)
+        which = f"did you mean {guess}?" if guess else f"one is {', '.join(NAMES)}, or a file whose name ends in {FILE}"
+        return f"there is no schedule {unknown[0]}: {which}"
     if by_name and missing:
         return f"{by_name[0]} has no size of its own: add {' and '.join(missing)}"
     for name, reason in _idle(said):
@@ -342,4 +346,5 @@ def numbers(timeline: Timeline) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly when nobody reads on
     sys.exit(main(sys.argv[1:]))

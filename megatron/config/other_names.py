@@ -116,8 +116,8 @@ OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
         ("--global-batch-size N",),
     ),
     "--num-microbatches": (
-        "it follows from the batch: global batch / (micro-batch x data-parallel ranks)",
-        ("--global-batch-size N",),
+        "it follows from the batch: --global-batch-size / (--micro-batch-size x data-parallel ranks)",
+        ("drop --num-microbatches",),
     ),
     "--gradient-checkpointing": ("activations are recomputed", ("--recompute-granularity full",)),
     "--activation-checkpointing": ("activations are recomputed", ("--recompute-granularity full",)),

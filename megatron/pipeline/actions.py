@@ -45,7 +45,7 @@ class ScheduleError(ValueError):
 
     Attributes:
         sentence: what was seen, and the rule.
-        fixes: what to change, nearest first: words of a configuration such as ``--num-micro-batches 8``.
+        fixes: what to change, nearest first: words of a command such as ``--pipeline-schedule zb-v``.
     """
 
     def __init__(self, sentence: str, *fixes: str) -> None:
@@ -172,7 +172,11 @@ class Schedule:
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
                 lines = list(csv.reader(file))
-        except (OSError, UnicodeDecodeError, csv.Error) as error:
+        except FileNotFoundError:
+            raise ScheduleError(f"there is no file {path}") from None
+        except OSError as error:
+            raise ScheduleError(f"{path} cannot be read: {error.strerror}") from None
+        except (UnicodeDecodeError, csv.Error) as error:
             raise ScheduleError(f"{path} cannot be read as a schedule: {error}") from None
         while lines and not any(cell.strip() for cell in lines[-1]):
             lines.pop()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
@@ -63,6 +64,16 @@ class LayerCosts:
         return stage.count * self.layer + self.embedding * stage.first + self.output * stage.last
 
 
+def counted(layers: int) -> str:
+    """``1 layer``, ``2 layers``."""
+    return "1 layer" if layers == 1 else f"{layers} layers"
+
+
+def filling(layers: int) -> str:
+    """``1 layer does not fill``, ``2 layers do not fill``."""
+    return f"{counted(layers)} {'does' if layers == 1 else 'do'} not fill"
+
+
 def stages_of(counts: Sequence[int]) -> tuple[StageLayers, ...]:
     """Stages with so many layers each, in order.
 
@@ -111,7 +122,7 @@ def balanced(layers: int, placement: Sequence[int], costs: LayerCosts) -> tuple[
     """
     stages, ranks = len(placement), range(1 + max(placement))
     if stages > layers + 2:
-        sentence = f"{layers} layers, an embedding and an output layer do not fill {stages} stages"
+        sentence = f"{counted(layers)}, an embedding and an output layer do not fill {stages} stages"
         raise ScheduleError(sentence, f"--num-layers {stages - 2}")
     counts = [int(0 < stage < stages - 1) for stage in range(stages)]
     spent = [count * costs.layer for count in counts]
@@ -155,7 +166,7 @@ def by_rank(layers: int, placement: Sequence[int], first: int | None, last: int 
     flag, value = flags[0]
     others = [n for n in range(1, layers + 1) if _on_ranks(layers, placement, *((n, last) if first else (None, n)))]
     said = " and ".join(f"{flag} {value}" for flag, value in flags)
-    sentence = f"{layers} layers do not fill PP{ranks} x VPP{len(placement) // ranks} equally with {said}"
+    sentence = f"{filling(layers)} PP{ranks} x VPP{len(placement) // ranks} equally with {said}"
     raise ScheduleError(sentence, *offers(flag, beside(value, others)), f"drop {flag}")
 
 
@@ -187,47 +198,106 @@ def written(layout: str, layers: int) -> tuple[StageLayers, ...]:
     with the embedding and 3 layers, 29 stages of 2 layers, and one with the output layer alone.
 
     Raises:
-        ScheduleError: when it is not a layout of ``layers`` layers.
+        ScheduleError: when it is not a layout of ``layers`` layers; with what was most likely meant, if that is plain.
     """
+    try:
+        return _read(layout, layers)
+    except ScheduleError as error:
+        meant = _meant(layout, layers)
+        mended = [f"--pipeline-model-parallel-layout '{meant}'"] if meant else []
+        raise ScheduleError(error.sentence, *mended, *error.fixes) from None
+
+
+def _read(layout: str, layers: int) -> tuple[StageLayers, ...]:
     stages = spelled_out(layout).split("|")
     for number, stage in enumerate(stages):
         if not stage:
             raise ScheduleError(f"{layout}: stage {number} has nothing in it", AUTO)
     parts = "".join(stages)
     if not re.fullmatch("Et*L", parts):
-        raise ScheduleError(
-            f"{layout}: a layout begins with E, ends with L, and has either once, with t between them", AUTO
-        )
+        rule = "a layout begins with E, ends with L, and has either once, with t between them"
+        raise ScheduleError(f"{layout} {_of_its_ends(layout, parts)}: {rule}", AUTO)
     count = parts.count("t")
     if count != layers:
-        has = "1 layer" if count == 1 else f"{count} layers"
-        raise ScheduleError(
-            f"{layout} has {has}, and the model {layers}", *offers("--num-layers", [count] if count else [])
-        )
+        fixes = offers("--num-layers", [count] if count else [])
+        raise ScheduleError(f"{layout} has {counted(count)}, and the model {layers}", *fixes)
     return stages_of([stage.count("t") for stage in stages])
+
+
+def _of_its_ends(layout: str, parts: str) -> str:
+    """What is wrong with the embedding or the output layer among ``parts``, which is the layout spelled out."""
+    if parts[0] != "E":
+        return "does not begin with E"
+    if parts[-1] != "L":
+        return "does not end with L"
+    letter = "E" if parts.count("E") > 1 else "L"
+    places = [str(place) for place, seen in enumerate(layout, start=1) if seen == letter]
+    return f"has more than one {letter}, at character {' and '.join(places[:2])}"
+
+
+LONGEST_MENDED = 1_000
+"""Characters of a layout for which another spelling is looked for."""
+
+
+def _meant(layout: str, layers: int) -> str | None:
+    """The layout with capitals, ends or the parenthesis it lacks; None unless that is one of so many layers."""
+    text = layout.replace("e", "E").replace("l", "L").replace("T", "t")
+    text = ("" if text.lstrip().startswith("E") else "E") + text + ("" if text.rstrip().endswith("L") else "L")
+    open_at = _unclosed(text)
+    ways = [text]
+    if open_at is not None and text[open_at] == "(":
+        ways = [text[: f.start()] + ")" + text[f.start() :] for f in re.finditer(r"\*|L$", text) if f.start() > open_at]
+    meanings: dict[tuple[StageLayers, ...], str] = {}
+    for way in ways if len(layout) <= LONGEST_MENDED else ():
+        with suppress(ScheduleError):
+            meanings.setdefault(_read(way, layers), way)
+    return next(iter(meanings.values())) if len(meanings) == 1 else None
+
+
+def _unclosed(text: str) -> int | None:
+    """The index of a parenthesis without the other one; None if each has its own."""
+    opened: list[int] = []
+    for at, letter in enumerate(text):
+        if letter == "(":
+            opened.append(at)
+        elif letter == ")" and not opened:
+            return at
+        elif letter == ")":
+            opened.pop()
+    return opened[-1] if opened else None
+
+
+FAULTS = (
+    (r"\[", "is no part of a layout: lists of names are not read, only letters such as 'Et*3|t*4L'"),
+    (r"m", "is multi-token prediction, which is not built"),
+    (r"[^EtL|()*0-9]", "is no part of a layout, which has E, t, L, |, *n and ()"),
+    (r"(?<=[0-9])\*", "comes right after another *n, and stands behind a letter or a parenthesis"),
+    (r"\*(?![0-9])", "has no number behind it"),
+    (r"(?<![EtL)0-9])\*", "has no letter or parenthesis before it to repeat"),
+    (r"(?<![*0-9])[0-9]", "has no * before it"),
+)
+"""What no layout has, blanks and commas left out, and why."""
 
 
 def spelled_out(layout: str) -> str:
     """A layout without repetitions, parentheses, commas and blanks: ``Et*2|L`` -> ``Ett|L``.
 
     Raises:
-        ScheduleError: when it is not written as one.
+        ScheduleError: when it is not written as one, naming the character and its place, from 1 on.
     """
-    text = re.sub(r"[,\s]", "", layout)
-    if "m" in text:
-        raise ScheduleError(f"{layout}: m is multi-token prediction, which is not built", AUTO)
-    strange = re.search(r"[^EtL|()*\d]", text)
-    if strange:
-        raise ScheduleError(f"{layout}: '{strange[0]}' is no part of a layout, which has E, t, L, |, *n and ()", AUTO)
-    if re.search(r"\*\d+\*", text):
-        raise ScheduleError(f"{layout}: a *n stands behind a letter or a parenthesis, not behind another one", AUTO)
-    repeated = re.compile(r"(?:\(([EtL|]*)\)|([EtL]))\*(\d+)|\(([EtL|]*)\)")
-    while True:
-        text, found = repeated.subn(_repeat, text)
-        if not found:
-            break
-    if re.search(r"[()*\d]", text):
-        raise ScheduleError(f"{layout}: a parenthesis or a *n has nothing to go with", AUTO)
+    places = [place for place, letter in enumerate(layout, start=1) if not re.match(r"[,\s]", letter)]
+    text = "".join(layout[place - 1] for place in places)
+    for fault, why in FAULTS:
+        found = re.search(fault, text)
+        if found:
+            raise ScheduleError(f"{layout}: '{found[0]}' at character {places[found.start()]} {why}", AUTO)
+    lone = _unclosed(text)
+    if lone is not None:
+        why = "is never closed" if text[lone] == "(" else "closes nothing"
+        raise ScheduleError(f"{layout}: '{text[lone]}' at character {places[lone]} {why}", AUTO)
+    repeated = re.compile(r"(?:\(([EtL|]*)\)|([EtL]))\*([0-9]+)|\(([EtL|]*)\)")
+    while "(" in text or "*" in text:
+        text = repeated.sub(_repeat, text)
     return text
 
 

@@ -18,7 +18,17 @@ from megatron.config.problems import did_you_mean
 from megatron.config.settings import flag
 from megatron.pipeline.actions import FORWARD, Schedule, ScheduleError
 from megatron.pipeline.comms import add_communication
-from megatron.pipeline.partition import LayerCosts, StageLayers, balanced, by_rank, equal, spelled_out, written
+from megatron.pipeline.partition import (
+    LayerCosts,
+    StageLayers,
+    balanced,
+    by_rank,
+    counted,
+    equal,
+    filling,
+    spelled_out,
+    written,
+)
 from megatron.pipeline.schedules import SCHEDULES, make
 from megatron.pipeline.search import search
 from megatron.pipeline.simulate import Costs, simulate
@@ -95,7 +105,7 @@ def _stages_of_size(size: int, model: ModelConfig, parallel: ParallelConfig) -> 
     if total % (ranks * size):
         name = flag("num_layers_per_virtual_pipeline_stage")
         fits = divisors(total // ranks) if total % ranks == 0 else []
-        sentence = f"{total} layers do not fill PP{ranks} with stages of {size}"
+        sentence = f"{filling(total)} PP{ranks} with stages of {size}"
         raise ScheduleError(sentence, *offers(name, beside(size, fits)), f"drop {name}")
     return total // (ranks * size)
 
@@ -131,7 +141,8 @@ def stages_of_schedule(parallel: ParallelConfig) -> int | None:
         if len(set(held)) > 1:
             rank = next(rank for rank, count in enumerate(held) if count != held[0])
             sentence = f"rank 0 has {_stages(held[0])} and rank {rank} has {held[rank]}"
-            raise ScheduleError(f"{name}: {sentence}, which must be equally many")
+            look = f"python tools/draw_schedule.py --schedule {name}"
+            raise ScheduleError(f"{name}: {sentence}, which must be equally many", look)
         return held[0]
     if name not in NAMES:
         guess = did_you_mean(name.lower(), NAMES)
@@ -234,8 +245,11 @@ def _unfilled(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> Sche
     """What to do about layers that neither divide over the stages nor can be dealt out by cost."""
     ranks, total = parallel.pipeline_model_parallel_size, _counted_layers(model, parallel)
     stages, accounted = ranks * chunks, total - model.num_layers
-    what = f"{model.num_layers} layers" + (f" and {accounted} that count as one" if accounted else "")
-    sentence = f"{what} do not fill PP{ranks} x VPP{chunks} ({stages} stages x {total / stages:.4g})"
+    what = filling(model.num_layers)
+    if accounted:
+        counting = "1 that counts" if accounted == 1 else f"{accounted} that count"
+        what = f"{counted(model.num_layers)} and {counting} as one do not fill"
+    sentence = f"{what} PP{ranks} x VPP{chunks} ({stages} stages x {total / stages:.4g})"
     if accounted:
         fix = "--no-account-for-embedding-in-pipeline-split --no-account-for-loss-in-pipeline-split"
         enough = [n - accounted for n in multiples_beside(total, stages) if n > accounted]

@@ -157,6 +157,8 @@ CASES = (
     ),
     Case("--pipeline-model-parallel-size 8 --num-virtual-stages-per-pipeline-rank 2 --num-layers 4", ranks=8),
     Case("--pipeline-model-parallel-size 8 --num-layers 2", ranks=8),
+    Case("--pipeline-model-parallel-size 4 --num-layers 1", ranks=4),
+    Case("--num-microbatches 8"),
     Case(
         "--pipeline-model-parallel-size 4 --num-virtual-stages-per-pipeline-rank 2 --num-layers 80"
         " --account-for-embedding-in-pipeline-split",
@@ -196,6 +198,9 @@ CASES = (
             "Et|t*99999999L",
             "Et|t*0L",
             "Et|tE|t|L",
+            "t|t",
+            "et|tl",
+            "Et*|(t|tL",
         )
     ),
     # batch

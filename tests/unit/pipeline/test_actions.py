@@ -90,8 +90,10 @@ def test_errors_name_the_line_and_the_cell(tmp_path: Path) -> None:
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(ScheduleError, match=r"cannot be read as a schedule: .*No such file"):
+    with pytest.raises(ScheduleError, match=r"^there is no file \S+/missing\.csv$"):
         Schedule.load(tmp_path / "missing.csv")
+    with pytest.raises(ScheduleError, match=r"cannot be read: Is a directory$"):
+        Schedule.load(tmp_path)
     (tmp_path / "image.csv").write_bytes(b"\x89PNG\xff\xfe")
     with pytest.raises(ScheduleError, match="cannot be read as a schedule"):
         Schedule.load(tmp_path / "image.csv")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import product
 
 import pytest
@@ -157,34 +158,78 @@ def test_the_layout_of_a_regular_split_is_short() -> None:
 
 
 REFUSED = {
-    "E|t|m|L": "multi-token prediction",
+    "E|t|m|L": "'m' at character 5 is multi-token prediction",
+    "[['embedding'], ['decoder', 'loss']]": "'[' at character 1 is no part of a layout: lists of names",
     "Et||tL": "stage 1 has nothing in it",
     "EttL|": "stage 1 has nothing in it",
-    "ttL": "begins with E",
-    "EtE|tL": "begins with E",
-    "Ett": "ends with L",
-    "EtL|tL": "begins with E",
+    "ttL": "does not begin with E: a layout begins",
+    "EtE|tL": "has more than one E, at character 1 and 3",
+    "E*2ttL": "has more than one E, at character 1:",
+    "Ett": "does not end with L: a layout begins",
+    "EtL|tL": "has more than one L, at character 3 and 6",
     "Et|L": "has 1 layer, and the model 2",
     "Et|t|tL": "has 3 layers, and the model 2",
-    "Et|(tL": "nothing to go with",
-    "Et|t)L": "nothing to go with",
-    "E*|ttL": "nothing to go with",
-    "E2t|L": "nothing to go with",
-    "Et|*2tL": "nothing to go with",
-    "Et|xL": "'x' is no part",
+    "Et, |(tL": "'(' at character 6 is never closed",
+    "Et|t)L": "')' at character 5 closes nothing",
+    "E*|ttL": "'*' at character 2 has no number behind it",
+    "E2t|L": "'2' at character 2 has no * before it",
+    "Et|*2tL": "'*' at character 4 has no letter or parenthesis before it",
+    "Et(*2)tL": "'*' at character 4 has no letter or parenthesis before it",
+    "Et|xL": "'x' at character 4 is no part",
     "": "stage 0 has nothing in it",
-    "Et*2*3|L": "not behind another",
-    "E(t|)*2*1L": "not behind another",
+    "Et *2 *3|L": "'*' at character 7 comes right after another",
+    "E(t|)*2*1L": "'*' at character 8 comes right after another",
     "Et*1000000L": "repeats more than any model",
     "E((t*999)*999)*999L": "repeats more than any model",
     f"Et*{'9' * 5000}L": "repeats more than any model",
+    "Et*\u0662L": "'\u0662' at character 4 is no part",
 }
 
 
 @pytest.mark.parametrize("layout", REFUSED, ids=lambda layout: layout[:12])
 def test_what_is_no_layout_of_the_model_is_refused(layout: str) -> None:
-    with pytest.raises(ScheduleError, match=REFUSED[layout].replace("(", r"\(")):
+    with pytest.raises(ScheduleError) as caught:
         written(layout, 2)
+    assert REFUSED[layout] in caught.value.sentence
+
+
+MEANT = {
+    "t|t": "Et|tL",
+    "Ett": "EttL",
+    "tt|L": "Ett|L",
+    "et|tl": "Et|tL",
+    "ET*2|L": "Et*2|L",
+    "E(t|*2L": "E(t|)*2L",
+    "Et|(tL": "Et|(t)L",
+    "e(t|*2": "E(t|)*2L",
+}
+
+
+@pytest.mark.parametrize("layout", MEANT)
+def test_the_spelling_that_was_meant_is_offered(layout: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        written(layout, 2)
+    assert caught.value.fixes[0] == f"--pipeline-model-parallel-layout '{MEANT[layout]}'"
+    written(MEANT[layout], 2)
+
+
+@pytest.mark.parametrize("layout", ["Et|t", "E(t(t|*2L", "Et|(t|*2", "Et|t)L", "Et||tL", "Et|mL"])
+def test_no_spelling_is_offered_where_it_is_not_plain(layout: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
+        written(layout, 4)
+    assert not any("'" in fix for fix in caught.value.fixes)
+
+
+@settings(max_examples=300, derandomize=True, deadline=None)
+@given(st.text("Et|L()*12 ", max_size=12))
+def test_whatever_is_written_is_spelled_out_or_refused(layout: str) -> None:
+    with suppress(ScheduleError):
+        assert set(spelled_out(layout)) <= set("Et|L")
+
+
+def test_one_layer_is_told_as_one() -> None:
+    with pytest.raises(ScheduleError, match=r"^1 layer does not fill PP3 x VPP1 equally"):
+        by_rank(1, range(3), 2, None)
 
 
 @pytest.mark.parametrize("make", [stages_of, lambda sizes: written("E|" + "|".join("t" * n for n in sizes) + "|L", 3)])

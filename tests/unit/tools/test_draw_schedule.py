@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 from fractions import Fraction
 from pathlib import Path
 
@@ -15,6 +19,7 @@ from megatron.pipeline.trace import read_trace, write_trace
 from tools import draw_schedule
 from tools.draw_schedule import main
 
+ROOT = Path(__file__).parents[3]
 SMALL = ["--pipeline", "2", "--microbatches", "4"]
 
 
@@ -157,6 +162,12 @@ def test_costs_of_a_measured_step_are_medians_by_stage_and_kind() -> None:
         (["--schedule", "1f1b", "--measured", "x.json"], "--schedule and --measured to draw"),
         (["--schedule", "1f1b"], "1f1b has no size of its own: add --pipeline and --microbatches"),
         (["--schedule", "mine.txt"], "there is no schedule mine.txt: one is gpipe, 1f1b,"),
+        (["--schedule", "zbv", *SMALL], "there is no schedule zbv: did you mean zb-v?"),
+        (
+            ["--schedule", "best", *SMALL],
+            "there is no schedule best: one is gpipe, 1f1b, interleaved, zb-h1,",
+        ),
+        (["--compare", "1f1b", "Search", *SMALL], "there is no schedule Search: did you mean searched?"),
         (["--schedule", "a.csv", "--pipeline", "2"], "--pipeline says nothing here: the file has its size"),
         (["--measured", "x.json", "--f", "2"], "--f says nothing here"),
         (["--compare", "all", *SMALL, "--csv", "a.csv"], "--csv says nothing here: it is of one schedule"),
@@ -180,9 +191,8 @@ def test_flags_that_do_not_go_together(argv: list[str], told: str, capsys: pytes
 @pytest.mark.parametrize(
     ("argv", "told"),
     [
-        (["--schedule", "zbv", *SMALL], "no schedule is called 'zbv'"),
         (["--schedule", "zb-v", *SMALL, "--virtual", "3"], "fix: --num-virtual-stages-per-pipeline-rank 2"),
-        (["--schedule", "absent.csv"], "absent.csv cannot be read"),
+        (["--schedule", "absent.csv"], "there is no file absent.csv"),
         (["--compare", "absent.csv"], "none of these schedules can be drawn"),
         (["--measured", "absent.json"], "fix: write one with --profile-pipeline"),
         (["--schedule", "1f1b", *SMALL, "--out", "a.bmpp"], "draw_schedule: "),
@@ -198,6 +208,15 @@ def test_a_file_that_never_ends_is_refused(capsys: pytest.CaptureFixture[str], t
     (tmp_path / "bad.csv").write_text("0F0,0B1,0B0,0F1\n1F0,1B0,1F1,1B1\n")
     assert main(["--schedule", "bad.csv"]) == 1
     assert "0B1" in capsys.readouterr().err
+
+
+def test_a_closed_pipe_ends_it_quietly() -> None:
+    read, write_end = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "tools.draw_schedule", "--schedule", "1f1b", *SMALL]
+    done = subprocess.run(command, cwd=ROOT, stdout=write_end, stderr=subprocess.PIPE, text=True)
+    os.close(write_end)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
 
 
 def test_the_trace_is_one_that_perfetto_reads(tmp_path: Path) -> None:
