@@ -14,9 +14,9 @@ from megatron.pipeline.partition import StageLayers, notation
 from megatron.pipeline.plan import (
     bubble_of,
     dealt_by_cost,
-    layer_costs,
     peaks_for,
     resolved,
+    stage_costs,
     stage_layers,
     virtual_stages,
 )
@@ -74,9 +74,7 @@ def _bubble(model: ModelConfig, parallel: ParallelConfig, count: int) -> str:
     same = f"{bubble_of(parallel, count):.1%}"
     if model.vocab_size is None:
         return f"bubble {same} where stages cost the same"
-    costs = layer_costs(model)
-    of_stages = tuple(costs.of(stage) for stage in stage_layers(model, parallel))
-    real = f"{bubble_of(parallel, count, of_stages):.1%}"
+    real = f"{bubble_of(parallel, count, stage_costs(model, stage_layers(model, parallel))):.1%}"
     return f"bubble {same}" + (f" ({real} as these stages cost)" if real != same else "")
 
 
