@@ -35,8 +35,7 @@ class ReplicaGrads:
                 if piece.partial and len(piece.replicas) > 1:
                     views[piece.replicas].append(grads[name].view(spec.local_view)[piece.local.slices])
         self._parts: list[tuple[Group, list[Tensor]]] = [(mesh.sharers(r), v) for r, v in sorted(views.items())]
-        ends = mesh.ends
-        self._tied = [(ends, grads[name]) for name, spec in specs.items() if spec.tied and ends.size > 1]
+        self._ends, self._tied = mesh.ends, [grads[name] for name, spec in specs.items() if spec.tied]
 
     def reduce(self) -> None:
         """Give every sharer the whole gradient."""
@@ -44,5 +43,5 @@ class ReplicaGrads:
             flat = comm.all_reduce(torch.cat([v.flatten() for v in views]), group)
             parts = flat.split([v.numel() for v in views])
             torch._foreach_copy_(views, [part.view_as(v) for part, v in zip(parts, views)])
-        for group, gradient in self._tied:
-            comm.all_reduce(gradient, group)
+        for gradient in self._tied:
+            comm.all_reduce(gradient, self._ends)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from megatron.config.batch import batch_stages, global_batch
+from megatron.config.batch import batch_stages, microbatches
 from megatron.config.checks.batch import share
 from megatron.config.numbers import offers
 from megatron.config.parallel import ParallelConfig
@@ -121,7 +121,7 @@ def _dearer(config: RunConfig, parallel: ParallelConfig, world_size: int) -> Ite
         return
     by_cost = plan.stage_layers(model, replace(parallel, pipeline_model_parallel_layout=plan.AUTO))
     equal = plan.stage_costs(model, plan.stage_layers(model, parallel))
-    count = global_batch(config.training, parallel.data_parallel_size(world_size)) // share(config, world_size)
+    count = microbatches(config.training, parallel.data_parallel_size(world_size))
     before, after = (plan.bubble_of(parallel, count, costs) for costs in (equal, plan.stage_costs(model, by_cost)))
     if before - after > WORTH_TELLING:
         yield f"{AUTO} makes the bubble {after:.1%} instead of {before:.1%}, as these stages cost"
