@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from benchmarks import gpu, gpu_case, gpu_contestants
+from tests.processes import wait_until_gone
 
 TOLD: dict[str, Any] = {
     "case": "1B-s2048",
@@ -134,8 +135,7 @@ def test_tests_that_take_too_long_end_with_all_their_processes(tmp_path: Path, m
     monkeypatch.setattr(gpu, "TESTS", {gpu.ALONE: []})
     told_of = gpu.test(1.0, True, tmp_path / "log.txt")
     assert told_of == "of time: ended after 1 s, by then 1 passed, 1 failed: see log.txt"
-    state = Path("/proc", told.read_text().strip(), "status")
-    assert not state.exists() or "zombie" in state.read_text()
+    wait_until_gone([int(told.read_text())])
 
 
 def test_without_a_gpu_it_says_what_to_do(capsys: pytest.CaptureFixture[str]) -> None:

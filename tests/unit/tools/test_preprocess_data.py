@@ -25,6 +25,7 @@ from megatron.data.tokenizers import huggingface
 from megatron.data.tokenizers.encoded import Tokenizer
 from megatron.data.tokenizers.engine import Engine
 from megatron.data.tokenizers.tokenizer import ByteTokenizer, TokenizerRecord, read_record, recorded_tokenizer
+from tests.processes import wait_until_gone
 from tools.preprocess_data import HARMLESS, REFUSED, cores, main
 
 ROOT = Path(__file__).parents[3]
@@ -348,20 +349,6 @@ def wait_for_work(process: subprocess.Popen[str]) -> list[int]:
         if "%" in line:
             return workers_of(process.pid)
     raise AssertionError("the command ended too soon")
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
-
-
-def wait_until_gone(processes: list[int], seconds: float = 10) -> None:
-    until = time.monotonic() + seconds
-    while any(is_alive(process) for process in processes):
-        assert time.monotonic() < until, "a worker outlived the command"
-        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 from megatron.data.files.indexed import IndexedDataset
 from megatron.data.tokenizers.huggingface import CONFIG, END_OF_DOCUMENT, NO_FILES, TOKENIZER, HuggingFaceTokenizer
 from megatron.data.tokenizers.tokenizer import tokenizer_files
+from tests.processes import wait_until_gone
 from tools import preprocess_data
 from tools.train_tokenizer import main
 
@@ -178,19 +179,12 @@ def test_a_signal_ends_it_at_once_whatever_the_library_does(tmp_path: Path, kind
     )
     assert [path.name for path in tmp_path.iterdir()] == ["c.jsonl"]
     assert children
-    assert not any(is_alive(int(child)) for child in children if "spawn_main" in command_of(child))
+    wait_until_gone(int(child) for child in children if "spawn_main" in command_of(child))
 
 
 def command_of(process: str) -> str:
     path = Path(f"/proc/{process}/cmdline")
     return path.read_text() if path.exists() else ""
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_tokenizer_that_is_there_stays(corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
