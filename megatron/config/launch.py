@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -75,11 +76,15 @@ def _is_srun_step(environ: Mapping[str, str]) -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process; after a failure at once, because torch.distributed could wait for ranks that are gone."""
+    """End the process without the interpreter's own end; what is registered for the exit is done after a success.
+
+    A thread of torch that comes back to Python in that end aborts the process, whatever it had achieved. After a
+    failure, torch.distributed could wait there for ranks that are gone.
+    """
+    if status == 0:
+        atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         _flush(stream)
-    if status == 0:
-        sys.exit()
     os._exit(status)
 
 

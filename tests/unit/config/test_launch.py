@@ -75,3 +75,35 @@ def test_a_pipe_that_nobody_reads_does_not_change_the_status(said: str, status: 
     ended = subprocess.run([sys.executable, "-c", code], stdout=writing, stderr=subprocess.PIPE, env=waits, check=False)
     os.close(writing)
     assert (ended.returncode, ended.stderr) == (status, b"")
+
+
+def test_what_is_registered_for_the_exit_is_done_after_a_success() -> None:
+    code = "import atexit; from megatron.config.launch import leave; atexit.register(print, 'done', end=''); leave({})"
+    told = [subprocess.run([sys.executable, "-c", code.format(n)], capture_output=True).stdout for n in (0, 1)]
+    assert told == [b"done", b""]
+
+
+COMES_BACK = """
+import threading, time
+from datetime import timedelta
+from torch.distributed import TCPStore
+from megatron.config.launch import leave
+
+store = TCPStore("127.0.0.1", 0, 1, True)
+
+def come_back():
+    while True:
+        try:
+            store.wait(["never"], timedelta(seconds=0.05))
+        except Exception:
+            pass
+
+threading.Thread(target=come_back, daemon=True).start()
+time.sleep(0.2)
+leave(0)
+"""
+
+
+def test_a_thread_that_comes_back_from_torch_does_not_abort_a_run_that_is_done() -> None:
+    """As ``sys.exit`` lets it: with -6, and "terminate called without an active exception"."""
+    assert subprocess.run([sys.executable, "-c", COMES_BACK], stderr=subprocess.DEVNULL, timeout=60).returncode == 0
