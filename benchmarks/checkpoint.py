@@ -12,9 +12,7 @@ files. Both take turns, every other round in the other order; a ratio is the med
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import shutil
 import statistics
 import sys
@@ -23,11 +21,12 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.hardware import processor
+from benchmarks.record import keep, machine
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor, Part
@@ -35,7 +34,6 @@ from megatron.checkpoint.store import read, write
 from megatron.checkpoint.tensorfile import as_bytes
 from megatron.parallel.comm import Group
 
-RESULTS = Path(__file__).parent / "results"
 ALONE = Group()
 KINDS = ("weight", "bias")
 PREFIXES = ("", "optim.exp_avg.", "optim.exp_avg_sq.")
@@ -168,23 +166,12 @@ def ratios(seconds: Mapping[str, Sequence[float]]) -> dict[str, list[float]]:
     return found
 
 
-def machine() -> dict[str, str]:
-    """What the figures were measured with."""
-    return {
-        "processor": processor(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
-
-
-def keep(result: dict[str, object], measured: Mapping[str, Sequence[float]]) -> None:
-    """Write the results beside the other benchmarks'."""
-    RESULTS.mkdir(exist_ok=True)
-    (RESULTS / "checkpoint.json").write_text(json.dumps({"ratios": measured} | result, indent=2) + "\n")
+def page(result: Mapping[str, Any]) -> str:
+    """The page of results."""
     text = ["# Checkpoint, one process, fp32, local disk", "", "| ratio of speeds | median | lowest | highest |"]
     text += ["|---|---|---|---|"]
-    text += [f"| {line} | {m:.2f} | {low:.2f} | {high:.2f} |" for line, (m, low, high) in measured.items()]
-    speeds = ", ".join(f"{name} {speed}" for name, speed in dict(result["megabytes_per_second"]).items())  # type: ignore[call-overload]
+    text += [f"| {line} | {m:.2f} | {low:.2f} | {high:.2f} |" for line, (m, low, high) in result["ratios"].items()]
+    speeds = ", ".join(f"{name} {speed}" for name, speed in result["megabytes_per_second"].items())
     text += [
         "",
         f"Medians in MB/s: {speeds}. A save takes {result['peak_megabytes']} MB of memory besides the tensors.",
@@ -193,7 +180,7 @@ def keep(result: dict[str, object], measured: Mapping[str, Sequence[float]]) -> 
         f"dropped before reading; {result['processor']}, load {result['load']} before the start; "
         f"python {result['python']}, torch {result['torch']}.",
     ]
-    (RESULTS / "checkpoint.md").write_text("\n".join(text) + "\n")
+    return "\n".join(text)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -221,13 +208,16 @@ def main(argv: Sequence[str]) -> int:
         print(f"{line}: {middle:.2f} ({lowest:.2f} .. {highest:.2f})")
     print(f"memory a save takes besides the tensors: {peak:.0f} MB")
     if args.write:
-        result = {
+        result: dict[str, Any] = {
+            "ratios": measured,
             "megabytes": round(megabytes),
             "tensors": len(tensors),
             "rounds": args.repeats,
             "load": round(load, 1),
-        }
-        keep(result | {"megabytes_per_second": speeds, "peak_megabytes": round(peak)} | machine(), measured)
+            "megabytes_per_second": speeds,
+            "peak_megabytes": round(peak),
+        } | machine("torch")
+        keep("checkpoint", result, page(result))
     return 0
 
 

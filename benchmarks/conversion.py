@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import shutil
 import subprocess
 import sys
@@ -21,19 +20,18 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 
 import torch
 
+from benchmarks.record import keep, versions
 from megatron.checkpoint.tensorfile import TensorFileWriter
 from megatron.config.hf import config_json, family_for
 from megatron.config.model import ModelConfig
 from megatron.model.hf import shapes_only, slots
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 TITLE = "# Memory of a conversion, from and to Hugging Face"
 INTERVAL = 0.005  # seconds between looks at the memory
 
@@ -160,13 +158,11 @@ def describe(measured: dict[str, Measured]) -> list[str]:
 
 def write(measured: dict[str, Measured]) -> None:
     """Keep the result."""
-    RESULTS.mkdir(exist_ok=True)
-    versions = {name: version(name) for name in ("torch", "transformers")} | {"python": platform.python_version()}
-    content = {"measured": {name: asdict(m) for name, m in measured.items()}, "versions": versions}
-    (RESULTS / "conversion.json").write_text(json.dumps(content, indent=2) + "\n")
-    said = ", ".join(f"{name} {number}" for name, number in versions.items())
+    measured_with = versions("torch", "transformers")
+    content = {"measured": {name: asdict(m) for name, m in measured.items()}, "versions": measured_with}
+    said = ", ".join(f"{name} {number}" for name, number in measured_with.items())
     note = f"Sizes in MB. One process, one thread, bf16 on the side of Hugging Face, with the check; {said}."
-    (RESULTS / "conversion.md").write_text("\n".join([TITLE, "", *describe(measured), "", note]) + "\n")
+    keep("conversion", content, "\n".join([TITLE, "", *describe(measured), "", note]))
 
 
 def main(argv: Sequence[str]) -> int:

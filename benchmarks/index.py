@@ -9,9 +9,7 @@ median over rounds. The larger shapes are ours alone: one process, one core, in 
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -20,11 +18,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.hardware import processor
+from benchmarks.record import keep, machine
 from megatron.data import gpt_dataset
 from megatron.data.blend import blend_index, normalised
 from megatron.data.gpt_dataset import SampleOrder, build_order
@@ -32,7 +29,6 @@ from megatron.data.gpt_dataset import SampleOrder, build_order
 sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
 from tests.unit.data import megatron_order
 
-RESULTS = Path(__file__).parent / "results"
 TITLE = "# Laying out samples, one core, in memory"
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 SEED = 1234
@@ -155,16 +151,6 @@ def blends_per_second(rounds: int, clock: Callable[[], float]) -> dict[str, floa
     return found
 
 
-def machine() -> dict[str, str]:
-    """What the figures were measured with."""
-    return {
-        "processor": processor(),
-        "python": platform.python_version(),
-        "numpy": np.__version__,
-        "numba": numba.__version__,
-    }
-
-
 def report(result: Mapping[str, Any]) -> str:
     """The page of results."""
     text = [TITLE, "", "| ratio of times, description / ours | median | lowest | highest |", "|---|---|---|---|"]
@@ -204,12 +190,11 @@ def main(argv: Sequence[str]) -> int:
         "rounds": args.repeats,
         "clock": args.clock,
         "load": load,
-    } | machine()
-    print(report(result))
+    } | machine("numpy", "numba")
+    page = report(result)
+    print(page)
     if args.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "index.json").write_text(json.dumps(result, indent=2) + "\n")
-        (RESULTS / "index.md").write_text(report(result) + "\n")
+        keep("index", result, page)
     return 0
 
 

@@ -10,21 +10,18 @@ of two neighbouring measurements. Memory is the most that was held at a time bey
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks.hardware import processor
+from benchmarks.record import keep, machine
 from megatron.config.arguments import parse
 from megatron.kernels.registry import OPERATIONS
 from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
@@ -34,7 +31,6 @@ from megatron.parallel.grads import GradSink
 from megatron.training.setup import build
 from megatron.training.step import train_step
 
-RESULTS = Path(__file__).parent / "results"
 PLAIN = "F.linear + F.cross_entropy"
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 LLAMA = (
@@ -190,15 +186,11 @@ def main(argv: Sequence[str]) -> int:
     facts = {
         "rounds": args.repeats,
         "clock": args.clock,
-        "processor": processor(),
         "load before the start": round(load, 1),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    } | machine("torch")
     print(table(found, facts))
     if args.write:
-        (RESULTS / "kernels.json").write_text(json.dumps({"measured": found} | facts, indent=2) + "\n")
-        (RESULTS / "kernels.md").write_text(table(found, facts))
+        keep("kernels", {"measured": found} | facts, table(found, facts))
     return 0
 
 

@@ -14,9 +14,7 @@ import argparse
 import contextlib
 import io
 import itertools
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,12 +22,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.hardware import processor
+from benchmarks.record import keep, machine
 from megatron.config.arguments import parse
 from megatron.config.run import RunConfig
 from megatron.optim.schedule import Rates
@@ -42,7 +39,6 @@ from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
 from megatron.training.timers import PHASES, Timers
 
-RESULTS = Path(__file__).parent / "results"
 TITLE = "# What logging adds to a step, CPU, one thread"
 CLOCKS = {
     "wall time": time.perf_counter,
@@ -249,17 +245,18 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(configuration(args, folder), 0, 1)
     shape = {"layers": args.num_layers, "hidden": args.hidden_size, "sequence": args.seq_length}
-    return result | {
-        "every step": per_step(args, trainer),
-        "every log line": per_line(args),
-        "shape": shape,
-        "steps_per_line": args.steps,
-        "rounds": args.repeats,
-        "load": round(load, 1),
-        "processor": processor(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-    }
+    return (
+        result
+        | {
+            "every step": per_step(args, trainer),
+            "every log line": per_line(args),
+            "shape": shape,
+            "steps_per_line": args.steps,
+            "rounds": args.repeats,
+            "load": round(load, 1),
+        }
+        | machine("torch")
+    )
 
 
 def together(result: Mapping[str, Any]) -> float:
@@ -313,9 +310,7 @@ def main(argv: Sequence[str]) -> int:
     result = measure(args)
     print(page(result), end="")
     if args.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "logging_overhead.json").write_text(json.dumps(result, indent=2) + "\n")
-        (RESULTS / "logging_overhead.md").write_text(page(result))
+        keep("logging_overhead", result, page(result))
     return 0
 
 

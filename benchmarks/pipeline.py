@@ -11,15 +11,12 @@ take turns; the price of an action is the difference over their number, in the p
 from __future__ import annotations
 
 import argparse
-import json
 import os
-import platform
 import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from benchmarks.hardware import processor
+from benchmarks.record import keep, machine
 from megatron.parallel import comm
 from megatron.parallel.comm import Channel, Pending
 from megatron.parallel.grads import GradSink
@@ -37,7 +34,6 @@ from megatron.pipeline.comms import add_communication, channels
 from megatron.pipeline.runtime import Pipeline
 from megatron.pipeline.schedules import SCHEDULES, make
 
-RESULTS = Path(__file__).parent / "results"
 RANKS, RANK, WIDTH = 4, 1, 16
 MOST = 50.0
 """Microseconds that an action may cost."""
@@ -171,19 +167,14 @@ def main(argv: Sequence[str]) -> int:
     torch.set_num_threads(1)
     result = {
         "load": os.getloadavg()[0],
-        "processor": processor(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
         "rounds": args.repeats,
         "microbatches": args.microbatches,
         "schedules": {name: measure(name, args) for name in SCHEDULES},
-    }
+    } | machine("torch")
     page = report(result)
     print(page)
     if args.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "pipeline.md").write_text(page + "\n")
-        (RESULTS / "pipeline.json").write_text(json.dumps(result, indent=2) + "\n")
+        keep("pipeline", result, page)
     return 0
 
 

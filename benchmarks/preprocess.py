@@ -16,23 +16,21 @@ import argparse
 import json
 import multiprocessing
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib.metadata import version
 from itertools import islice
 from pathlib import Path
 
 import numpy as np
 
+from benchmarks.record import keep, versions
 from tools.preprocess_data import cores
 
 ROOT = Path(__file__).parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 TITLE = "# Speed of preprocessing"
 LOOP_BYTES, BATCH_BYTES = 3_000_000, 15_000_000  # of the texts, for the slow ones
 VOWELS = ("a", "e", "i", "o", "u", "ea", "ou")
@@ -266,14 +264,13 @@ def main(argv: Sequence[str]) -> int:
         "rounds": str(args.rounds),
         "load before": f"{load:.1f}",
     }
-    versions = {name: version(name) for name in ("gigatoken", "tokenizers")} | {"python": platform.python_version()}
-    note = ", ".join(f"{name}: {value}" for name, value in (setting | versions).items())
+    measured_with = versions("gigatoken", "tokenizers")
+    note = ", ".join(f"{name}: {value}" for name, value in (setting | measured_with).items())
     lines = [*describe(rounds), "", f"{note}."]
     print("\n".join(lines))
     if args.write:
-        (RESULTS / "preprocess.md").write_text("\n".join([TITLE, "", *lines]) + "\n")
-        content = {"rounds": rounds, "setting": setting, "versions": versions}
-        (RESULTS / "preprocess.json").write_text(json.dumps(content, indent=2) + "\n")
+        content = {"rounds": rounds, "setting": setting, "versions": measured_with}
+        keep("preprocess", content, "\n".join([TITLE, "", *lines]))
     return 0
 
 

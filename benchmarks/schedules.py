@@ -14,25 +14,21 @@ import argparse
 import cProfile
 import gc
 import io
-import json
 import os
-import platform
 import pstats
 import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-from benchmarks.hardware import processor
+from benchmarks.record import keep, machine
 from megatron.pipeline.comms import add_communication
 from megatron.pipeline.schedules import SCHEDULES, make
 from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.validate import validate
 
-RESULTS = Path(__file__).parent / "results"
 TITLE = "# Schedules before they run: microseconds per action"
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
 PASSES = ("made", "communication", "proof", "simulation")
@@ -165,15 +161,11 @@ def main(argv: Sequence[str]) -> int:
         "rounds": args.repeats,
         "clock": args.clock,
         "load": load,
-        "processor": processor(),
-        "python": platform.python_version(),
-    }
+    } | machine()
     page = report(result)
     print(page)
     if args.write:
-        RESULTS.mkdir(exist_ok=True)
-        (RESULTS / "schedules.json").write_text(json.dumps(result, indent=2) + "\n")
-        (RESULTS / "schedules.md").write_text(page + "\n")
+        keep("schedules", result, page)
     return 0
 
 

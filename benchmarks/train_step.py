@@ -14,7 +14,6 @@ import argparse
 import json
 import math
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -27,7 +26,7 @@ import torch.distributed as dist
 import transformers
 from torch import nn
 
-from benchmarks.hardware import processor
+from benchmarks.record import RESULTS, keep, machine
 from megatron.config.arguments import parse
 from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch
@@ -38,7 +37,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python lo
 from tests.parity.families import copy_into, from_gpt2
 
 LEARNING_RATE, WEIGHT_DECAY, CLIP = 1e-4, 0.01, 1.0
-RESULTS = Path(__file__).parent / "results"
 TITLE = "# Training step, GPT-2 124M, fp32, sequence 512, CPU, one thread per process"
 
 CLOCKS = {"wall": time.perf_counter, "processor": time.process_time}
@@ -184,19 +182,8 @@ def lines(args: argparse.Namespace, seconds: Mapping[str, Sequence[float]]) -> d
     return {f"process-seconds of {name} / one process": r for name, r in ratios.items()}
 
 
-def machine() -> dict[str, str]:
-    """What the figures were measured with."""
-    return {
-        "processor": processor(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-    }
-
-
 def write(name: str, measured: Mapping[str, Sequence[float]], args: argparse.Namespace) -> None:
     """Add to the results, replacing those of an earlier run of the same kind."""
-    RESULTS.mkdir(exist_ok=True)
     path = RESULTS / "train_step.json"
     results = json.loads(path.read_text()) if path.exists() else {}
     results[name] = {
@@ -204,8 +191,7 @@ def write(name: str, measured: Mapping[str, Sequence[float]], args: argparse.Nam
         "rounds": args.repeats,
         "clock": args.clock,
         "load": args.load,
-    } | machine()
-    path.write_text(json.dumps(results, indent=2) + "\n")
+    } | machine("torch", "transformers")
     text = [TITLE]
     for kind, result in results.items():
         text += ["", f"## {kind}", "", "| ratio | median | lowest | highest |", "|---|---|---|---|"]
@@ -216,7 +202,7 @@ def write(name: str, measured: Mapping[str, Sequence[float]], args: argparse.Nam
             f"{result['rounds']} alternating rounds, {result['clock']} time; {result['processor']}, "
             f"load {result['load']:.1f} before the start; {versions}.",
         ]
-    path.with_suffix(".md").write_text("\n".join(text) + "\n")
+    keep("train_step", results, "\n".join(text))
 
 
 def main(argv: Sequence[str]) -> int:

@@ -10,11 +10,11 @@ activations a rank holds at once, each a v-th of those of its layers.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 
+from megatron.config.problems import did_you_mean
 from megatron.pipeline.actions import BACKWARD, FORWARD, Action, Schedule, ScheduleError, Size
 from megatron.pipeline.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
@@ -143,8 +143,8 @@ def make(name: str, ranks: int, chunks: int, microbatches: int, group: int | Non
         ScheduleError: when there is no such schedule of this size.
     """
     if name not in SCHEDULES:
-        close = difflib.get_close_matches(name.lower(), SCHEDULES, n=1)
-        fixes = [f"--pipeline-schedule {match}" for match in close]
+        guess = did_you_mean(name.lower(), SCHEDULES)
+        fixes = [f"--pipeline-schedule {guess}"] if guess else []
         raise ScheduleError(f"no schedule is called '{name}'; there are {', '.join(SCHEDULES)}", *fixes)
     if min(ranks, chunks, microbatches) < 1:
         raise ScheduleError(

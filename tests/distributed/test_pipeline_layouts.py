@@ -17,7 +17,7 @@ from megatron.pipeline.schedules import make
 from megatron.training.setup import build
 from megatron.training.step import train_step
 from megatron.training.verify import StepTrace
-from tests.distributed.drive import RATES, Case, batches_of, compare_with_twin, evaluation, pipeline, reference, run_on
+from tests.distributed.drive import RATES, Case, batches_of, compare_with_twin, evaluation, pipeline, run_on
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.grid import DOCUMENTS, stages_on_a_rank
 from tests.distributed.pool import Pool
@@ -176,19 +176,7 @@ def in_fp32(pool: Pool, case: Case, clip: float = 1.0) -> list[StepTrace]:
     return run_on(pool, replace(case, precision=FP32, optimizer=optimizer, steps=2))
 
 
-# ---- sixteen bits
-
-SIXTEEN = replace(pipeline(2, "zb-v", layers=4, samples=8, num_query_groups=2, hidden_dropout=0.1), dp=2)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_sixteen_bits_are_near_fp32_on_one_process(pool: Pool, dtype: str) -> None:
-    case = replace(SIXTEEN, steps=2, precision=PrecisionConfig(params_dtype=dtype, initial_loss_scale=1024.0))
-    steps, exact = run_on(pool, case), reference(replace(case, precision=PrecisionConfig()).twin())
-    for got, ref in zip(steps, exact, strict=True):
-        assert got.loss == pytest.approx(ref.loss, rel=5e-3)
-        assert got.grad_norm == pytest.approx(ref.grad_norm, rel=2e-2)
-        assert got.drifted == []
+# ---- an overflow
 
 
 def scaled(rank: int, world_size: int, case: Case, weight: str) -> tuple[list[float], list[bool], list[bool]]:

@@ -12,7 +12,7 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import PrecisionConfig, TrainingConfig
 from megatron.training.setup import build
 from megatron.training.step import train_step
-from tests.distributed.drive import MODEL, RATES, Case, batches_of, reference, run_on
+from tests.distributed.drive import MODEL, RATES, Case, batches_of, pipeline, reference, run_on
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.pool import Pool
 
@@ -24,12 +24,14 @@ CASE = Case(
     dp=2,
     steps=12,
 )
+PIPELINE = replace(pipeline(2, "zb-v", layers=4, samples=8, num_query_groups=2, hidden_dropout=0.1), dp=2)
 
 
+@pytest.mark.parametrize("case", [CASE, PIPELINE], ids=["tp2-sp-dp2", "pp2x2-zb-v-dp2"])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_near_fp32_on_one_process(pool: Pool, dtype: str) -> None:
+def test_near_fp32_on_one_process(pool: Pool, dtype: str, case: Case) -> None:
     """Rounding differs with the layout, so this only finds gross mistakes: a sum in the wrong format, a lost scale."""
-    case = replace(CASE, steps=2, precision=PrecisionConfig(params_dtype=dtype, initial_loss_scale=1024.0))
+    case = replace(case, steps=2, precision=PrecisionConfig(params_dtype=dtype, initial_loss_scale=1024.0))
     steps, exact = run_on(pool, case), reference(replace(case, precision=PrecisionConfig()).twin())
     for got, ref in zip(steps, exact, strict=True):
         assert got.loss == pytest.approx(ref.loss, rel=5e-3)

@@ -19,6 +19,7 @@ from megatron.data.text.blocks import Block, Lines
 from megatron.data.text.workers import AHEAD, Workers
 from megatron.data.tokenizers.plain import ByteTokenizer, NullTokenizer
 from megatron.data.tokenizers.tokenizer import TokenizerChoice
+from tests.processes import wait_until_gone
 
 JOB = Job(("text",), TokenizerChoice("ByteTokenizer"), ByteTokenizer().fingerprint, append_eod=False)
 WORKERS = 2
@@ -60,13 +61,6 @@ def children() -> set[int]:
         if int(parent) == os.getpid() and state != "Z" and "spawn_main" in (status.parent / "cmdline").read_text():
             found.add(int(status.parent.name))
     return found
-
-
-def wait_until_gone(processes: set[int], seconds: float = 10.0) -> None:
-    until = time.monotonic() + seconds
-    while children() & processes:
-        assert time.monotonic() < until, "a worker outlived its work"
-        time.sleep(0.02)
 
 
 def test_order_and_back_pressure(monkeypatch: pytest.MonkeyPatch) -> None:

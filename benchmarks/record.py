@@ -1,0 +1,40 @@
+"""What figures were measured on, and where they are kept."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Mapping
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+"""One page and one file of figures for each benchmark."""
+
+
+def processor() -> str:
+    """Name of the processor, and how many cores there are."""
+    name, info = platform.processor(), Path("/proc/cpuinfo")
+    if info.exists():  # Linux says no more than the architecture elsewhere
+        named = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
+        name = named[0] if named else name
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def versions(*packages: str) -> dict[str, str]:
+    """Of Python, and of what else counts."""
+    return {"python": platform.python_version()} | {name: version(name) for name in packages}
+
+
+def machine(*packages: str) -> dict[str, str]:
+    """What figures were measured with: the processor, and :func:`versions`."""
+    return {"processor": processor()} | versions(*packages)
+
+
+def keep(name: str, result: Mapping[str, Any], page: str) -> None:
+    """Write the figures of a benchmark, and the page that tells of them, beside the others'."""
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=2) + "\n")
+    (RESULTS / f"{name}.md").write_text(page.rstrip("\n") + "\n")
