@@ -72,8 +72,8 @@ def find_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collec
     """Files named by ``inputs``: each a file, a pattern like ``data/*.jsonl``, or a folder.
 
     Of a folder, these are the files below it that end in one of ``suffixes``, in any case, compressed or not, in the
-    order of their paths; files and folders called one of ``exclude`` are passed over. Patterns are sorted too. What is
-    the name of a file is no pattern.
+    order of their paths; files and folders called one of ``exclude`` are passed over, and so are links to files that are
+    there themselves. Patterns are sorted too. What is the name of a file is no pattern.
 
     Raises:
         DataError: when an input gives no file, or the same documents would come twice: a folder or pattern has a file
@@ -126,8 +126,17 @@ def _walk(folder: Path, suffixes: tuple[str, ...], exclude: Collection[str]) -> 
         folders[:] = [f for f in folders if f not in exclude]
         wanted = [Path(path, name) for name in names if name not in exclude]
         found += [file for file in wanted if _ends_in(file, suffixes) and file.is_file()]
+    found = _without_links(found)
     _refuse_copies(found)
     return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
+
+
+def _without_links(files: Collection[Path]) -> list[Path]:
+    """Every file once: under the name that is no link, else under the first."""
+    names: dict[str, Path] = {}
+    for file in sorted(files, key=lambda file: (file.is_symlink(), file)):
+        names.setdefault(os.path.realpath(file), file)
+    return [*names.values()]
 
 
 def _ends_in(file: Path, suffixes: tuple[str, ...]) -> bool:

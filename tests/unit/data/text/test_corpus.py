@@ -49,6 +49,19 @@ def test_a_folder_gives_its_files_sorted_by_path(tree: Path) -> None:
     assert names(tree, [str(tree)], (".py",), ("skip", "z.py", "a.py")) == ["a-b/d.py", "b.py"]
 
 
+def test_a_link_to_a_file_of_the_folder_is_passed_over(tree: Path) -> None:
+    """As Debian's Python has one among its sources; whichever name comes first."""
+    expected = names(tree, [str(tree)])
+    (tree / "0.py").symlink_to(tree / "a" / "z.py")
+    (tree / "z.py").symlink_to("a.py")
+    assert names(tree, [str(tree)]) == expected
+    outside = tree.with_name("outside")
+    outside.write_text("x")
+    for name in ("p.py", "o.py"):
+        (tree / name).symlink_to(outside)
+    assert names(tree, [str(tree)]) == sorted([*expected, "o.py"])
+
+
 def test_the_order_of_the_file_system_does_not_matter(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     forwards = names(tree, [str(tree)])
     scandir = os.scandir
