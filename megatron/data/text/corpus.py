@@ -72,8 +72,8 @@ def find_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collec
     """Files named by ``inputs``: each a file, a pattern like ``data/*.jsonl``, or a folder.
 
     Of a folder, these are the files below it that end in one of ``suffixes``, in any case, compressed or not, in the
-    order of their paths; files and folders called one of ``exclude`` are passed over, and so are links to files that are
-    there themselves. Patterns are sorted too. What is the name of a file is no pattern.
+    order of their paths; files and folders called one of ``exclude`` are passed over, and so are links to files that
+    are there themselves. Patterns are sorted too. What is the name of a file is no pattern.
 
     Raises:
         DataError: when an input gives no file, or the same documents would come twice: a folder or pattern has a file
