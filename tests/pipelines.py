@@ -91,7 +91,7 @@ class Ends:
         for name in map(str, numbers):
             self.gradients[name] = torch.zeros(WIDTH, WIDTH, dtype=torch.float64)
             self.counts[name] = 0
-        sink.bind({str(n): self.gradients[str(n)] for n in numbers}, self._count)
+        sink.bind(self.gradients.__getitem__, self._count)
         return sink
 
     def _count(self, name: str) -> None:

@@ -84,7 +84,9 @@ class Solo:
         )
         params = chunk.params
         dtypes = {name: p.dtype for name, p in params.items()}
-        buckets = GradBuckets(chunk.specs, dtypes, mesh, sink, torch.device("cpu"), bucket_size, overlap=True)
+        buckets = GradBuckets(
+            chunk.specs, dtypes, mesh, sink, torch.device("cpu"), ParallelConfig(ddp_bucket_size=bucket_size)
+        )
         chunk.train()
         return cls(chunk, sink, buckets, Optimizer(params, chunk.specs, buckets, mesh, optimizer or OptimizerConfig()))
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
+from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from megatron.parallel.ownership import Share, slots
 from megatron.parallel.shard import Box, ShardSpec
 
 
@@ -19,16 +22,21 @@ class Source(Protocol):
 
 
 @torch.no_grad()
-def fill(specs: Mapping[str, ShardSpec], tensors: Mapping[str, Tensor], source: Source) -> None:
-    """Read this rank's pieces of every tensor into it; what is in no piece (padding of the vocabulary) becomes 0.
+def fill(
+    specs: Mapping[str, ShardSpec],
+    tensors: Mapping[str, Tensor],
+    source: Source,
+    shares: Mapping[str, Share] = MappingProxyType({}),
+) -> None:
+    """Read a rank's part of every tensor into it; what is in no piece (padding of the vocabulary) becomes 0.
 
     Args:
         specs: place of every tensor, by global name.
-        tensors: local tensors ``spec.local_shape``, filled in place and in their own dtype.
+        tensors: local tensors ``spec.local_shape``, or the shares of them, filled in place and in their own dtype.
         source: of the global ones.
+        shares: of the local tensors, by name; where there is none, the tensor is whole.
     """
     for name, tensor in tensors.items():
-        spec = specs[name]
-        local = tensor.detach().zero_().view(spec.local_view)
-        for piece in spec.pieces:
-            local[piece.local.slices].copy_(source.read(name, spec.view, piece.place))
+        spec, local = specs[name], tensor.detach().zero_()
+        for slot in slots(spec, shares.get(name) or Share(0, prod(spec.local_shape))):
+            slot.of(local).copy_(source.read(name, spec.view, slot.piece.place))

@@ -1,54 +1,193 @@
 """Contiguous gradient buckets, reduced over data-parallel ranks while backward still runs.
 
-A bucket holds the main gradients (at least fp32) of parameters of one dtype and one reduction group, in the
-order in which backward is expected to finish them. It is reduced as soon as every parameter in it has had all its
-contributions: uses x micro-batches.
+A bucket holds the main gradients (at least fp32) of parameters of one dtype and one reduction group, in the order in
+which backward is expected to finish them. Its sum over that group is made in two steps: a reduce-scatter over the ranks
+that cut it among themselves (``shards``), which leaves each the part that it updates, and an all-reduce of that part
+over the ranks that have the same one (``copies``). Without ZeRO nobody cuts it, and the second step is all there is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 
 import torch
 from torch import Tensor
 
-from megatron.parallel import comm
-from megatron.parallel.comm import Group, Pending
+from megatron.config.parallel import ParallelConfig
+from megatron.optim.wire import Sum, start_all_reduce, start_reduce_scatter
+from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.ownership import BucketKey, Packing, Share, pack, partition
 from megatron.parallel.shard import ShardSpec
 
-ALIGNMENT = 64
-"""Elements: every parameter, and every data-parallel rank's equal part of a bucket, starts at a multiple."""
+IN_FLIGHT = 2
+"""Reductions of a streamed bucket that may be on their way before one is waited for."""
 
 
-@dataclass
-class Bucket:
-    """One flat buffer.
+@dataclass(frozen=True)
+class Room:
+    """How a bucket is made up.
 
     Attributes:
-        buffer: ``[elements]``, at least fp32.
-        offsets: first element of each parameter, by name.
-        group: ranks over which it is summed.
-        unfinished: parameters that expect more contributions.
-        pending: the reduction, once started.
+        packing: where its parameters lie.
+        shards: ranks that cut it among themselves.
+        copies: ranks that have the same part of it.
+        dtype: of the gradients, at least fp32.
+        device: theirs.
+        wire: format in which they travel.
     """
 
-    buffer: Tensor
-    offsets: dict[str, int]
-    group: Group
-    unfinished: int = 0
-    pending: Pending | None = None
+    packing: Packing
+    shards: Group
+    copies: Group
+    dtype: torch.dtype
+    device: torch.device
+    wire: torch.dtype
+
+    def zeros(self, elements: int) -> Tensor:
+        """A flat buffer."""
+        return torch.zeros(elements, dtype=self.dtype, device=self.device)
+
+
+class Bucket:
+    """The gradients of some parameters, all of them kept.
+
+    Attributes:
+        room: how it is made up.
+        specs: of its parameters, by name.
+        own: this rank's part, ``[elements / shards]``: the sum over all ranks once :meth:`finish` is done.
+    """
+
+    def __init__(self, room: Room, specs: Mapping[str, ShardSpec]) -> None:
+        self.room, self.specs = room, specs
+        self._buffer = room.zeros(room.packing.size)
+        self.own = self._buffer.view(room.shards.size, -1)[room.shards.rank]
+        self._sum: Sum | None = None
+
+    def start_step(self) -> None:
+        """Zero the gradients."""
+        self._buffer.zero_()
+        self._sum = None
+
+    def target(self, name: str) -> Tensor:
+        """Where contributions to a gradient are added, ``spec.local_shape``."""
+        return view_of(self._buffer, self.room.packing, name, self.specs[name])
+
+    def contributed(self, name: str, complete: bool, overlap: bool) -> None:
+        """Take note of a contribution; ``complete`` when the bucket has all of the step's."""
+        if complete and overlap:
+            self._start()
+
+    def scatter(self) -> None:
+        """Have the sum over the ranks that cut the bucket, and start that over the others."""
+        if self._sum is None:
+            self._start()
+        if self.room.shards.size > 1 and self._sum is not None:
+            self.own.copy_(self._sum.wait())
+            self._sum = start_all_reduce(self.own, self.room.copies, self.room.wire)
+
+    def finish(self) -> None:
+        """Have the sum over all ranks, after :meth:`scatter`."""
+        if self._sum is not None:
+            put(self._sum.wait(), self.own)
+
+    def _start(self) -> None:
+        if self.room.shards.size > 1:
+            self._sum = start_reduce_scatter(self._buffer, self.room.shards, self.room.wire)
+        else:
+            self._sum = start_all_reduce(self.own, self.room.copies, self.room.wire)
+
+
+class Spare:
+    """Buffers that are lent for a while, and used again."""
+
+    def __init__(self) -> None:
+        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+
+    def take(self, room: Room) -> Tensor:
+        """A buffer of zeros for a whole bucket."""
+        idle = self._idle[room.packing.size, room.dtype]
+        return idle.pop().zero_() if idle else room.zeros(room.packing.size)
+
+    def give(self, buffer: Tensor) -> None:
+        """Take one back."""
+        self._idle[buffer.numel(), buffer.dtype].append(buffer)
+
+
+class StreamedBucket:
+    """The gradients of some parameters, of which this rank keeps its part alone (ZeRO-2).
+
+    The whole is there from the first contribution of a micro-batch until it is reduced, as soon as every parameter has
+    had one micro-batch's. So each micro-batch sends as much as a whole step does otherwise.
+    """
+
+    def __init__(self, room: Room, specs: Mapping[str, ShardSpec], spare: Spare) -> None:
+        self.room, self.specs, self._spare = room, specs, spare
+        self.own = room.zeros(room.packing.size // room.shards.size)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._buffer: Tensor | None = None
+        self._sums: list[tuple[Sum, Tensor]] = []
+        self._last: Sum | None = None
+        self._wanted = {name: spec.uses for name, spec in self.specs.items()}
+
+    def start_step(self) -> None:
+        """Zero the gradients."""
+        self.own.zero_()
+        self._begin()
+
+    def target(self, name: str) -> Tensor:
+        """Where contributions to a gradient are added, ``spec.local_shape``."""
+        if self._buffer is None:
+            self._buffer = self._spare.take(self.room)
+        return view_of(self._buffer, self.room.packing, name, self.specs[name])
+
+    def contributed(self, name: str, complete: bool, overlap: bool) -> None:
+        """Take note of a contribution; ``complete`` when the bucket has all of the step's."""
+        self._wanted[name] -= 1
+        if complete or all(wanted <= 0 for wanted in self._wanted.values()):
+            self._reduce(IN_FLIGHT if overlap else 0)
+
+    def _reduce(self, in_flight: int) -> None:
+        """Start the sum of what is there, and take up those before, but for some that may still be on their way."""
+        if self._buffer is None:
+            raise RuntimeError(f"a gradient of {', '.join(self.specs)} was counted before it was there")
+        self._sums.append((start_reduce_scatter(self._buffer, self.room.shards, self.room.wire), self._buffer))
+        self._buffer, self._wanted = None, {name: spec.uses for name, spec in self.specs.items()}
+        self._take_up(in_flight)
+
+    def _take_up(self, left: int) -> None:
+        while len(self._sums) > left:
+            total, buffer = self._sums.pop(0)
+            self.own.add_(total.wait())
+            self._spare.give(buffer)
+
+    def scatter(self) -> None:
+        """Have the sum over the ranks that cut the bucket, and start that over the others."""
+        self._take_up(0)
+        self._last = start_all_reduce(self.own, self.room.copies, self.room.wire)
+
+    def finish(self) -> None:
+        """Have the sum over all ranks, after :meth:`scatter`."""
+        if self._last is not None:
+            put(self._last.wait(), self.own)
 
 
 class GradBuckets:
     """All main gradients of a rank.
 
     Attributes:
-        grads: view of each parameter's gradient in its bucket, local stored shape, by name.
         buckets: in the order in which they are expected to be ready.
+        shares: what of each parameter this rank updates, by name; those of which it is nothing are not listed.
+        grads: gradients of these shares once :meth:`finish` is done: of the local stored shape where a share is the
+            whole parameter, else flat.
+        overlap: reduce a bucket when it is ready, instead of all at the end.
     """
 
     def __init__(
@@ -58,8 +197,8 @@ class GradBuckets:
         mesh: Mesh,
         sink: GradSink,
         device: torch.device,
-        bucket_size: int,
-        overlap: bool,
+        config: ParallelConfig,
+        uncut: Collection[str] = (),
     ) -> None:
         """Allocate the buckets and bind the sink to them.
 
@@ -69,50 +208,100 @@ class GradBuckets:
             mesh: the groups.
             sink: will write into the buckets.
             device: of the buffers.
-            bucket_size: elements after which a bucket is full.
-            overlap: reduce a bucket when it is ready, instead of all at the end.
+            config: size of buckets, what is cut, what travels, and when.
+            uncut: parameters that one rank updates whole.
 
         """
-        self.specs, self.overlap = specs, overlap
-        self.grads: dict[str, Tensor] = {}
-        self.buckets: list[Bucket] = []
-        self._bucket_of: dict[str, Bucket] = {}
+        self.specs, self.overlap = specs, config.overlap_grad_reduce
+        self.buckets: list[Bucket | StreamedBucket] = []
+        self._bucket_of: dict[str, Bucket | StreamedBucket] = {}
         self._missing: dict[str, int] = {}
-        for names in _partition(specs, dtypes, bucket_size):
-            self._allocate(names, dtypes[names[0]], mesh.group(*specs[names[0]].reduce_axes), device)
-        sink.bind(self.grads, self._contributed)
+        self._unfinished: dict[int, int] = {}
+        self._reducing, spare = True, Spare()
+        streamed = config.zero_stage == 2
+        keys = {name: BucketKey.of(spec, str(dtypes[name]), name in uncut, streamed) for name, spec in specs.items()}
+        sizes = {name: prod(spec.local_shape) for name, spec in specs.items()}
+        for key, names in partition(keys, sizes, config.ddp_bucket_size):
+            shards, copies = mesh.shards(*key.axes), mesh.copies(*key.axes)
+            packing = pack({name: sizes[name] for name in names}, shards.size, copies.size, key.uncut)
+            dtype = torch.promote_types(dtypes[names[0]], torch.float32)
+            wire = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
+            room, held = Room(packing, shards, copies, dtype, device, wire), {name: specs[name] for name in names}
+            bucket = StreamedBucket(room, held, spare) if streamed and shards.size > 1 else Bucket(room, held)
+            self.buckets.append(bucket)
+            self._bucket_of |= dict.fromkeys(names, bucket)
+        self.shares = self._cut(counted=False)
+        self.grads = {name: self.share_of(self._bucket_of[name].own, name) for name in self.shares}
+        sink.bind(self.target, self._contributed)
 
-    def _allocate(self, names: list[str], dtype: torch.dtype, group: Group, device: torch.device) -> None:
-        offsets, size = {}, 0
-        for name in names:
-            offsets[name] = size
-            size += _aligned(self.specs[name])
-        size = _round_up(size, ALIGNMENT * group.size)
-        buffer = torch.zeros(size, dtype=torch.promote_types(dtype, torch.float32), device=device)
-        bucket = Bucket(buffer, offsets, group)
-        self.buckets.append(bucket)
-        for name, offset in offsets.items():
-            shape = self.specs[name].local_shape
-            self.grads[name] = buffer[offset : offset + prod(shape)].view(shape)
-            self._bucket_of[name] = bucket
+    def _cut(self, counted: bool) -> dict[str, Share]:
+        """This rank's share of every parameter; ``counted``, of those that all ranks cut among themselves."""
+        found = {}
+        for bucket in self.buckets:
+            shards, copies = bucket.room.shards, bucket.room.copies
+            part, parts = shards.rank, shards.size
+            if counted:
+                part, parts = part * copies.size + copies.rank, parts * copies.size
+            for name, spec in bucket.specs.items():
+                share = bucket.room.packing.share(name, prod(spec.local_shape), part, parts)
+                if share is not None:
+                    found[name] = share
+        return {name: found[name] for name in self.specs if name in found}
+
+    def counted(self) -> dict[str, Share]:
+        """What of each parameter this rank answers for, so that over all replicas every element counts once.
+
+        The same whatever is cut, and so the same order in all that is summed over elements.
+        """
+        return self._cut(counted=True)
+
+    def share_of(self, part: Tensor, name: str, share: Share | None = None) -> Tensor:
+        """A parameter's share in this rank's part of its bucket, or in a buffer that is laid out as that is.
+
+        Args:
+            part: ``[elements / shards]``.
+            name: of the parameter.
+            share: a part of its share; the whole by default.
+
+        Returns:
+            A view: of the local stored shape where the share is the whole parameter, else flat.
+
+        """
+        room, spec = self._bucket_of[name].room, self.specs[name]
+        share = share or self.shares[name]
+        first = room.packing.offsets[name] + share.start - room.shards.rank * part.numel()
+        found = part[first : first + share.numel]
+        return found.view(spec.local_shape) if share.numel == prod(spec.local_shape) else found
+
+    def target(self, name: str) -> Tensor:
+        """Where contributions to a gradient are added, ``spec.local_shape``."""
+        return self._bucket_of[name].target(name)
 
     def start_step(self, microbatches: int) -> None:
         """Zero the gradients and expect this many micro-batches."""
         self._missing = {name: microbatches * spec.uses for name, spec in self.specs.items()}
+        self._unfinished = {id(bucket): len(bucket.specs) for bucket in self.buckets}
         for bucket in self.buckets:
-            bucket.buffer.zero_()
-            bucket.pending, bucket.unfinished = None, len(bucket.offsets)
+            bucket.start_step()
+
+    @contextmanager
+    def unreduced(self) -> Iterator[None]:
+        """Inside, gradients are added up on this rank alone, to be looked at in :meth:`target`."""
+        self._reducing = False
+        try:
+            yield
+        finally:
+            self._reducing = True
 
     def _contributed(self, name: str) -> None:
+        bucket = self._bucket_of[name]
         self._missing[name] -= 1
-        if self._missing[name] == 0:
-            bucket = self._bucket_of[name]
-            bucket.unfinished -= 1
-            if bucket.unfinished == 0 and self.overlap:
-                bucket.pending = comm.start_all_reduce(bucket.buffer, bucket.group)
+        self._unfinished[id(bucket)] -= self._missing[name] == 0
+        if self._reducing:
+            bucket.contributed(name, self._unfinished[id(bucket)] == 0, self.overlap)
 
     def finish(self) -> None:
-        """Wait until every gradient is the sum over all data-parallel ranks.
+        """Wait until every gradient of this rank's shares is the sum over all data-parallel ranks.
 
         Raises:
             RuntimeError: when a parameter got fewer or more contributions than its spec says.
@@ -125,33 +314,18 @@ class GradBuckets:
                     "its layer's backward adds"
                 )
         for bucket in self.buckets:
-            if bucket.pending is None:
-                bucket.pending = comm.start_all_reduce(bucket.buffer, bucket.group)
+            bucket.scatter()
         for bucket in self.buckets:
-            if bucket.pending is not None:
-                bucket.pending.wait()
+            bucket.finish()
 
 
-def _aligned(spec: ShardSpec) -> int:
-    return _round_up(prod(spec.local_shape), ALIGNMENT)
+def view_of(buffer: Tensor, packing: Packing, name: str, spec: ShardSpec) -> Tensor:
+    """A parameter in a whole bucket, or in a buffer that is laid out as that is: a view ``spec.local_shape``."""
+    offset = packing.offsets[name]
+    return buffer[offset : offset + prod(spec.local_shape)].view(spec.local_shape)
 
 
-def _round_up(n: int, multiple: int) -> int:
-    return -(-n // multiple) * multiple
-
-
-def _partition(specs: Mapping[str, ShardSpec], dtypes: Mapping[str, torch.dtype], bucket_size: int) -> list[list[str]]:
-    """Names per bucket: same dtype and reduction group, in reverse order of use, cut when full.
-
-    A tied weight has a bucket of its own, so that the chunks which share it cut it alike.
-    """
-    buckets: list[list[str]] = []
-    current: dict[tuple[torch.dtype, tuple[str, ...], bool], list[str]] = {}
-    for name in reversed(list(specs)):
-        key = (dtypes[name], specs[name].reduce_axes, specs[name].tied)
-        names = current.get(key)
-        if names is None or sum(_aligned(specs[n]) for n in names) >= bucket_size:
-            names = current[key] = []
-            buckets.append(names)
-        names.append(name)
-    return buckets
+def put(x: Tensor, out: Tensor) -> None:
+    """Copy, unless it is the same memory."""
+    if x.data_ptr() != out.data_ptr():
+        out.copy_(x)

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
+from megatron.optim.buckets import GradBuckets
 from megatron.parallel import comm
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.ownership import slots
 from megatron.parallel.shard import ShardSpec
 
 BLOCK = 1 << 14
@@ -17,32 +18,34 @@ BLOCK = 1 << 14
 
 
 class GradNorm:
-    """The 2-norm over all parameters: pieces this rank owns, summed over the ranks that hold one model copy."""
+    """The 2-norm over all parameters: every element is counted by one rank, and there is one sum over all ranks.
 
-    def __init__(self, specs: Mapping[str, ShardSpec], grads: Mapping[str, Tensor], mesh: Mesh) -> None:
-        """Find the owned pieces.
+    So all ranks get the same bits, and who counts what does not depend on who updates what.
+    """
+
+    def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuckets, mesh: Mesh) -> None:
+        """Find the elements that this rank counts.
 
         Args:
             specs: of all parameters.
-            grads: their gradient buffers, local stored shape.
+            buckets: of their gradients.
             mesh: the groups.
 
         """
-        self._owned: dict[tuple[str, ...], list[Tensor]] = defaultdict(list)
-        for name, spec in specs.items():
-            view = grads[name].view(spec.local_view)
-            blocks = [block for piece in spec.owned for block in _blocks(view[piece.local.slices])]
-            self._owned[spec.model_axes] += blocks
-        self._mesh = mesh
-        self._zero = torch.zeros((), dtype=torch.float64, device=next(iter(grads.values())).device)
+        self._counted: list[Tensor] = []
+        for name, share in buckets.counted().items():
+            spec, start = specs[name], buckets.shares[name].start
+            gradient = buckets.grads[name].view(-1)[share.start - start : share.stop - start]
+            self._counted += [b for slot in slots(spec, share, spec.owned) for b in _blocks(slot.of(gradient))]
+        self._world = mesh.world
+        self._zero = torch.zeros((), dtype=torch.float64, device=buckets.buckets[0].own.device)
 
     def compute(self) -> Tensor:
         """The norm, an fp64 scalar; not finite when any gradient is not."""
-        total = self._zero
-        for axes, blocks in self._owned.items():
-            square = torch.stack(torch._foreach_norm(blocks)).double().square().sum() if blocks else self._zero.clone()
-            total = total + comm.all_reduce(square, self._mesh.group(*axes))
-        return total.sqrt()
+        counted, total = self._counted, self._zero.clone()
+        if counted:
+            total += torch.stack(torch._foreach_norm(counted)).double().square().sum()
+        return comm.all_reduce(total, self._world).sqrt()
 
 
 def _blocks(piece: Tensor) -> list[Tensor]:

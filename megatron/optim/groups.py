@@ -11,6 +11,7 @@ from megatron.config.factors import factor_of, read_factor
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import OptimizerConfig
 from megatron.config.settings import flag
+from megatron.optim.muon import is_muons
 from megatron.parallel.shard import ShardSpec
 
 DECOUPLED = ("embedding.word_embeddings.weight", "output_layer.weight")
@@ -23,12 +24,14 @@ class ParamGroup:
 
     Attributes:
         names: global, in the model's order.
+        rule: the update rule, by its name.
         decoupled: they follow the learning rate of the embeddings and the output layer.
         lr_factor: multiplies their learning rate.
         weight_decay_factor: multiplies their weight decay; 0 for biases and other vectors unless somebody says else.
     """
 
     names: tuple[str, ...]
+    rule: str
     decoupled: bool
     lr_factor: float
     weight_decay_factor: float
@@ -38,12 +41,19 @@ def param_groups(specs: Mapping[str, ShardSpec], config: OptimizerConfig) -> lis
     """All parameters, those that are treated alike together."""
     lr_factors = [read_factor(text) for text in config.lr_factors]
     weight_decay_factors = [read_factor(text) for text in config.weight_decay_factors]
-    groups: dict[tuple[bool, float, float], list[str]] = {}
+    groups: dict[tuple[str, bool, float, float], list[str]] = {}
     for name, spec in specs.items():
         decoupled = config.decoupled_lr is not None and name in DECOUPLED
         decay = factor_of(name, weight_decay_factors, 1.0 if spec.decays else 0.0)
-        groups.setdefault((decoupled, factor_of(name, lr_factors, 1.0), decay), []).append(name)
+        groups.setdefault((rule_of(name, spec, config), decoupled, factor_of(name, lr_factors, 1.0), decay), []).append(
+            name
+        )
     return [ParamGroup(tuple(names), *key) for key, names in groups.items()]
+
+
+def rule_of(name: str, spec: ShardSpec, config: OptimizerConfig) -> str:
+    """The rule that moves a parameter: Muon leaves to Adam what is no matrix of a block."""
+    return config.optimizer if config.optimizer != "muon" or is_muons(name, spec) else "adam"
 
 
 def check_patterns(config: OptimizerConfig, names: Collection[str]) -> None:

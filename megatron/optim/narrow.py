@@ -1,4 +1,4 @@
-"""Moments kept in bf16.
+"""Moments kept in bf16, and masters as the bits that bf16 weights lack.
 
 Where a moment decays slowly, what a step adds to it is less than half of a bf16 step, and rounding to the nearest
 value would lose it every time. So a moment is widened for its update, and rounded up or down at random, with
@@ -19,12 +19,12 @@ from megatron.config.run import OptimizerConfig
 from megatron.kernels.adam import Adam, adam
 from megatron.kernels.hashing import random_bits
 from megatron.optim.blocks import Cut, blocks
+from megatron.optim.groups import ParamGroup
+from megatron.optim.masters import LOW, Masters, joined, split, wide
 from megatron.optim.rules import RULES, AdamW, Rate, Rule
+from megatron.parallel.ownership import Share
 from megatron.parallel.random import hash_of
 from megatron.parallel.shard import ShardSpec
-
-LOW = 16
-"""Bits that fp32 has and bf16 has not."""
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,9 @@ class Places:
 
 
 class NarrowRule:
-    """Any rule, with some of its state in bf16: every block is widened, updated, and rounded at random.
+    """Any rule, with masters or state kept narrow: every block is widened, updated, and made narrow again.
+
+    State in bf16 is rounded at random; masters lose nothing.
 
     A skipped update is found again to the bit, because a value that bf16 has is never rounded.
     """
@@ -72,9 +74,10 @@ class NarrowRule:
     def __init__(
         self,
         rule: Rule,
-        params: Sequence[Tensor],
+        masters: Masters,
         names: Sequence[str],
         specs: Mapping[str, ShardSpec],
+        shares: Mapping[str, Share],
         dtypes: Mapping[str, torch.dtype],
         seed: int,
     ) -> None:
@@ -82,20 +85,24 @@ class NarrowRule:
 
         Args:
             rule: of no parameters: it is lent those of each block.
-            params: to move, contiguous.
-            names: theirs.
+            masters: of all parameters.
+            names: of those to move.
             specs: by name.
-            dtypes: of the kinds of state that are narrow; at most two.
+            shares: what of each is moved, by name.
+            dtypes: of the kinds of state that are in bf16; at most two.
             seed: of the run.
         """
-        self.params, self._rule, self._dtypes = list(params), rule, dict(dtypes)
+        self._low = [masters.remainders.get(name) for name in names]
+        self.params = [masters[n] if low is None else masters.weights[n] for n, low in zip(names, self._low)]
+        self._rule, self._dtypes = rule, dict(dtypes)
         self.state = {
-            kind: [torch.zeros_like(p, dtype=self._dtypes.get(kind, p.dtype)) for p in self.params]
+            kind: [torch.zeros_like(p, dtype=self._dtypes.get(kind, wide(p.dtype))) for p in self.params]
             for kind in rule.state
         }
         device = self.params[0].device
         self.step_counts = [torch.zeros((), dtype=torch.float32, device=device)]
         self._places = [Places.of(specs[name], device) for name in names]
+        self._first = [shares[name].start for name in names]
         self._keys = [hash_of(seed, "moments", name) for name in names]
 
     @torch.no_grad()
@@ -104,24 +111,42 @@ class NarrowRule:
         (count,) = self.step_counts
         for block in blocks(self.params):
             rule = self._rule
-            rule.params = [cut.of(self.params) for cut in block]
+            rule.params = [self._wide(cut) for cut in block]
             rule.step_counts = [count.clone() for _ in block]
             rule.state = {
                 kind: [cut.of(held).to(param.dtype) for cut, param in zip(block, rule.params)]
                 for kind, held in self.state.items()
             }
             rule.update([cut.of(grads) for cut in block], lr, weight_decay, skip)
-            self._put_back(block, rule.state)
+            self._put_back(block, rule)
         count.add_(1.0 - skip)
 
-    def _put_back(self, block: Sequence[Cut], wide: Mapping[str, Sequence[Tensor]]) -> None:
-        """Round what a block's moments have become; those that are not narrow were updated in place."""
+    def _wide(self, cut: Cut) -> Tensor:
+        low, held = self._low[cut.index], cut.of(self.params)
+        return held if low is None else joined(held, low.view(-1)[cut.start : cut.stop])
+
+    def _put_back(self, block: Sequence[Cut], rule: Rule) -> None:
+        """Make narrow what a block has become; what is wide was updated in place."""
+        for cut, moved in zip(block, rule.params):
+            low = self._low[cut.index]
+            if low is not None:
+                high, rest = split(moved)
+                cut.of(self.params).copy_(high)
+                low.view(-1)[cut.start : cut.stop].copy_(rest)
+        if self._dtypes:
+            self._round(block, rule.state)
+
+    def _round(self, block: Sequence[Cut], wide: Mapping[str, Sequence[Tensor]]) -> None:
         step = self.step_counts[0].long()
-        bits = torch.cat([self._places[c.index].bits(self._keys[c.index], step, c.start, c.stop) for c in block])
+        bits = torch.cat([self._bits(cut, step) for cut in block])
         for part, kind in enumerate(self._dtypes):
             values = torch.cat([value.float() for value in wide[kind]])
             rounded = round_at_random(values, bits >> (LOW * part)).split([value.numel() for value in wide[kind]])
             torch._foreach_copy_([cut.of(self.state[kind]) for cut in block], list(rounded))
+
+    def _bits(self, cut: Cut, step: Tensor) -> Tensor:
+        first = self._first[cut.index]
+        return self._places[cut.index].bits(self._keys[cut.index], step, first + cut.start, first + cut.stop)
 
 
 def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
@@ -136,17 +161,19 @@ def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
 
 
 def make_rule(
-    names: Sequence[str],
-    masters: Mapping[str, Tensor],
+    group: ParamGroup,
+    masters: Masters,
     specs: Mapping[str, ShardSpec],
+    shares: Mapping[str, Share],
     config: OptimizerConfig,
     seed: int,
     kernel: Adam = adam,
 ) -> Rule:
-    """The configured rule for some parameters, its moments in the configured formats; ``kernel`` computes Adam."""
-    create = partial(AdamW, kernel=kernel) if config.optimizer == "adam" else RULES[config.optimizer]
-    params = [masters[name] for name in names]
+    """A group's rule, its moments in the configured formats; ``kernel`` computes Adam."""
+    create = partial(AdamW, kernel=kernel) if group.rule == "adam" else RULES[group.rule]
     wished = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
     rule = create([], config)
     narrow = {kind: torch.bfloat16 for kind, dtype in wished.items() if dtype == "bf16" and kind in rule.state}
-    return NarrowRule(rule, params, names, specs, narrow, seed) if narrow else create(params, config)
+    if narrow or any(name in masters.remainders for name in group.names):
+        return NarrowRule(rule, masters, group.names, specs, shares, narrow, seed)
+    return create([masters[name] for name in group.names], config)

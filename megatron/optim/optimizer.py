@@ -14,11 +14,14 @@ from megatron.kernels.adam import Adam, adam
 from megatron.optim.buckets import GradBuckets
 from megatron.optim.clip import GradNorm
 from megatron.optim.groups import ParamGroup, param_groups
+from megatron.optim.masters import Masters
+from megatron.optim.muon import Muon
 from megatron.optim.narrow import make_rule
 from megatron.optim.replicas import ReplicaGrads
 from megatron.optim.rules import Rule
 from megatron.optim.schedule import Rates
 from megatron.optim.spikes import SpikeGuard
+from megatron.optim.weights import Weights
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import ShardSpec
 from megatron.parallel.stopwatch import Clock, unmeasured
@@ -45,7 +48,8 @@ class Optimizer:
     """Masters in at least fp32, clipping and an update rule.
 
     Attributes:
-        masters: the weights the rule moves, by name; for fp32 and fp64 models the weights themselves.
+        masters: what this rank moves of the weights, by name: of the local stored shape where its share is the whole
+            parameter, else flat; for fp32 and fp64 models the weights themselves.
         groups: parameters that are treated alike, and their rule.
         average: exponential moving average of the masters, by name; empty without ``ema_decay``.
         spikes: what finds steps that leap out of those before; None without ``skip_spikes``.
@@ -60,6 +64,7 @@ class Optimizer:
         config: OptimizerConfig,
         seed: int = 0,
         kernel: Adam = adam,
+        overlap_gather: bool = False,
     ) -> None:
         """Take ownership of the parameters.
 
@@ -71,18 +76,25 @@ class Optimizer:
             config: rule, clipping.
             seed: of the run; moments in bf16 are rounded at random.
             kernel: computes Adam.
+            overlap_gather: whether :meth:`publish` leaves it to whoever uses weights to wait for them.
 
         """
-        self.params, self.buckets, self.config = params, buckets, config
-        self.replicas = ReplicaGrads(specs, buckets.grads, mesh)
-        self.norm = GradNorm(specs, buckets.grads, mesh)
-        self.masters = {name: _master(p) for name, p in params.items()}
+        self.buckets, self.config = buckets, config
+        self.weights = Weights(params, buckets, mesh, overlap_gather)
+        self.replicas = ReplicaGrads(specs, buckets, mesh)
+        self.norm = GradNorm(specs, buckets, mesh)
+        self.masters = Masters(self.weights.own, config.store_param_remainders)
         self.groups: list[tuple[ParamGroup, Rule]] = [
-            (group, make_rule(group.names, self.masters, specs, config, seed, kernel))
-            for group in param_groups(specs, config)
+            (group, self._rule(group, specs, mesh, seed, kernel))
+            for group in param_groups({name: specs[name] for name in buckets.shares}, config)
         ]
         self.average = {n: m.clone() for n, m in self.masters.items()} if config.ema_decay is not None else {}
-        self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].buffer.device)
+        self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].own.device)
+
+    def _rule(self, group: ParamGroup, specs: Mapping[str, ShardSpec], mesh: Mesh, seed: int, kernel: Adam) -> Rule:
+        if group.rule == "muon":
+            return Muon([self.masters[name] for name in group.names], group.names, specs, mesh, self.config)
+        return make_rule(group, self.masters, specs, self.buckets.shares, self.config, seed, kernel)
 
     @torch.no_grad()
     def finish(self, clock: Clock = unmeasured) -> None:
@@ -136,7 +148,7 @@ class Optimizer:
         """Unscale and clip; gradients that are not finite stay, so that a report still finds where they are."""
         factor = (outcome.clip / loss_scale.double()).where(outcome.nonfinite == 0, 1.0)
         for bucket in self.buckets.buckets:
-            bucket.buffer.mul_(factor)
+            bucket.own.mul_(factor)
 
     def _update(self, rates: Rates, skip: Tensor) -> None:
         for group, rule in self.groups:
@@ -171,17 +183,15 @@ class Optimizer:
         """Put the average in the masters' place, and them in its: one tensor at a time, to need little memory."""
         for name, average in self.average.items():
             held = self.masters[name].clone()
-            self.masters[name].copy_(average)
+            self.masters.put({name: average})
             average.copy_(held)
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the weights the model computes with."""
-        copies = [(p.detach(), m) for p, m in zip(self.params.values(), self.masters.values()) if p.dtype != m.dtype]
-        if copies:
-            weights, masters = zip(*copies)
-            torch._foreach_copy_(weights, masters)
+        """Round the masters into the weights the model computes with, and give them to all ranks."""
+        self.masters.publish()
+        self.weights.gather()
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
         """What the rule remembers of every parameter, by kind (``exp_avg``...) and name; of the masters' shapes."""
@@ -214,8 +224,3 @@ class Optimizer:
 
     def _step_counts(self) -> list[Tensor]:
         return [count for _, rule in self.groups for count in rule.step_counts]
-
-
-def _master(param: nn.Parameter) -> Tensor:
-    wide = torch.promote_types(param.dtype, torch.float32)
-    return param.detach() if wide == param.dtype else param.detach().to(wide)

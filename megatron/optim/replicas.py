@@ -8,9 +8,11 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from megatron.optim.buckets import GradBuckets
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.ownership import slots
 from megatron.parallel.shard import ShardSpec
 
 
@@ -20,22 +22,22 @@ class ReplicaGrads:
     Then a tied weight that the first and the last stage hold on two ranks. All get the same bits, as do the weights.
     """
 
-    def __init__(self, specs: Mapping[str, ShardSpec], grads: Mapping[str, Tensor], mesh: Mesh) -> None:
-        """Find the pieces.
+    def __init__(self, specs: Mapping[str, ShardSpec], buckets: GradBuckets, mesh: Mesh) -> None:
+        """Find the pieces. The sharers of one have the same shares of it, because they pack their buckets alike.
 
         Args:
             specs: of all parameters.
-            grads: their gradient buffers, local stored shape.
+            buckets: of their gradients.
             mesh: the groups.
 
         """
         views: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-        for name, spec in specs.items():
-            for piece in spec.pieces:
-                if piece.partial and len(piece.replicas) > 1:
-                    views[piece.replicas].append(grads[name].view(spec.local_view)[piece.local.slices])
+        for name, gradient in buckets.grads.items():
+            shared = [piece for piece in specs[name].pieces if piece.partial and len(piece.replicas) > 1]
+            for slot in slots(specs[name], buckets.shares[name], shared):
+                views[slot.piece.replicas].append(slot.of(gradient))
         self._parts: list[tuple[Group, list[Tensor]]] = [(mesh.sharers(r), v) for r, v in sorted(views.items())]
-        self._ends, self._tied = mesh.ends, [grads[name] for name, spec in specs.items() if spec.tied]
+        self._ends, self._tied = mesh.ends, [x for name, x in buckets.grads.items() if specs[name].tied]
 
     def reduce(self) -> None:
         """Give every sharer the whole gradient."""

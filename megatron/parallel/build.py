@@ -12,7 +12,7 @@ from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import initialize
-from megatron.parallel.shard import Shard, ShardSpec
+from megatron.parallel.shard import ExpertShard, Shard, ShardSpec
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number formats by the names of ``--params-dtype``."""
@@ -70,6 +70,12 @@ class BuildContext:
     def shard(self) -> Shard:
         """Factory of specs for this rank."""
         return Shard(self.tp.rank, self.tp.size)
+
+    @property
+    def expert_shard(self) -> ExpertShard:
+        """Factory of specs of experts for this rank."""
+        here, sizes = self.mesh.coordinate, self.mesh.layout.sizes
+        return ExpertShard(here["ep"], sizes["ep"], here["etp"], sizes["etp"])
 
     def parameter(self, name: str, spec: ShardSpec, autograd: bool = False) -> nn.Parameter:
         """Declare, allocate and initialise a parameter; declared again, the same one with one more use (tied weights).

@@ -1,10 +1,11 @@
-"""Four collectives that differentiate, each the adjoint of another.
+"""Collectives that differentiate, each the adjoint of another.
 
 ``x`` is a tensor on each of ``p`` ranks; ``[n]`` stands for rows (dimension 0), other dimensions ride along.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -62,6 +63,18 @@ class _ScatterRows(torch.autograd.Function):
         return comm.all_gather(dy, ctx.group), None
 
 
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+        ctx.wiring = received, sent, group
+        return comm.all_to_all_rows(x, sent, received, group)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
+        return comm.all_to_all_rows(dy, *ctx.wiring), None, None, None
+
+
 def copy(x: Tensor, group: Group) -> Tensor:
     """Enter a region where each rank does a part: ``y_i = x``, backward ``dx = sum_i dy_i`` (all-reduce).
 
@@ -92,3 +105,17 @@ def scatter_rows(x: Tensor, group: Group) -> Tensor:
     Leaves a tensor-parallel region into a sequence-parallel one. Adjoint of :func:`gather_rows`.
     """
     return x if group.size == 1 else _ScatterRows.apply(x, group)
+
+
+def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """``x_i`` ``[sum_j n_ij]`` -> ``y_j = concat_i x_i[rows for j]`` ``[sum_i n_ij]`` (all-to-all); backward: back.
+
+    Args:
+        x: this rank's rows, those for rank 0 first.
+        sent: how many of them are for each rank.
+        received: how many rows each rank has for this one.
+        group: the ranks.
+
+    Its own adjoint, with ``sent`` and ``received`` exchanged.
+    """
+    return x if group.size == 1 else _Exchange.apply(x, sent, received, group)

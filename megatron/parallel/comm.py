@@ -8,6 +8,7 @@ stopwatch counts: the whole of one that is waited for at once, the wait alone of
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -105,11 +106,14 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     return Pending(x, dist.all_reduce(x, _OPS[op], group.handle, async_op=True), group)
 
 
-def start_all_gather(x: Tensor, group: Group) -> Pending:
-    """:func:`all_gather`, not waited for."""
+def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
+    """:func:`all_gather`, not waited for; into ``out``, of which ``x`` may be this rank's rows."""
     if group.size == 1:
         return Pending(x, None, group)
-    out = _rows_like(x, x.shape[0] * group.size)
+    if out is None:
+        out = _rows_like(x, x.shape[0] * group.size)
+    elif not x.is_cuda:  # NCCL gathers in place; of gloo nobody says so
+        x = x.clone()
     return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True), group)
 
 
@@ -119,6 +123,24 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
         return Pending(x, None, group)
     out = _rows_like(x, x.shape[0] // group.size)
     return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True), group)
+
+
+def start_all_to_all(x: Tensor, group: Group) -> Pending:
+    """``[size * n, ...]`` on each rank, ``n`` rows for every rank -> ``[size * n, ...]``, those from every rank."""
+    if group.size == 1:
+        return Pending(x, None, group)
+    out = torch.empty_like(x)
+    return Pending(out, dist.all_to_all_single(out, x.contiguous(), group=group.handle, async_op=True), group)
+
+
+def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+    """``sent[i]`` rows of ``x`` to every rank ``i``, in rank order -> ``received[i]`` rows from every rank ``i``."""
+    if group.size == 1:
+        return x
+    out = _rows_like(x, sum(received))
+    with group.waiting(x):
+        dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group.handle)
+    return out
 
 
 def start_send(x: Tensor, channel: Channel) -> Pending:

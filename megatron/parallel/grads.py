@@ -6,7 +6,7 @@ queues them for a later W action of a pipeline schedule. ``Parameter.grad`` stay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -47,6 +47,10 @@ class Rows:
         return pending.wait() if pending is not None else self.shard
 
 
+Product = tuple[str, Rows, Rows, Sequence[int] | None]
+"""What :meth:`GradSink.add` is given."""
+
+
 class GradSink:
     """Accumulates each parameter's gradient into its buffer and counts the contributions.
 
@@ -59,20 +63,20 @@ class GradSink:
 
     def __init__(self, multiply: WeightGradient = add_outer) -> None:
         self.multiply = multiply
-        self._targets: Mapping[str, Tensor] = {}
+        self._target: Callable[[str], Tensor] = _unbound
         self._contributed: Callable[[str], None] = lambda name: None
-        self._queues: dict[tuple[int, int], list[tuple[str, Rows, Rows]]] = {}
+        self._queues: dict[tuple[int, int], list[Product]] = {}
         self._deferred_to: tuple[int, int] | None = None
 
-    def bind(self, targets: Mapping[str, Tensor], contributed: Callable[[str], None]) -> None:
+    def bind(self, target: Callable[[str], Tensor], contributed: Callable[[str], None]) -> None:
         """Give every parameter its gradient buffer.
 
         Args:
-            targets: local stored shape, at least fp32, by parameter name.
+            target: of a parameter's name: where to add its next contribution, local stored shape, at least fp32.
             contributed: called with the name after each contribution.
 
         """
-        self._targets, self._contributed = targets, contributed
+        self._target, self._contributed = target, contributed
 
     def attach(self, name: str, parameter: nn.Parameter) -> None:
         """Collect what plain autograd computes for ``parameter`` (norms)."""
@@ -89,25 +93,32 @@ class GradSink:
         rows = Rows(x.detach(), group)  # a saved input still hangs on its graph
         return rows if self._deferred_to else rows.start()
 
-    def add(self, name: str, x: Rows, dy: Rows) -> Tensor | None:
+    def add(self, name: str, x: Rows, dy: Rows, rows: Sequence[int] | None = None) -> Tensor | None:
         """Add ``dy^T x`` to the gradient of a linear's weight, now or in :meth:`run`, which gathers rows anew.
 
         Args:
-            name: of the weight ``[out, in]``.
+            name: of the weight ``[out, in]``, or of several of them, one above the other.
             x: its input ``[..., in]``.
             dy: gradient of its output ``[..., out]``.
+            rows: of several weights, how many rows of the input are those of each, in turn.
 
         """
         if self._deferred_to is not None:
-            self._queues.setdefault(self._deferred_to, []).append((name, x.anew(), dy.anew()))
+            self._queues.setdefault(self._deferred_to, []).append((name, x.anew(), dy.anew(), rows))
             return None
-        self.multiply(self._targets[name], x.start().wait(), dy.wait())
+        target, x_rows, dy_rows = self._target(name), x.start().wait(), dy.wait()
+        if rows is None:
+            self.multiply(target, x_rows, dy_rows)
+        else:
+            for into, one, other in zip(target.chunk(len(rows)), x_rows.split(rows), dy_rows.split(rows), strict=True):
+                if len(one):
+                    self.multiply(into, one, other)
         self._contributed(name)
         return None
 
     def add_rows(self, name: str, indices: Tensor, dy: Tensor) -> Tensor | None:
         """Add ``dy`` ``[n, h]`` to the rows ``indices`` ``[n]`` of an embedding's gradient."""
-        target = self._targets[name]
+        target = self._target(name)
         if target.is_cuda:  # sorts the indices; index_add_ would add in any order, and so differ from run to run
             target.index_put_((indices,), dy.to(target.dtype), accumulate=True)
         else:
@@ -117,7 +128,7 @@ class GradSink:
 
     def accumulate(self, name: str, grad: Tensor, scale: Tensor | float = 1.0) -> Tensor | None:
         """Add ``scale * grad`` (local stored shape) to the gradient of ``name``."""
-        target = self._targets[name]
+        target = self._target(name)
         if isinstance(scale, Tensor):
             target.addcmul_(grad.to(target.dtype), scale.to(target.dtype))
         else:
@@ -141,12 +152,16 @@ class GradSink:
         """
         queue = self._queues.pop((chunk, microbatch), [])[::-1]
         while queue:
-            name, x, dy = queue.pop()
-            for rows in (x, dy, *(queue[-1][1:] if queue else ())):
-                rows.start()
-            self.add(name, x, dy)
+            name, x, dy, rows = queue.pop()
+            for operand in (x, dy, *(queue[-1][1:3] if queue else ())):
+                operand.start()
+            self.add(name, x, dy, rows)
 
     @property
     def queued(self) -> int:
         """Weight gradients that wait for their W action."""
         return sum(map(len, self._queues.values()))
+
+
+def _unbound(name: str) -> Tensor:
+    raise RuntimeError(f"the gradient of {name} has no buffer: bind the sink first")

@@ -24,8 +24,14 @@ AXES_IN_USE: tuple[tuple[str, ...], ...] = (
     ("pp",),
     ("pp", "tp"),
     ("pp", "dp", "cp", "tp"),
+    ("edp",),
+    ("ep", "etp"),
+    ("etp",),
 )
 """Every group the trainer asks for, in the order in which all ranks create them."""
+
+REDUCED: tuple[tuple[str, ...], ...] = (("dp", "cp"), ("edp",))
+"""The groups over which gradients are summed: of what all ranks have, and of experts."""
 
 
 class Mesh:
@@ -44,6 +50,8 @@ class Mesh:
         timeout: timedelta | None = None,
         kv_copies: int = 1,
         placement: tuple[int, ...] = (0,),
+        instances: int | None = None,
+        gathers: bool = False,
     ) -> None:
         """Create every group; collective over all ranks (creation in another order would hang).
 
@@ -53,6 +61,9 @@ class Mesh:
             timeout: of every group.
             kv_copies: tensor-parallel ranks that share one key/value head.
             placement: pipeline rank of every stage.
+            instances: copies of the optimizer's state in every group over which gradients are summed; None for as many
+                as it has ranks.
+            gathers: whether weights are gathered through communicators of their own.
 
         """
         self.layout, self.rank = layout, rank
@@ -70,6 +81,9 @@ class Mesh:
         self.placement = placement
         self.ends = self._create(self._ends(), "pp")
         self.channels = self._open(edges)
+        self._shards = {axes: self._halves(axes, instances) for axes in REDUCED}
+        use = "gathers" if gathers else ""
+        self._gathers = {axes: self._create(self._blocks(axes, instances), self._name(axes), use) for axes in REDUCED}
 
     def group(self, *axes: str) -> Group:
         """The ranks that differ from this one only along ``axes``.
@@ -88,6 +102,31 @@ class Mesh:
     def replicas(self) -> Group:
         """Ranks with the same shards and other data: gradients are summed over them."""
         return self.group("dp", "cp")
+
+    def shards(self, *axes: str) -> Group:
+        """Of the ranks along ``axes``, over which gradients are summed, those that cut the state among themselves."""
+        return self._shards[axes][0]
+
+    def copies(self, *axes: str) -> Group:
+        """Of the ranks along ``axes``, over which gradients are summed, those that have the same part of the state."""
+        return self._shards[axes][1]
+
+    def gathers(self, *axes: str) -> Group:
+        """The ranks of :meth:`shards`, to gather weights over while other sums are on their way."""
+        return self._gathers[axes]
+
+    def _blocks(self, axes: tuple[str, ...], instances: int | None) -> list[tuple[int, ...]]:
+        """Neighbouring ranks of every group along ``axes`` that cut the state among themselves."""
+        groups = self.layout.groups(axes)
+        size = 1 if instances is None else len(groups[0]) // instances
+        return [ranks[i : i + size] for ranks in groups for i in range(0, len(ranks), size)]
+
+    def _halves(self, axes: tuple[str, ...], instances: int | None) -> tuple[Group, Group]:
+        """This rank's block, and the ranks that have its place in the other blocks of their group."""
+        blocks = self._blocks(axes, instances)
+        size, groups = len(blocks[0]), self.layout.groups(axes)
+        copies = [ranks[i::size] for ranks in groups for i in range(size)]
+        return self._create(blocks, self._name(axes)), self._create(copies, self._name(axes))
 
     @property
     def pipeline(self) -> Group:

@@ -7,10 +7,13 @@ No torch here: a spec is arithmetic. Boxes refer to the n-d *view* of a paramete
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 DENSE = ("dp", "cp")
+"""Mesh axes over which the gradients of what every rank of a model has are summed."""
+EXPERT = ("edp",)
+"""Those of experts."""
 
 
 @dataclass(frozen=True)
@@ -74,10 +77,11 @@ class ShardSpec:
         tp_rank: tensor-parallel coordinate of this rank.
         init: initial values.
         reduce_axes: mesh axes over which gradients are summed.
-        model_axes: mesh axes over whose ranks the pieces of all parameters like it are spread.
         uses: contributions to its gradient per micro-batch by this rank's chunk.
         tied: it is the embedding and the output projection both, which may be in different chunks.
         copy: another pipeline rank, that of the first stage, holds the same and answers for it.
+        matrices: leading dimensions of the view that number matrices, each of which maps a vector by itself.
+        fused: along dimension 1 of the view, rows of matrices that lie in turns: of queries, of keys, of values.
     """
 
     shape: tuple[int, ...]
@@ -87,10 +91,16 @@ class ShardSpec:
     tp_rank: int
     init: Init
     reduce_axes: tuple[str, ...] = DENSE
-    model_axes: tuple[str, ...] = ("pp", "tp")
     uses: int = 1
     tied: bool = False
     copy: bool = False
+    matrices: int = 0
+    fused: tuple[int, ...] = ()
+
+    @property
+    def expert(self) -> bool:
+        """Whether it belongs to experts."""
+        return self.reduce_axes == EXPERT
 
     @property
     def numel(self) -> int:
@@ -164,7 +174,7 @@ class Shard:
         shape = (rows, *tail[1:])
         view = (groups, q_per_group + 2, *tail)
         if groups % self.size == 0:
-            return self.split(shape, 0, init, view)
+            return replace(self.split(shape, 0, init, view), fused=(q_per_group, 1, 1))
         copies, left = divmod(self.size, groups)
         if left or q_per_group % copies:
             raise ValueError(f"{groups} groups of {q_per_group} query heads do not divide over TP {self.size}")
@@ -178,7 +188,45 @@ class Shard:
         sharers = tuple(range(group * copies, (group + 1) * copies))
         q = Piece(box(0, 0, queries), box(group, part * queries, queries), (self.rank,))
         kv = Piece(box(0, queries, 2), box(group, q_per_group, 2), sharers, partial=True)
-        return ShardSpec(shape, view, (1, queries + 2, *tail), (q, kv), self.rank, init)
+        local = (1, queries + 2, *tail)
+        return ShardSpec(shape, view, local, (q, kv), self.rank, init, fused=(q_per_group, 1, 1))
+
+
+@dataclass(frozen=True)
+class ExpertShard:
+    """This rank's coordinates along EP and along TP inside experts: the factory of specs of experts.
+
+    Attributes:
+        rank: along EP, over which experts are dealt out in runs.
+        size: of EP.
+        tp_rank: along TP inside experts.
+        tp_size: of that.
+    """
+
+    rank: int
+    size: int
+    tp_rank: int
+    tp_size: int
+
+    def split(self, view: tuple[int, ...], dim: int, init: Init) -> ShardSpec:
+        """The weights of all experts, stored one above the other.
+
+        Args:
+            view: ``[experts, ..., in]``.
+            dim: which dimension of it TP cuts, counted from 0.
+            init: initial values.
+
+        Raises:
+            ValueError: when EP or TP does not divide it.
+        """
+        if view[0] % self.size or view[dim] % self.tp_size:
+            raise ValueError(f"{view} does not divide by EP {self.size} and, in dimension {dim}, by TP {self.tp_size}")
+        cuts = {0: (self.rank, self.size), dim: (self.tp_rank, self.tp_size)}
+        local = tuple(n // cuts.get(i, (0, 1))[1] for i, n in enumerate(view))
+        start = tuple(cuts.get(i, (0, 1))[0] * n for i, n in enumerate(local))
+        piece = Piece(Box((0,) * len(view), local), Box(start, local), (self.tp_rank,))
+        shape = (prod(view[:-1]), view[-1])
+        return ShardSpec(shape, view, local, (piece,), self.tp_rank, init, reduce_axes=EXPERT, matrices=len(view) - 2)
 
 
 def padded_vocabulary(entries: int, divisible_by: int, tp: int) -> int:

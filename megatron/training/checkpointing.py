@@ -28,7 +28,8 @@ from megatron.convert.checkpoint import AVERAGE
 from megatron.data.splits import spoken
 from megatron.model.fill import Source, fill
 from megatron.parallel import comm
-from megatron.parallel.shard import Piece, ShardSpec
+from megatron.parallel.ownership import Slot, slots
+from megatron.parallel.shard import ShardSpec
 from megatron.training.origin import Place, is_own, place_of
 from megatron.training.run_identity import kept_run_id
 from megatron.training.setup import DIGESTS, Trainer
@@ -111,11 +112,14 @@ def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> list[
 def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
     """Weights, moments and averages; where the checkpoint has no average, it starts from the weights, which is said."""
     t, wanted = trainer, held(trainer)
-    if not t.optimizer.average or any(name.startswith(AVERAGE) for name in manifest.tensors):
-        read(manifest, to_fill(wanted), t.mesh.world)
+    averaged = any(name.startswith(AVERAGE) for name in manifest.tensors)
+    if not averaged:
+        wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(AVERAGE)}
+    read(manifest, to_fill(t, wanted), t.mesh.world)
+    t.optimizer.masters.put({name: wanted[name] for name in t.optimizer.masters})
+    if averaged or not t.optimizer.average:
         t.optimizer.publish()
         return []
-    read(manifest, to_fill({n: v for n, v in wanted.items() if not n.startswith(AVERAGE)}), t.mesh.world)
     t.optimizer.begin()
     return ["the checkpoint has no average of the weights: it starts from the weights"]
 
@@ -130,8 +134,9 @@ def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
     """
     t = trainer
     t.begin_at(0, 0)
-    weights = {name: (t.specs[name], tensor) for name, tensor in t.optimizer.masters.items()}
-    read(manifest, to_fill(weights), t.mesh.world)
+    masters = dict(t.optimizer.masters)
+    read(manifest, to_fill(t, masters), t.mesh.world)
+    t.optimizer.masters.put(masters)
     t.optimizer.begin()
 
 
@@ -143,41 +148,51 @@ def restore_from_source(trainer: Trainer, source: Source) -> None:
 
     """
     trainer.begin_at(0, 0)
-    fill(trainer.specs, trainer.optimizer.masters, source)
+    masters = dict(trainer.optimizer.masters)
+    fill(trainer.specs, masters, source, trainer.buckets.shares)
+    trainer.optimizer.masters.put(masters)
     trainer.optimizer.begin()
 
 
-def held(trainer: Trainer) -> dict[str, tuple[ShardSpec, Tensor]]:
-    """This rank's part of every tensor of a checkpoint, by name: its place, and its values ``spec.local_shape``."""
-    specs, optimizer = trainer.specs, trainer.optimizer
-    found = {name: (specs[name], tensor) for name, tensor in optimizer.masters.items()}
-    for kind, tensors in optimizer.extra_state().items():
-        found |= {f"optim.{kind}.{name}": (specs[name], tensor) for name, tensor in tensors.items()}
+def held(trainer: Trainer) -> dict[str, Tensor]:
+    """This rank's shares of all tensors of a checkpoint, by name."""
+    found = dict(trainer.optimizer.masters)
+    for kind, tensors in trainer.optimizer.extra_state().items():
+        found |= {f"optim.{kind}.{name}": tensor for name, tensor in tensors.items()}
     return found
 
 
 def to_write(trainer: Trainer) -> dict[str, GlobalTensor]:
-    """The parts that this rank writes. Replicas hold the same ones and share the work, evenly in bytes."""
-    tensors, replicas = held(trainer), trainer.mesh.replicas
-    sizes = {name: tensor.numel() * tensor.element_size() for name, (_, tensor) in tensors.items()}
-    total, before = sum(sizes.values()), 0
+    """The parts that this rank writes: what it answers for, as even over the ranks as buckets are cut."""
+    t, counted = trainer, trainer.buckets.counted()
     entries = {}
-    for name, (spec, tensor) in tensors.items():
-        mine = before * replicas.size // total == replicas.rank
-        entries[name] = _entry(spec, tensor, spec.owned if mine else ())
-        before += sizes[name]
+    for name, tensor in held(t).items():
+        parameter = parameter_of(name)
+        spec, updated = t.specs[parameter], t.buckets.shares[parameter]
+        share = counted.get(parameter)
+        if share is not None:
+            mine = tensor.view(-1)[share.start - updated.start : share.stop - updated.start]
+            entries[name] = _entry(spec, mine, slots(spec, share, spec.owned))
     return entries
 
 
-def to_fill(tensors: Mapping[str, tuple[ShardSpec, Tensor]]) -> dict[str, GlobalTensor]:
-    """The parts that this rank needs: every piece it holds, copies too."""
-    return {name: _entry(spec, tensor, spec.pieces) for name, (spec, tensor) in tensors.items()}
+def to_fill(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, GlobalTensor]:
+    """The parts that this rank needs: all that it holds of every piece, copies too."""
+    t, entries = trainer, {}
+    for name, tensor in tensors.items():
+        spec = t.specs[parameter_of(name)]
+        entries[name] = _entry(spec, tensor, slots(spec, t.buckets.shares[parameter_of(name)]))
+    return entries
 
 
-def _entry(spec: ShardSpec, tensor: Tensor, pieces: Iterable[Piece]) -> GlobalTensor:
-    view = tensor.detach().view(spec.local_view)
-    parts = tuple(Part(piece.place, view[piece.local.slices]) for piece in pieces)
-    return GlobalTensor(spec.shape, spec.view, tensor.dtype, parts)
+def parameter_of(name: str) -> str:
+    """The parameter that a tensor of a checkpoint belongs to: ``optim.exp_avg.X`` is of ``X``."""
+    return name.split(".", 2)[2] if name.startswith("optim.") else name
+
+
+def _entry(spec: ShardSpec, share: Tensor, held: Iterable[Slot]) -> GlobalTensor:
+    parts = tuple(Part(slot.piece.place, slot.of(share.detach())) for slot in held)
+    return GlobalTensor(spec.shape, spec.view, share.dtype, parts)
 
 
 def state(trainer: Trainer) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from megatron.layers.attention import CoreAttention
 from megatron.layers.attention_logits import largest_logit
 from megatron.parallel import comm
 from megatron.parallel.microbatch import MicroBatch
-from megatron.parallel.shard import ShardSpec
+from megatron.parallel.ownership import Share, slots
 from megatron.training.console import exponent, plain
 from megatron.training.metrics import StepMetrics
 from megatron.training.setup import Trainer
@@ -113,10 +113,11 @@ class Vitals:
         return note
 
     def _put_out(self, layer: str) -> Any:
-        def note(module: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        def note(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
             if layer == EMBEDDING or self._is_new(layer, inputs[1].batch):  # embeddings are never recomputed
-                self.sums[self.rows[layer], OUTPUT] += square_sum(output.detach())
-                self.sums[self.rows[layer], OUTPUTS] += output.numel()
+                hidden = output if layer == EMBEDDING else output[0]
+                self.sums[self.rows[layer], OUTPUT] += square_sum(hidden.detach())
+                self.sums[self.rows[layer], OUTPUTS] += hidden.numel()
 
         return note
 
@@ -139,21 +140,22 @@ class Vitals:
         while self._handles:
             self._handles.pop().remove()
         t = self.trainer
-        for name, spec in t.specs.items():
-            if t.mesh.group(*spec.reduce_axes).rank == 0:  # the replicas of the model have the same
-                self.sums[self.rows[layer_of(name)]] += self._of_parameter(name, spec)
+        for name, share in t.buckets.counted().items():
+            self.sums[self.rows[layer_of(name)]] += self._of_parameter(name, share)
         sums = comm.all_reduce(self.sums, t.mesh.world)
         shown = self.logits.where(~self.logits.isnan(), torch.inf)  # a maximum over ranks may pass over a NaN
         logits = comm.all_reduce(shown, t.mesh.world, op="max")
         place = t.iteration, t.consumed_samples, t.consumed_samples * t.config.training.seq_length
         return HealthRecord(*place, *summarize(list(self.rows), sums, logits, metrics))
 
-    def _of_parameter(self, name: str, spec: ShardSpec) -> Tensor:
-        """The columns of the pieces that this rank answers for, fp64 ``[8]``."""
-        t, out = self.trainer, torch.zeros_like(self.sums[0])
+    def _of_parameter(self, name: str, share: Share) -> Tensor:
+        """The columns of the elements that this rank counts, fp64 ``[8]``."""
+        t, out, spec = self.trainer, torch.zeros_like(self.sums[0]), self.trainer.specs[name]
+        first = share.start - t.buckets.shares[name].start
         held = t.buckets.grads[name], t.optimizer.masters[name], self.before[name].to(t.device)
-        for piece in spec.owned:
-            gradient, after, before = (x.view(spec.local_view)[piece.local.slices] for x in held)
+        counted = [x.view(-1)[first : first + share.numel] for x in held]
+        for slot in slots(spec, share, spec.owned):
+            gradient, after, before = (slot.of(x) for x in counted)
             out[GRADIENT] += square_sum(gradient)
             out[ZEROS] += gradient.numel() - torch.count_nonzero(gradient)
             out[ELEMENTS] += gradient.numel()

@@ -65,16 +65,15 @@ def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> Finding 
     t, first = trainer, None
     seed = t.scaler.scale / count_tokens(batches, t.mesh.replicas).clamp(min=1.0)
     program = add_communication(one_by_one(t.mesh.placement))
-    overlap, t.buckets.overlap = t.buckets.overlap, False
     t.buckets.start_step(len(batches))
-    for i, batch in enumerate(batches):
-        with watching(t.chunks) as outputs:
-            t.compute([batch], seed, program)
-        if first is None:
-            first = first_bad_output(outputs, i, batch) or first_bad_gradient(t, i)
+    with t.buckets.unreduced():
+        for i, batch in enumerate(batches):
+            with watching(t.chunks) as outputs:
+                t.compute([batch], seed, program)
+            if first is None:
+                first = first_bad_output(outputs, i, batch) or first_bad_gradient(t, i)
     for chunk in t.chunks.values():
         chunk.sums.take()
-    t.buckets.overlap = overlap
     return first
 
 
@@ -117,7 +116,7 @@ def first_bad_gradient(trainer: Trainer, microbatch: int) -> Finding | None:
     t = trainer
     stage_of = {p: stage for stage in sorted(t.chunks, reverse=True) for p in t.chunks[stage].parameters()}
     for position, name in enumerate(reversed(list(t.specs))):
-        if not t.buckets.grads[name].isfinite().all():
+        if not t.buckets.target(name).isfinite().all():
             turn = len(t.mesh.placement) - 1 - stage_of[t.params[name]]
             return Finding(microbatch, True, turn, position, f"gradient of {name}, micro-batch {microbatch}")
     return None

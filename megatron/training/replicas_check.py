@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.config.problems import Problem, UserError
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
+from megatron.parallel.ownership import Share, slots
 from megatron.parallel.shard import Box, Piece
 from megatron.training.nonfinite import enumerate_ranks
 from megatron.training.setup import Trainer
@@ -79,18 +80,17 @@ def unequal(trainer: Trainer) -> list[Copy]:
 
 
 def _held(trainer: Trainer) -> Iterator[tuple[str, Piece, Tensor, list[Group]]]:
-    """The pieces of every weight and master on this rank, each with the groups in which all ranks hold it."""
+    """What this rank holds of every weight, and of every master, each with the groups in which all ranks hold it."""
     t = trainer
     for name, spec in t.specs.items():
-        weight, master = t.params[name].detach(), t.optimizer.masters[name]
-        tensors = {name: weight} if weight.dtype == master.dtype else {name: weight, f"the master of {name}": master}
-        for what, tensor in tensors.items():
-            for piece in spec.pieces:
-                groups = [t.mesh.group(*spec.reduce_axes), t.mesh.sharers(piece.replicas)]
-                if spec.tied:
-                    groups.append(t.mesh.ends)
-                local = tensor.view(spec.local_view)[piece.local.slices]
-                yield what, piece, local, [group for group in groups if group.size > 1]
+        weight, master = t.params[name].detach(), t.optimizer.masters.get(name)
+        tensors = [(name, weight, Share(0, weight.numel()), t.mesh.group(*spec.reduce_axes))]
+        if master is not None and master.dtype != weight.dtype:
+            tensors.append((f"the master of {name}", master, t.buckets.shares[name], t.mesh.copies(*spec.reduce_axes)))
+        for what, tensor, share, replicas in tensors:
+            for slot in slots(spec, share):
+                groups = [replicas, t.mesh.sharers(slot.piece.replicas), *([t.mesh.ends] if spec.tied else [])]
+                yield what, slot.piece, slot.of(tensor), [group for group in groups if group.size > 1]
 
 
 def differing(what: str, everywhere: Sequence[Sequence[Copy]]) -> str:

@@ -22,7 +22,7 @@ from megatron.data.loader import DataSource, build_data
 from megatron.kernels.registry import choose
 from megatron.model.gpt import GPTChunk, build_chunks
 from megatron.optim.buckets import GradBuckets
-from megatron.optim.groups import check_patterns
+from megatron.optim.groups import check_patterns, rule_of
 from megatron.optim.optimizer import Optimizer
 from megatron.optim.scaler import LossScaler
 from megatron.optim.schedule import Schedule
@@ -259,8 +259,12 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
     names = dict.fromkeys(name for held in comm.all_gather_objects([*specs], mesh.world) for name in held)
     check_patterns(config.optimizer, names)
     dtypes = {name: p.dtype for name, p in params.items()}
-    buckets = GradBuckets(specs, dtypes, mesh, sink, device, parallel.ddp_bucket_size, parallel.overlap_grad_reduce)
-    optimizer = Optimizer(params, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam)
+    uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
+    buckets = GradBuckets(specs, dtypes, mesh, sink, device, parallel, uncut)
+    overlap = parallel.overlap_param_gather
+    optimizer = Optimizer(params, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam, overlap)
+    for chunk in chunks.values():
+        optimizer.weights.awaited_by(chunk.parts)
     pipeline = Pipeline(chunks, mesh.placement, here, mesh.channels, partial(hidden_state, config, dtype, device), sink)
     scaler = LossScaler.from_config(config.precision, device)
     timers = Timers(config.logging.timing_log_level, device)
@@ -281,7 +285,8 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
         check_same_schedule(program, everyone(rank, world_size))
     timeout = timedelta(minutes=parallel.distributed_timeout_minutes)
     kv_copies = max(1, parallel.tensor_model_parallel_size // model.kv_groups)
-    return Mesh(layout, rank, timeout, kv_copies, program.placement)
+    gathers = parallel.overlap_param_gather and parallel.zero_stage > 0
+    return Mesh(layout, rank, timeout, kv_copies, program.placement, parallel.optimizer_instances, gathers)
 
 
 def hidden_state(config: RunConfig, dtype: torch.dtype, device: torch.device, batch: MicroBatch) -> Tensor:

@@ -15,7 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.parallel.shard import Box, ShardSpec
+from megatron.parallel.ownership import slots
+from megatron.parallel.shard import Box
 from megatron.training.metrics import StepMetrics
 from megatron.training.setup import Trainer
 from megatron.training.step import train_step
@@ -98,21 +99,21 @@ def trace_steps(trainer: Trainer, steps: int) -> list[RankTrace]:
 
 def trace_step(trainer: Trainer, metrics: StepMetrics) -> RankTrace:
     """Note the step just taken. No communication."""
-    specs, first = trainer.specs, trainer.mesh.replicas.rank == 0
-    grads = {name: hold(spec, trainer.buckets.grads[name], first) for name, spec in specs.items()}
-    weights = {name: hold(spec, trainer.optimizer.masters[name], first) for name, spec in specs.items()}
+    t = trainer
+    grads = {name: hold(t, name, gradient) for name, gradient in t.buckets.grads.items()}
+    weights = {name: hold(t, name, master) for name, master in t.optimizer.masters.items()}
     return RankTrace(metrics.loss.item(), metrics.grad_norm.item(), grads, weights)
 
 
-def hold(spec: ShardSpec, local: Tensor, first_replica: bool) -> list[Held]:
-    """The pieces of ``local`` (``spec.local_shape``), with their values where this rank answers for them."""
-    view = local.detach().cpu().view(spec.local_view)
-    out = []
-    for piece in spec.pieces:
-        values = view[piece.local.slices].clone()
+def hold(trainer: Trainer, name: str, share: Tensor) -> list[Held]:
+    """What a rank has of a parameter's gradient or weight, with the values where this rank answers for them."""
+    spec, flat, out = trainer.specs[name], share.detach().cpu(), []
+    first = trainer.mesh.copies(*spec.reduce_axes).rank == 0
+    for slot in slots(spec, trainer.buckets.shares[name]):
+        values = slot.of(flat).clone()
         digest = hashlib.blake2b(values.flatten().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
-        mine = first_replica and piece in spec.owned
-        out.append(Held(spec.shape, spec.view, piece.place, digest, values if mine else None))
+        mine = first and slot.piece.replicas[0] == spec.tp_rank and not spec.copy
+        out.append(Held(spec.shape, spec.view, slot.piece.place, digest, values if mine else None))
     return out
 
 

@@ -71,7 +71,7 @@ def bubbles(rank: int, world_size: int, name: str, expected: float) -> list[floa
     layout = Layout.from_config(ParallelConfig(pipeline_model_parallel_size=RANKS), RANKS)
     mesh = Mesh(layout, rank, placement=program.placement)
     sink = GradSink(lambda target, x, dy: time.sleep(WEIGHT / SIZES[name]))
-    sink.bind({"weight": torch.zeros(())}, lambda name: None)
+    sink.bind({"weight": torch.zeros(())}.__getitem__, lambda name: None)
     chunks = {s: Sleeper(s, program.stages, sink) for s, place in enumerate(program.placement) if place == rank}
     pipeline = Pipeline(chunks, program.placement, rank, mesh.channels, lambda batch: torch.empty(1), sink)
     found: list[float] = []

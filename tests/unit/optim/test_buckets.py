@@ -7,11 +7,13 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron.optim import buckets as module
-from megatron.optim.buckets import ALIGNMENT, GradBuckets
+from megatron.config.parallel import ParallelConfig
+from megatron.optim import wire
+from megatron.optim.buckets import GradBuckets
 from megatron.parallel.comm import Group, Pending
 from megatron.parallel.grads import GradSink
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.ownership import ALIGNMENT
 from megatron.parallel.shard import Init, Shard, ShardSpec
 from tests.solo import one_rank_mesh
 
@@ -32,11 +34,12 @@ def build(
 ) -> tuple[GradBuckets, GradSink]:
     specs, sink = specs or SPECS, GradSink()
     dtypes = dict.fromkeys(specs, torch.float32) | (dtypes or {})
-    return GradBuckets(specs, dtypes, one_rank_mesh(), sink, torch.device("cpu"), size, overlap), sink
+    config = ParallelConfig(ddp_bucket_size=size, overlap_grad_reduce=overlap)
+    return GradBuckets(specs, dtypes, one_rank_mesh(), sink, torch.device("cpu"), config), sink
 
 
 def names(buckets: GradBuckets) -> list[list[str]]:
-    return [list(b.offsets) for b in buckets.buckets]
+    return [list(b.specs) for b in buckets.buckets]
 
 
 def contribute(sink: GradSink, *parameters: str) -> None:
@@ -47,17 +50,17 @@ def contribute(sink: GradSink, *parameters: str) -> None:
 def test_parameters_lie_apart_and_aligned() -> None:
     buckets, _ = build()
     (bucket,) = buckets.buckets
-    marks = torch.zeros_like(bucket.buffer)
+    marks = torch.zeros_like(bucket.own)
     for i, (name, grad) in enumerate(buckets.grads.items()):
         assert grad.shape == SPECS[name].local_shape
         assert grad.is_contiguous()
-        offset = (grad.data_ptr() - bucket.buffer.data_ptr()) // bucket.buffer.element_size()
-        assert offset == bucket.offsets[name]
+        offset = (grad.data_ptr() - bucket.own.data_ptr()) // bucket.own.element_size()
+        assert offset == bucket.room.packing.offsets[name]
         assert offset % ALIGNMENT == 0
         grad.fill_(i + 1)
         marks[offset : offset + grad.numel()] += i + 1
-    assert torch.equal(bucket.buffer, marks), "two parameters overlap"
-    assert bucket.buffer.numel() == ALIGNMENT * (2 + 1 + 2 + 1)
+    assert torch.equal(bucket.own, marks), "two parameters overlap"
+    assert bucket.own.numel() == ALIGNMENT * (2 + 1 + 2 + 1)
 
 
 def test_filled_in_reverse_order_of_use() -> None:
@@ -70,10 +73,10 @@ def test_a_tied_weight_is_alone_in_its_bucket() -> None:
 
 
 def test_data_parallel_ranks_can_cut_a_bucket_into_equal_aligned_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mesh, "group", lambda self, *axes: Group((0, 1, 2, 3)))
+    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: Group((0, 1, 2, 3)))
     (bucket,) = build()[0].buckets
-    assert bucket.buffer.numel() == 8 * ALIGNMENT  # 6 are used
-    assert bucket.buffer.numel() % (4 * ALIGNMENT) == 0
+    assert bucket.own.numel() == 8 * ALIGNMENT  # 6 are used
+    assert bucket.own.numel() % (4 * ALIGNMENT) == 0
 
 
 @pytest.mark.parametrize(
@@ -90,10 +93,10 @@ def test_cut_when_full(size: int, expected: list[list[str]]) -> None:
 
 
 def test_one_dtype_and_one_reduction_group_each() -> None:
-    specs = SPECS | {"expert": replace(SPECS["last"], reduce_axes=("tp",))}
+    specs = SPECS | {"expert": replace(SPECS["last"], reduce_axes=("edp",))}
     buckets, _ = build(specs, {"middle": torch.bfloat16, "bias": torch.float64})
     assert sorted(map(sorted, names(buckets))) == [["bias"], ["expert"], ["first", "last"], ["middle"]]
-    kinds = {name: b.buffer.dtype for b in buckets.buckets for name in b.offsets}
+    kinds = {name: b.own.dtype for b in buckets.buckets for name in b.specs}
     assert kinds["middle"] == torch.float32, "gradients of bf16 weights are summed in fp32"
     assert kinds["bias"] == torch.float64
 
@@ -103,7 +106,7 @@ class Reductions:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[int] = []
-        monkeypatch.setattr(module.comm, "start_all_reduce", self)
+        monkeypatch.setattr(wire.comm, "start_all_reduce", self)
 
     def __call__(self, buffer: torch.Tensor, group: Group) -> Pending:
         self.started.append(buffer.data_ptr())
@@ -113,7 +116,7 @@ class Reductions:
 def test_reduced_when_the_last_contribution_is_there(monkeypatch: pytest.MonkeyPatch) -> None:
     reductions = Reductions(monkeypatch)
     buckets, sink = build(size=65)
-    early, late = (b.buffer.data_ptr() for b in buckets.buckets)
+    early, late = (b.own.data_ptr() for b in buckets.buckets)
     buckets.start_step(2)
     contribute(sink, "last", "middle", "bias", "first", "first", "last")
     assert reductions.started == []
@@ -138,7 +141,7 @@ def test_without_overlap_all_are_reduced_at_the_end(monkeypatch: pytest.MonkeyPa
         contribute(sink, "last", "middle", "bias", "first", "first")
         assert reductions.started == []
         buckets.finish()
-        assert reductions.started == [b.buffer.data_ptr() for b in buckets.buckets]
+        assert reductions.started == [b.own.data_ptr() for b in buckets.buckets]
         assert all((buckets.grads[n] == (4.0 if n == "first" else 2.0)).all() for n in SPECS)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 
 import pytest
 import torch
@@ -11,18 +12,30 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from megatron.config.run import OptimizerConfig
-from megatron.kernels.adam import AdamSettings, AdamState
+from megatron.kernels.adam import Adam, AdamSettings, AdamState, adam
 from megatron.kernels.hashing import MASK, mix, random_bits
 from megatron.optim import narrow
 from megatron.optim.blocks import blocks
+from megatron.optim.groups import ParamGroup
+from megatron.optim.masters import Masters
 from megatron.optim.narrow import Places, make_rule, round_at_random
 from megatron.optim.rules import RULES, Rule
+from megatron.parallel.ownership import Share
 from megatron.parallel.shard import Init, Shard, ShardSpec
 from tests.solo import Allocations, Solo, random_batch, tiny
 
 BF16 = OptimizerConfig(adam_eps=1e-3, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16")
 GO, SKIP = torch.zeros(()), torch.ones(())
 INIT = Init()
+
+
+def made(
+    masters: dict[str, Tensor], specs: dict[str, ShardSpec], config: OptimizerConfig, seed: int, kernel: Adam = adam
+) -> Rule:
+    """The rule of all parameters, which this rank updates whole."""
+    group = ParamGroup(tuple(specs), config.optimizer, decoupled=False, lr_factor=1.0, weight_decay_factor=1.0)
+    shares = {name: Share(0, prod(spec.local_shape)) for name, spec in specs.items()}
+    return make_rule(group, Masters(masters, config.store_param_remainders), specs, shares, config, seed, kernel)
 
 
 def neighbours(value: float) -> tuple[float, float]:
@@ -144,7 +157,7 @@ def plain_adam(
 def trained(specs: dict[str, ShardSpec], config: OptimizerConfig, seed: int = 3) -> tuple[Rule, dict[str, Tensor]]:
     """A rule on a rank's parts after five steps, one of them skipped; and the parts."""
     masters = {name: part(spec, normal(spec, len(name))) for name, spec in specs.items()}
-    rule = make_rule(list(specs), masters, specs, config, seed, plain_adam)
+    rule = made(masters, specs, config, seed, plain_adam)
     for step in range(5):
         grads = [part(spec, normal(spec, 100 * step + 1)) for spec in specs.values()]
         rule.update(grads, 0.1, 0.05, SKIP if step == 2 else GO)
@@ -179,7 +192,7 @@ def test_seed_name_and_step_draw_anew() -> None:
     ones = torch.ones(64, 64)
 
     def moment(name: str, seed: int, steps: int) -> Tensor:
-        rule = make_rule([name], {name: ones.clone()}, {name: spec}, BF16, seed)
+        rule = made({name: ones.clone()}, {name: spec}, BF16, seed)
         for _ in range(steps):
             rule.state["exp_avg"][0].zero_()
             rule.update([ones.clone()], 0.0, 0.0, GO)
@@ -193,7 +206,7 @@ def test_seed_name_and_step_draw_anew() -> None:
 
 def test_the_two_moments_of_an_element_are_rounded_independently() -> None:
     spec = Shard(0, 1).split((100, 100), 0, INIT)
-    rule = make_rule(["w"], {"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
+    rule = made({"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
     rule.update([torch.full((100, 100), 1.01)], 0.0, 0.0, GO)
     (first,), (second,) = rule.state.values()
     up, also = first > first.min(), second > second.min()
@@ -218,7 +231,7 @@ def test_skips_leave_every_bit_and_no_trace(optimizer: str) -> None:
 def test_a_slow_moment_grows_where_rounding_to_nearest_would_stand_still() -> None:
     """The mean of squares moves by a thousandth of the gap in each step, a quarter of a bf16 step."""
     spec = Shard(0, 1).split((100, 100), 0, INIT)
-    rule = make_rule(["w"], {"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
+    rule = made({"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
     moment = rule.state["exp_avg_sq"][0].fill_(1.0)
     grads = [torch.full((100, 100), 2.0**0.5)]
     for _ in range(500):
@@ -236,7 +249,7 @@ def test_the_first_step_is_that_of_wide_moments(kinds: tuple[str, ...], dtype: t
     specs = specs_of(Shard(0, 1))
     config = OptimizerConfig(**formats)
     ours, theirs = ([normal(s, 1).to(dtype) for s in specs.values()] for _ in range(2))
-    rule = make_rule(list(specs), dict(zip(specs, ours)), specs, config, 0)
+    rule = made(dict(zip(specs, ours)), specs, config, 0)
     wide = RULES["adam"](theirs, config)
     grads = [normal(s, 2).to(dtype) for s in specs.values()]
     for r in (rule, wide):
@@ -254,7 +267,7 @@ def test_the_first_step_is_that_of_wide_moments(kinds: tuple[str, ...], dtype: t
 def test_what_an_update_needs_besides_does_not_grow_with_the_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(narrow, "blocks", lambda tensors: blocks(tensors, 100))
     spec = Shard(0, 1).split((100, 100), 0, INIT)
-    rule = make_rule(["w"], {"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
+    rule = made({"w": torch.zeros(100, 100)}, {"w": spec}, BF16, 0)
     grads = [torch.ones(100, 100)]
     with Allocations() as seen:
         rule.update(grads, 0.1, 0.1, GO)

@@ -8,16 +8,24 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig
+from megatron.optim.buckets import GradBuckets
 from megatron.optim.clip import GradNorm
 from megatron.optim.rules import RULES
 from megatron.optim.schedule import Rates
-from megatron.parallel.shard import Init, Shard
+from megatron.parallel.grads import GradSink
+from megatron.parallel.shard import Init, Shard, ShardSpec
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
 CONFIG = tiny(num_query_groups=2)
 RATES = Rates(1e-3, 0.1)
 BATCHES = [random_batch(CONFIG, seed=seed) for seed in (1, 2)]
+
+
+def one_rank_buckets(specs: dict[str, ShardSpec]) -> GradBuckets:
+    dtypes = dict.fromkeys(specs, torch.float32)
+    return GradBuckets(specs, dtypes, one_rank_mesh(), GradSink(), torch.device("cpu"), ParallelConfig())
 
 
 def state(solo: Solo) -> dict[str, Tensor]:
@@ -52,7 +60,7 @@ def test_norm_and_clipping_are_those_of_torch(dtype: torch.dtype, clip: float) -
 
 def test_norm_counts_what_this_rank_owns() -> None:
     """Copies count on their first holder only, vocabulary padding nowhere."""
-    init, grads, squares = Init(), {}, []
+    init, squares = Init(), []
     for rank in range(2):
         shard = Shard(rank, 2)
         specs = {
@@ -61,8 +69,10 @@ def test_norm_counts_what_this_rank_owns() -> None:
             "vocabulary": shard.vocabulary(5, 3, 4, init),  # 4 rows and 1, of 4 each
             "qkv": shard.qkv(1, 2, (2, 3), init),
         }
-        grads = {n: torch.full(s.local_shape, 3.0) for n, s in specs.items()}
-        squares.append(GradNorm(specs, grads, one_rank_mesh()).compute().square().item())
+        buckets = one_rank_buckets(specs)
+        for gradient in buckets.grads.values():
+            gradient.fill_(3.0)
+        squares.append(GradNorm(specs, buckets, one_rank_mesh()).compute().square().item())
     elements = 6 + 8 * 3 + 5 * 3 + (2 + 2) * 2 * 3
     assert sum(squares) == pytest.approx(9 * elements)
     assert squares[1] == pytest.approx(9 * (12 + 3 + 6)), "rank 1 owns half of the split, one row, one query head"
@@ -75,7 +85,9 @@ def test_the_norm_of_a_large_gradient_is_accurate_in_fp32(fill: Callable[[int], 
     torch.manual_seed(0)
     grad = fill(elements).view(-1, 1000)
     specs = {"w": Shard(0, 1).split(tuple(grad.shape), 0, Init())}
-    norm = GradNorm(specs, {"w": grad}, one_rank_mesh()).compute()
+    buckets = one_rank_buckets(specs)
+    buckets.grads["w"].copy_(grad)
+    norm = GradNorm(specs, buckets, one_rank_mesh()).compute()
     assert norm.item() == pytest.approx(grad.double().norm().item(), rel=1e-6)
 
 
@@ -116,7 +128,7 @@ def test_the_loss_scale_is_taken_out(scale: float) -> None:
         solo.step(BATCHES)
         scaled.backward(BATCHES)
         for bucket in scaled.buckets.buckets:
-            bucket.buffer.mul_(scale)
+            bucket.own.mul_(scale)
         scaled.optimizer.finish()
         outcome = scaled.optimizer.update(Rates(1e-3, 0.1), torch.tensor(scale))
         assert outcome.skipped.item() == 0
@@ -144,7 +156,7 @@ def test_clip_is_what_gradients_were_multiplied_by(clip: float, scale: float) ->
     solo.backward(BATCHES)
     before = solo.snapshot()
     for bucket in solo.buckets.buckets:
-        bucket.buffer.mul_(scale)
+        bucket.own.mul_(scale)
     outcome = solo.optimizer.update(RATES, torch.tensor(scale))
     assert (outcome.clip < 1) == (clip == 0.01)
     for name, grad in solo.snapshot().items():
@@ -163,7 +175,7 @@ def test_a_spike_is_skipped_and_told_apart_from_what_is_not_finite() -> None:
     for value, nonfinite in ((loss * 9, 0.0), (loss * torch.nan, 1.0)):
         solo.backward(BATCHES)
         if nonfinite:
-            solo.buckets.buckets[0].buffer[0] = torch.nan
+            solo.buckets.buckets[0].own[0] = torch.nan
         outcome = solo.optimizer.update(RATES, torch.ones(()), value)
         assert (outcome.skipped.item(), outcome.nonfinite.item()) == (1, nonfinite)
         assert outcome.clip.isfinite()

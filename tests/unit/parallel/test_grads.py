@@ -66,7 +66,7 @@ def test_parameters_have_no_grad() -> None:
 def bound(**targets: torch.Tensor) -> tuple[GradSink, list[str]]:
     """A sink, and the list of contributions it reports."""
     sink, contributions = GradSink(), []
-    sink.bind(targets, contributions.append)
+    sink.bind(targets.__getitem__, contributions.append)
     return sink, contributions
 
 
@@ -125,7 +125,7 @@ def test_w_gathers_one_product_ahead_and_lets_go_of_what_it_has_used(monkeypatch
 
     monkeypatch.setattr(comm, "start_all_gather", gather)
     sink = GradSink(multiply)
-    sink.bind({"w": torch.zeros(3, 3)}, lambda name: None)
+    sink.bind({"w": torch.zeros(3, 3)}.__getitem__, lambda name: None)
     with sink.deferring(0, 0):
         for i in (1, 2, 3, 4):
             shard, whole = torch.full((2, 3), float(i)), torch.zeros(4, 3)

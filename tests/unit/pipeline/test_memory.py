@@ -84,7 +84,7 @@ Build = Callable[[Sequence[int], int, WatchedSink], dict[int, nn.Module]]
 def linear_stages(numbers: Sequence[int], stages: int, sink: WatchedSink) -> dict[int, nn.Module]:
     chunks: dict[int, nn.Module] = {number: LinearStage(number, stages, sink) for number in numbers}
     targets = {str(number): torch.zeros(8, 8, dtype=torch.float64) for number in numbers}
-    sink.bind(targets, lambda name: None)
+    sink.bind(targets.__getitem__, lambda name: None)
     return chunks
 
 
@@ -103,7 +103,7 @@ def gpt_stages(numbers: Sequence[int], stages: int, sink: WatchedSink) -> dict[i
     for number in numbers:
         stage = StageLayers(range(number, number + 1), number == 0, number + 1 == stages)
         chunks[number] = GPTChunk(model, TrainingConfig(), context, stage)
-    sink.bind({name: torch.zeros_like(p) for name, p in context.params.items()}, lambda name: None)
+    sink.bind({name: torch.zeros_like(p) for name, p in context.params.items()}.__getitem__, lambda name: None)
     return chunks
 
 
