@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import prod
 
 from torch import Tensor, nn
@@ -16,16 +17,23 @@ from megatron.parallel.shard import Init
 class MLP(nn.Module):
     """``[S(/tp), B, H] -> [S(/tp), B, H]``; gate and up projection are one matrix ``[2, ffn, H]``."""
 
-    def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, drop_activation: bool) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        context: BuildContext,
+        output_std: float,
+        drop_activation: bool,
+        width: int | None = None,
+    ) -> None:
         super().__init__()
         self.activation, self.drop_activation, self.kernels = config.activation, drop_activation, context.kernels
-        shard, h = context.shard, config.hidden_size
-        view = (2, config.ffn) if config.gated else (config.ffn,)
+        shard, h, ffn = context.shard, config.hidden_size, width or config.ffn
+        view = (2, ffn) if config.gated else (ffn,)
         rows, dim = prod(view), len(view) - 1
-        weight = shard.split((rows, h), dim, Init(config.init_method_std), (*view, h))
+        weight = replace(shard.split((rows, h), dim, Init(config.init_method_std), (*view, h)), matrices=dim)
         bias = shard.split((rows,), dim, Init(), view) if config.add_bias_linear else None
         self.linear_fc1 = ColumnLinear(context.at("linear_fc1"), weight, bias)
-        self.linear_fc2 = RowLinear(context.at("linear_fc2"), config.ffn, h, output_std, config.add_bias_linear)
+        self.linear_fc2 = RowLinear(context.at("linear_fc2"), ffn, h, output_std, config.add_bias_linear)
 
     def forward(self, x_SBH: Tensor) -> Tensor:
         """Apply the MLP."""

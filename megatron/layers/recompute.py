@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+T = TypeVar("T")
 
-def recompute(function: Callable[..., Tensor], *inputs: Any) -> Tensor:
+
+def recompute(function: Callable[..., T], *inputs: Any) -> T:
     """``function(*inputs)``, keeping only the inputs for backward; counter-based random numbers need no state."""
-    out: Tensor = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
+    out: T = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out
 
 
-def feed(producer: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], Tensor], drop: bool) -> Tensor:
+def feed(producer: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], T], drop: bool) -> T:
     """``consumer(producer(x))``; with ``drop`` neither keeps the tensor between them.
 
     Recomputing a cheap producer alone would save nothing, because its consumer keeps the output as its own input.

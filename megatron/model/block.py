@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.layers.attention import Scene, SelfAttention
 from megatron.layers.dropout import dropout_rows
+from megatron.layers.experts import MixtureOfExperts
 from megatron.layers.mlp import MLP
 from megatron.layers.norm import Norm
 from megatron.layers.recompute import feed, recompute
@@ -18,6 +19,8 @@ from megatron.parallel.build import BuildContext
 
 class Block(nn.Module):
     """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, on ``[S(/tp), B, H]``.
+
+    Beside it a block of experts returns the losses of its router, ``[2]``; others None.
 
     Args:
         config: of the model.
@@ -35,23 +38,30 @@ class Block(nn.Module):
         self.self_attention = SelfAttention(config, context.at("self_attention"), output_std, "core_attn" in recomputed)
         self.pre_mlp_layernorm = norm(context.at("pre_mlp_layernorm"))
         drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP keeps nothing
-        self.mlp = MLP(config, context.at("mlp"), output_std, drop_activation)
+        kind = MLP if config.num_experts is None else MixtureOfExperts
+        self.mlp = kind(config, context.at("mlp"), output_std, drop_activation)
 
-    def forward(self, x_SBH: Tensor, scene: Scene) -> Tensor:
+    def forward(self, x_SBH: Tensor, scene: Scene) -> tuple[Tensor, Tensor | None]:
         """Apply the block."""
         drop_norm = "layernorm" in self.recomputed
         y = feed(self.input_layernorm, x_SBH, lambda n: self.self_attention(n, scene), drop_norm)
         y = self._dropout(y, scene, "attention")
         if "mlp" in self.recomputed:
             x_SBH = x_SBH + y
-            y = recompute(lambda x: self.mlp(self.pre_mlp_layernorm(x)), x_SBH)
+            y, losses = recompute(lambda x: self._feed_forward(self.pre_mlp_layernorm(x), scene), x_SBH)
         elif drop_norm:
             x_SBH = x_SBH + y
-            y = feed(self.pre_mlp_layernorm, x_SBH, self.mlp, drop=True)
+            y, losses = feed(self.pre_mlp_layernorm, x_SBH, lambda n: self._feed_forward(n, scene), drop=True)
         else:
             x_SBH, n_SBH = self.pre_mlp_layernorm.of_sum(x_SBH, y)
-            y = self.mlp(n_SBH)
-        return x_SBH + self._dropout(y, scene, "mlp")
+            y, losses = self._feed_forward(n_SBH, scene)
+        return x_SBH + self._dropout(y, scene, "mlp"), losses
+
+    def _feed_forward(self, n_SBH: Tensor, scene: Scene) -> tuple[Tensor, Tensor | None]:
+        if isinstance(self.mlp, MixtureOfExperts):
+            y, losses = self.mlp(n_SBH, scene.batch)
+            return y, losses
+        return self.mlp(n_SBH), None
 
     def _dropout(self, y_SBH: Tensor, scene: Scene, site: str) -> Tensor:
         if not self.training:

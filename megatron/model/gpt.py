@@ -111,6 +111,12 @@ class GPTChunk(nn.Module):
             self.output_layer = OutputLayer(config, context.at("output_layer"), loss)
         self.rotary = Rotary(config, context.dtype, context.device) if config.rotary_dim else None
 
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules that forward calls, in turn; all parameters are theirs."""
+        ends = self.final_layernorm, self.output_layer
+        return [part for part in (self.embedding, *self.layers.values(), *ends) if part is not None]
+
     def forward(self, x_SBH: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Run the chunk on a micro-batch."""
         scene = self._scene(batch)
@@ -118,10 +124,12 @@ class GPTChunk(nn.Module):
             x_SBH = self._embed(self.embedding, batch)
         if x_SBH is None:
             raise ValueError("only the first chunk runs without an input")
-        x_SBH = self._run_blocks(x_SBH, scene)
+        x_SBH, losses = self._run_blocks(x_SBH, scene)
         out = self._loss(x_SBH, batch) if self.last else x_SBH
-        wide = torch.promote_types(out.dtype, torch.float32)
-        return out, torch.zeros((), dtype=wide, device=out.device)
+        if losses is None:
+            return out, torch.zeros((), dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
+        self.sums.add("router losses", losses)
+        return out, losses.sum()
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor, cache: KVCache | None = None, last: int = 0) -> Tensor:
@@ -138,7 +146,7 @@ class GPTChunk(nn.Module):
         if self.embedding is None or self.final_layernorm is None or self.output_layer is None or self.training:
             raise ValueError("logits are those of a whole model after .eval()")
         batch = MicroBatch.of_tokens(tokens_BS, cache.positions(tokens_BS) if cache is not None else None)
-        x_SBH = self._run_blocks(self._embed(self.embedding, batch), self._scene(batch, cache))
+        x_SBH, _ = self._run_blocks(self._embed(self.embedding, batch), self._scene(batch, cache))
         if cache is not None:
             cache.advance(tokens_BS.shape[1])
         return self.output_layer.logits(self.final_layernorm(x_SBH[-last:] if last else x_SBH))
@@ -166,19 +174,21 @@ class GPTChunk(nn.Module):
         self.sums.add("lm loss", cross_entropy)
         return objective
 
-    def _run_blocks(self, x_SBH: Tensor, scene: Scene) -> Tensor:
+    def _run_blocks(self, x_SBH: Tensor, scene: Scene) -> tuple[Tensor, Tensor | None]:
+        """The hidden state after this chunk's blocks, and the sum of their routers' losses; None without experts."""
         blocks = list(self.layers.values())
 
-        def run(x: Tensor, start: int, stop: int) -> Tensor:
+        def run(x: Tensor, losses: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
             for block in blocks[start:stop]:
-                x = block(x, scene)
-            return x
+                x, added = block(x, scene)
+                losses = added if losses is None else losses + added
+            return x, losses
 
-        done = 0
+        losses, done = None, 0
         while self.training and done < self.plan.blocks:
             stop = min(done + self.plan.group, self.plan.blocks)
-            x_SBH, done = recompute(run, x_SBH, done, stop), stop
-        return run(x_SBH, done, len(blocks))
+            (x_SBH, losses), done = recompute(run, x_SBH, losses, done, stop), stop
+        return run(x_SBH, losses, done, len(blocks))
 
 
 def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> GPTChunk:

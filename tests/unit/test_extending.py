@@ -116,7 +116,7 @@ def test_layer_declares_its_parameter(page: dict[str, Any]) -> None:
     context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), sink, torch.float64)
     layer = page["LayerScale"](context.at("layers.0.scale"), 4, start=0.5)
     grads = {"layers.0.scale.factor": torch.zeros(4, dtype=torch.float64)}
-    sink.bind(grads, lambda name: None)
+    sink.bind(grads.__getitem__, lambda name: None)
     x = torch.randn(3, 2, 4, dtype=torch.float64)
     layer(x).sum().backward()
     assert context.specs["layers.0.scale.factor"].numel == 4

@@ -38,7 +38,7 @@ def inputs(dtype: torch.dtype = torch.float64, scale: float = 1.0) -> tuple[Tens
 def chunked(x: Tensor, weight: Tensor, labels: Tensor, mask: Tensor, chunk: int, z_coeff: float) -> Result:
     sink, x = GradSink(), x.detach().requires_grad_()
     dw = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
-    sink.bind({"w": dw}, lambda name: None)
+    sink.bind({"w": dw}.__getitem__, lambda name: None)
     config, vocabulary = LossConfig(chunk, z_coeff), Vocabulary(0, HELD, Group())
     objective, entropy = linear_cross_entropy(
         x, weight.detach().requires_grad_(), labels, mask, vocabulary, config, sink, "w"
