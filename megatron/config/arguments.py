@@ -13,9 +13,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.config.checks import batch, checkpoint, data, graphs, idle, optimizer, pipeline, profiling
+from megatron.config.checks import (
+    batch,
+    checkpoint,
+    data,
+    experts,
+    graphs,
+    idle,
+    optimizer,
+    pipeline,
+    profiling,
+    sharding,
+)
 from megatron.config.compare import compare
-from megatron.config.foreign import assumptions, costs, habits, judge
+from megatron.config.foreign import assumptions, habits, judge
 from megatron.config.launch import Launch
 from megatron.config.parser import Given, read
 from megatron.config.presets import PRESETS
@@ -111,9 +122,9 @@ def parse(
         told = set(theirs.values) - {"vocab_size"}  # which is most often not said but known from the data
         notes += _taken_over(sorted(told), resolve(own, world_size), resolve(config, world_size))
     notes += assumptions(reading.spellings, said)
-    notes += costs(reading.spellings, config, world_size)
     notes += [*batch.remarks(config, world_size), *data.remarks(config), *checkpoint.remarks(config)]
     notes += [*profiling.remarks(config, world_size), *graphs.remarks(config), *pipeline.remarks(config, world_size)]
+    notes += [*experts.remarks(config), *sharding.remarks(config)]
     asked = lay_over(layer.values for layer in (*files, flags, assignments))
     notes += map(in_flags, idle.remarks(config, asked))
     notes += optimizer.unseen(config) if known.check_config else ()

@@ -35,12 +35,13 @@ FIELDS = {
     Role.SHAPE: """
         num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels vocab_size
         untie_embeddings_and_output_weights position_embedding_type max_position_embeddings
-        normalization qk_layernorm activation add_bias_linear add_qkv_bias""",
+        normalization qk_layernorm activation add_bias_linear add_qkv_bias
+        num_experts moe_ffn_hidden_size moe_shared_expert_intermediate_size""",
     Role.FUNCTION: """
         rotary_base rotary_percent rotary_interleaved
         use_rope_scaling rope_scaling_factor rope_original_max_position rope_low_freq_factor rope_high_freq_factor
         rotary_scaling_factor yarn_original_max_position_embeddings yarn_beta_fast yarn_beta_slow
-        window_size norm_epsilon""",
+        window_size norm_epsilon moe_router_topk moe_router_pre_softmax""",
     Role.DATA: """
         seq_length split mock_data seed
         reset_position_ids reset_attention_mask eod_mask_loss eod_id""",
@@ -52,7 +53,9 @@ FIELDS = {
         weight_decay start_weight_decay end_weight_decay weight_decay_incr_style
         clip_grad adam_beta1 adam_beta2 adam_eps sgd_momentum lion_beta1 lion_beta2
         decoupled_lr decoupled_min_lr lr_factors weight_decay_factors ema_decay skip_spikes spike_window
-        hidden_dropout attention_dropout z_loss_coeff""",
+        muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
+        hidden_dropout attention_dropout z_loss_coeff
+        moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff""",
     # The content of the data is compared by its fingerprint, wherever it lies and however it was named. The weights
     # have long been drawn with init_method_std.
     Role.FREE: """
@@ -63,16 +66,18 @@ FIELDS = {
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         expert_model_parallel_size expert_tensor_parallel_size make_vocab_size_divisible_by
         distributed_backend distributed_timeout_minutes overlap_grad_reduce ddp_bucket_size
+        use_distributed_optimizer data_parallel_sharding_strategy num_distributed_optimizer_instances
+        overlap_param_gather grad_reduce_in_bf16
         params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis on_nonfinite
         micro_batch_size recompute_granularity recompute_method recompute_num_layers recompute_modules
-        cross_entropy_chunk_size kernels deterministic cuda_graph exp_avg_dtype exp_avg_sq_dtype
+        cross_entropy_chunk_size kernels deterministic cuda_graph exp_avg_dtype exp_avg_sq_dtype store_param_remainders
         device eval_interval eval_iters log_interval
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
         multiple_validation_sets validation_set_names
         tokenizer_type tokenizer_model vocab_file merge_file tiktoken_pattern tiktoken_num_special_tokens
         init_method_std""",
     Role.START: """
-        save save_interval keep_last keep_every load ckpt_step resume_mode
+        save save_interval keep_last keep_every async_save local_save local_save_interval load ckpt_step resume_mode
         data_cache_path run_dir exit_interval exit_duration_in_mins
         tensorboard_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity timing_log_level timing_log_option
         log_health_interval check_weight_hash_across_dp_replicas_interval
@@ -230,6 +235,8 @@ def role_of(name: str, before: Values, after: Values) -> Role:
         return Role.FREE  # where one of them reads whole files, what they read is compared by its content
     if name == "eod_id" and not any(values[flag] for values in (before, after) for flag in AFTER_DOCUMENTS):
         return Role.FREE  # nothing asks where documents end
+    if name.startswith("moe_") and before["num_experts"] is after["num_experts"] is None:
+        return Role.FREE  # there are no experts that it could be about
     alike = SAME_SHAPES.get(name, ())
     if before[name] in alike and after[name] in alike:
         return Role.FUNCTION

@@ -7,7 +7,6 @@ from itertools import chain
 
 from megatron.config import megatron_flags as table
 from megatron.config import other_names
-from megatron.config.memory import shown, state_bytes
 from megatron.config.problems import Problem, did_you_mean
 from megatron.config.run import RunConfig
 from megatron.config.settings import SPELLINGS
@@ -131,13 +130,3 @@ def assumptions(spellings: Collection[str], said: Collection[str]) -> Iterator[s
         yield "activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu"
     if {"--no-create-attention-mask-in-dataloader", "--reset-attention-mask"} <= set(spellings):
         yield "documents do not see each other; Megatron-LM, told to make no masks, would let them"
-
-
-def costs(spellings: Collection[str], config: RunConfig, world_size: int) -> Iterator[str]:
-    """Notes on memory that a flag would have saved in Megatron-LM."""
-    copies = config.parallel.data_parallel_size(world_size)
-    if "--use-distributed-optimizer" in spellings and copies > 1 and config.model.vocab_size is not None:
-        parts = state_bytes(config)
-        held = parts["masters"] + parts["moments"]
-        instead = f"not {shown(held / copies)}: DP {copies} does not share them"
-        yield f"each rank holds {shown(held)} of masters and moments, {instead}"

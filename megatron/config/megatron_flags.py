@@ -11,7 +11,6 @@ _FUSED = "which kernels are fused does not change the numbers"
 _OVERLAP = "how communication overlaps with computing does not change the numbers"
 _ALWAYS_FP32 = "softmax, masters and gradient sums are always at least fp32"
 _ONE_STACK = "there is one implementation of the model; --kernels alone says what computes it"
-_FULL_STATE = "every rank keeps the whole optimizer state: the same numbers, more memory per rank"
 _ATTENTION = "attention is computed by the kernel that --kernels chooses"
 _MEMORY_ONLY = "memory is managed by PyTorch; the numbers are the same"
 _ALWAYS_LOGGED = "step time and speed are in every progress line"
@@ -21,7 +20,7 @@ _MAPPED = "samples are read from memory-mapped files by the training process its
 _ONE_FORM = "checkpoints have one form of their own, which every layout reads"
 _OWN_PARTS = "every rank writes and reads its own parts, whatever the layout"
 _ALWAYS_CHECKED = "a checkpoint's parts and checksums are always checked"
-_WAITS = "training waits while a checkpoint is written; what is written is the same"
+_WRITER = "--async-save alone says it: a thread of each rank writes, whose priority cannot be set"
 _NO_RANDOM_STATE = "random numbers are functions of the seed and the place; there is no state to save or load"
 
 IGNORED = {
@@ -75,21 +74,18 @@ IGNORED = {
     "--dist-ckpt-strictness": _ALWAYS_CHECKED,
     "--no-ckpt-load-validate-sharding-integrity": _ALWAYS_CHECKED,
     "--disable-ckpt-load-validate-sharding-integrity": _ALWAYS_CHECKED,
-    "--async-save": _WAITS,
-    "--async-strategy": _WAITS,
-    "--use-persistent-ckpt-worker": _WAITS,
-    "--async-ckpt-cpu-priority": _WAITS,
-    "--async-ckpt-io-priority": _WAITS,
-    "--async-ckpt-use-cpu-shm": _WAITS,
+    "--async-strategy": _WRITER,
+    "--use-persistent-ckpt-worker": _WRITER,
+    "--async-ckpt-cpu-priority": _WRITER,
+    "--async-ckpt-io-priority": _WRITER,
+    "--async-ckpt-use-cpu-shm": _WRITER,
     "--load-main-params-from-ckpt": "weights are saved and loaded at the precision of their masters",
     "--no-save-tokenizer-assets": "the tokenizer's few files are always saved with the weights",
     "--disable-save-tokenizer-assets": "the tokenizer's few files are always saved with the weights",
     "--use-checkpoint-opt_param-scheduler": "a schedule that is not the checkpoint's is refused, so it is kept",
     "--use-checkpoint-opt-param-scheduler": "a schedule that is not the checkpoint's is refused, so it is kept",
-    "--use-distributed-optimizer": _FULL_STATE,
-    "--overlap-param-gather": _FULL_STATE,
-    "--overlap-param-gather-with-optimizer-step": _FULL_STATE,
-    "--no-align-param-gather": _FULL_STATE,
+    "--overlap-param-gather-with-optimizer-step": _OVERLAP,
+    "--no-align-param-gather": _OVERLAP,
     "--no-align-grad-reduce": _OVERLAP,
     "--disable-align-grad-reduce": _OVERLAP,
     "--ddp-pad-buckets-for-high-nccl-busbw": _OVERLAP,
@@ -140,7 +136,16 @@ IGNORED = {
     "--per-dataset-sequences-path": _MAPPED,
     "--mid-level-dataset-surplus": "every dataset of a blend is laid out for 0.005 more samples than its share",
     "--null-tokenizer-pad-id": "no id of the NullTokenizer is padding",
-    "--use-precision-aware-optimizer": "--exp-avg-dtype and --exp-avg-sq-dtype alone say it",
+    "--use-precision-aware-optimizer": "--exp-avg-dtype, --exp-avg-sq-dtype and --store-param-remainders alone say it",
+    "--moe-grouped-gemm": _FUSED,
+    "--moe-permute-fusion": _FUSED,
+    "--moe-router-fusion": _FUSED,
+    "--moe-token-dispatcher-type": "tokens go to their experts in one all-to-all; the numbers are the same",
+    "--moe-router-score-function": "experts are chosen by a softmax",
+    "--moe-layer-freq": "every block has experts",
+    "--muon-tp-mode": "muon computes with whole matrices, however they are cut",
+    "--muon-coefficient-type": "the coefficients are those of the quintic iteration",
+    "--muon-scalar-optimizer": "what is no matrix of a block is moved by adam",
     "--group-query-attention": "--num-query-groups alone says it",
     "--no-position-embedding": "--position-embedding-type alone says it",
     "--dataloader-type": "samples come in the one order of --dataloader-type single",
@@ -155,11 +160,16 @@ HARMLESS_VALUES = {
     "--transformer-impl": ("local", "transformer_engine"),
     "--mid-level-dataset-surplus": ("0.005",),
     "--null-tokenizer-pad-id": ("-1",),
+    "--moe-router-score-function": ("softmax",),
+    "--moe-layer-freq": ("1",),
+    "--muon-coefficient-type": ("quintic",),
+    "--muon-scalar-optimizer": ("adam",),
 }
 
 _CONVERTER = "a tool converts checkpoints, without a run"
 _FROM_FLAGS = "options come from flags, and those that differ from the checkpoint's are told or refused"
 _ONE_KIND = "there is one kind of checkpoint, in one folder"
+_OTHER_EXPERTS = "that variant of experts is not built"
 _IN_HEALTH = "it belongs to the report on every layer"
 _AS_RECORDED = "a tokenizer is what its files and the record beside the data say"
 
@@ -167,7 +177,7 @@ _AS_RECORDED = "a tokenizer is what its files and the record beside the data say
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--persistent-save-interval": ("it is spelled shorter", ("--save-interval N",)),
     "--save-retain-interval": ("that is said in two flags", ("--keep-last 1 --keep-every N",)),
-    "--non-persistent-save-interval": (_ONE_KIND, ("--save-interval N --keep-last N --keep-every N",)),
+    "--non-persistent-save-interval": ("that is said in two flags", ("--local-save DIR --local-save-interval N",)),
     "--pretrained-checkpoint": (
         "--load serves both: it is read while --save holds no checkpoint",
         ("--load DIR --resume-mode weights-only",),
@@ -218,7 +228,6 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
         "a step that is not finite is never applied",
         ("--on-nonfinite skip", "--on-nonfinite stop"),
     ),
-    "--grad-reduce-in-bf16": ("gradients are reduced in at least fp32", ()),
     "--step-batch-size-schedule": ("the batch grows linearly", ("--rampup-batch-size START INCREMENT SAMPLES",)),
     "--decrease-batch-size-if-needed": ("the batch is never changed silently", ("--global-batch-size N",)),
     "--distribute-saved-activations": ("saved activations are not spread over ranks", ("--sequence-parallel",)),
@@ -240,7 +249,6 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--null-tokenizer-eod-id": ("one flag says which id ends documents, whatever the tokenizer", ("--eod-id N",)),
     "--eval-global-batch-size": ("evaluation uses the training batch", ("--eval-iters N",)),
     "--eval-micro-batch-size": ("evaluation uses the training batch", ("--eval-iters N",)),
-    "--num-experts": ("there are no experts in this version", ()),
     "--no-weight-decay-cond-type": (
         "biases and other 1-D parameters have no weight decay, unless they are given some by name",
         ("--weight-decay-factors '*.q_layernorm.weight=1' '*.k_layernorm.weight=1'",),
@@ -291,9 +299,9 @@ FAMILIES = {
     "--one-logger-": "nothing is reported to anybody unasked",
     "--app-tag-": "nothing is reported to anybody unasked",
     "--otel-": "metrics go to no such collector",
-    "--moe-": "there are no experts in this version",
-    "--expert-tensor-parallel-num-": "there are no experts in this version",
-    "--use-grouped-gemm-": "there are no experts in this version",
+    "--moe-": _OTHER_EXPERTS,
+    "--expert-tensor-parallel-num-": _OTHER_EXPERTS,
+    "--use-grouped-gemm-": _OTHER_EXPERTS,
     "--num-layers-at-": "fp8 is not built",
     "--fp8-": "fp8 is not built",
     "--no-fp8-": "fp8 is not built",
@@ -305,7 +313,7 @@ FAMILIES = {
     "--cpu-offloading-": "offloading is not built",
     "--optimizer-c": "the optimizer stays on the device",
     "--optimizer-offload-": "the optimizer stays on the device",
-    "--muon-": "the optimizers are adam, lion and sgd",
+    "--muon-": "that variant of muon is not built",
     "--mtp-": "multi-token prediction is not built",
     "--dsa-": "that attention variant is not built",
     "--no-dsa-": "that attention variant is not built",
@@ -360,7 +368,7 @@ OTHERS = """
 --batch-invariant-backend --batch-invariant-mode --bert-embedder-type --bert-load --block-data-path
 --cache-mla-latents --calc-ft-timeouts --chat-template
 --classes-fraction --config-logger-dir --cp-comm-type
---create-all-gather-group --data-parallel-sharding-strategy --data-per-class-fraction
+--create-all-gather-group --data-per-class-fraction
 --ddp-param-name-patterns-for-fp32-local-accumulation --ddp-reduce-scatter-with-fp32-accumulation
 --decode-only-cuda-graphs
 --defer-embedding-wgrad-compute --delay-offload-until-cuda-graph
@@ -380,7 +388,7 @@ OTHERS = """
 --mlp-chunks-for-prefill --mlp-chunks-for-training --mrope-section --mscale --mscale-all-dim --multi-latent-attention
 --nccl-all-reduce-for-prefill --no-clone-scatter-output-in-embedding --no-pin-cpu-grads --no-pin-cpu-params
 --no-rope-freq --no-strict-fsdp-dtensor-load --no-use-layer-wise-param-layout --no-yarn-correction-range-round-to-int
---num-channels --num-classes --num-distributed-optimizer-instances --num-speculative-tokens --nvtx-ranges
+--num-channels --num-classes --num-speculative-tokens --nvtx-ranges
 --offload-modules --onnx-safe --outer-dp-sharding-strategy --output-bert-embeddings --output-logit-dtype
 --overlap-cpu-optimizer-d2h-h2d --overlap-dispatch-backward-with-experts-wgrad --overlap-moe-expert-parallel-comm
 --patch-dim --perform-rl-step --pipeline-model-parallel-comm-backend

@@ -120,6 +120,30 @@ class ModelConfig:
         0.0, "Weight of the squared log-partition added to the loss (PaLM's z-loss).", at_least=0
     )
 
+    num_experts: int | None = option(
+        None, "Experts of every block, in place of its MLP (mixture of experts). Default: none.", at_least=2
+    )
+    moe_router_topk: int = option(2, "Experts that compute each token.", at_least=1)
+    moe_ffn_hidden_size: int | None = option(
+        None, "Width inside an expert. Default: ffn_hidden_size, or what that is by default.", at_least=1
+    )
+    moe_shared_expert_intermediate_size: int | None = option(
+        None, "Width of an expert that computes all tokens besides. Default: there is none.", at_least=1
+    )
+    moe_router_pre_softmax: bool = option(
+        False, "Weigh experts by the softmax over all of them, instead of over those that were chosen."
+    )
+    moe_router_load_balancing_type: str = option(
+        "seq_aux_loss",
+        "What the balancing loss compares the experts' shares over: each sequence, or (as in the Switch Transformer) "
+        "each micro-batch of a rank, which makes it depend on the layout.",
+        choices=("seq_aux_loss", "aux_loss", "none"),
+    )
+    moe_aux_loss_coeff: float = option(0.0, "Weight of the load-balancing loss.", at_least=0)
+    moe_z_loss_coeff: float | None = option(
+        None, "Weight of the squared log-partition of the router's logits (ST-MoE's z-loss). Default: 0.", at_least=0
+    )
+
     @property
     def head_dim(self) -> int:
         """Channels of one head."""
@@ -146,6 +170,11 @@ class ModelConfig:
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
         return int(8 * self.hidden_size / 3) // 64 * 64 if self.gated else 4 * self.hidden_size
+
+    @property
+    def expert_ffn(self) -> int:
+        """Width inside an expert."""
+        return self.moe_ffn_hidden_size or self.ffn
 
     @property
     def vocab(self) -> int:
@@ -199,6 +228,14 @@ class ModelConfig:
         attention = qkv_rows * (h + int(self.qkv_bias)) + self.num_attention_heads * d * h + bias * h
         if self.qk_layernorm:
             attention += 2 * d * (2 if self.normalization == "LayerNorm" else 1)
-        fc1_rows = self.ffn * (2 if self.gated else 1)
-        mlp = fc1_rows * (h + bias) + (self.ffn + bias) * h
-        return attention + mlp + 2 * self.norm_parameters()
+        return attention + self.mlp_parameters() + 2 * self.norm_parameters()
+
+    def mlp_parameters(self, active: bool = False) -> int:
+        """Those of a block's MLP, or of its router and experts; ``active``: of as many experts as compute a token."""
+        h, matrices = self.hidden_size, 3 if self.gated else 2
+        if self.num_experts is None:
+            bias = (matrices - 1) * self.ffn + h if self.add_bias_linear else 0
+            return matrices * self.ffn * h + bias
+        experts = self.moe_router_topk if active else self.num_experts
+        shared = self.moe_shared_expert_intermediate_size or 0
+        return self.num_experts * h + matrices * h * (experts * self.expert_ffn + shared)

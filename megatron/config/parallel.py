@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from megatron.config.option import option
 from megatron.pipeline.schedules import SCHEDULES
 
+STAGES = {"no_shard": 0, "optim": 1, "optim_grads": 2}
+"""Strategies of sharding over data-parallel ranks, and the ZeRO stage (arXiv 1910.02054) that each is."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -57,6 +60,40 @@ class ParallelConfig:
     )
     overlap_grad_reduce: bool = option(True, "Reduce each gradient bucket while backward still runs.")
     ddp_bucket_size: int = option(40_000_000, "Elements of a gradient bucket.", at_least=1)
+    grad_reduce_in_bf16: bool = option(
+        False, "Let gradients travel between data-parallel ranks as bf16; they are added up in fp32."
+    )
+    use_distributed_optimizer: bool = option(
+        False, "Cut masters and moments among data-parallel ranks (ZeRO-1), unless another strategy is said."
+    )
+    data_parallel_sharding_strategy: str | None = option(
+        None,
+        "What data-parallel ranks cut among themselves: no_shard (nothing), optim (masters and moments, ZeRO-1), or "
+        "optim_grads (gradients as well, ZeRO-2). Default: no_shard, or optim with use_distributed_optimizer.",
+        choices=tuple(STAGES),
+    )
+    num_distributed_optimizer_instances: int = option(
+        1, "Copies of what is cut: data-parallel ranks fall into as many groups that each hold one.", at_least=1
+    )
+    overlap_param_gather: bool = option(
+        False, "Gather the weights that other ranks have updated while the next forward already runs."
+    )
+
+    @property
+    def zero_stage(self) -> int:
+        """What data-parallel ranks cut among themselves: 0 nothing, 1 masters and moments, 2 gradients as well."""
+        default = "optim" if self.use_distributed_optimizer else "no_shard"
+        return STAGES[self.data_parallel_sharding_strategy or default]
+
+    @property
+    def optimizer_instances(self) -> int | None:
+        """Copies of what is cut; None where nothing is."""
+        return self.num_distributed_optimizer_instances if self.zero_stage else None
+
+    @property
+    def expert_tp(self) -> int:
+        """Ranks that share each expert's matrices."""
+        return self.expert_tensor_parallel_size or self.tensor_model_parallel_size
 
     @property
     def model_ranks(self) -> int:

@@ -101,7 +101,7 @@ class ComputeConfig:
     )
 
 
-MOMENTS = {"adam": 2, "sgd": 1, "lion": 1}
+MOMENTS = {"adam": 2, "sgd": 1, "lion": 1, "muon": 2}
 """Update rules, and the tensors of a parameter's size that each keeps for it."""
 
 
@@ -147,6 +147,23 @@ class OptimizerConfig:
     sgd_momentum: float = option(0.9, "Momentum of sgd.", at_least=0, below=1)
     lion_beta1: float = option(0.95, "Weight of the momentum in the direction of lion.", at_least=0, below=1)
     lion_beta2: float = option(0.98, "Decay of the momentum of lion.", at_least=0, below=1)
+    muon_momentum: float = option(0.9, "Momentum of muon.", at_least=0, below=1)
+    muon_nesterov: bool = option(False, "Nesterov momentum in muon.")
+    muon_num_ns_steps: int = option(5, "Newton-Schulz iterations of muon.", at_least=1)
+    muon_scale_mode: str = option(
+        "spectral",
+        "What muon multiplies the update of a matrix [m, n] by: max(m, n)^0.5, (m/n)^0.5, or max(1, m/n)^0.5.",
+        choices=("spectral", "unit_rms_norm", "shape_scaling"),
+    )
+    muon_extra_scale_factor: float = option(1.0, "Multiplies the updates of muon besides.", above=0)
+    muon_split_qkv: bool = option(
+        True,
+        "Muon takes queries, keys and values for matrices of their own.",
+        aliases={"--muon-no-split-qkv": False},
+    )
+    store_param_remainders: bool = option(
+        False, "Keep of the masters of bf16 weights only the 16 bits that the weights lack."
+    )
     exp_avg_dtype: str = option("fp32", "Format of adam's and lion's first moment.", choices=("fp32", "bf16"))
     exp_avg_sq_dtype: str = option("fp32", "Format of adam's second moment.", choices=("fp32", "bf16"))
     decoupled_lr: float | None = option(
@@ -285,6 +302,12 @@ class CheckpointConfig:
     keep_every: int | None = option(
         None, "With keep_last: checkpoints of steps that are a multiple of this are never deleted.", at_least=1
     )
+    async_save: bool = option(False, "Write checkpoints while training goes on, from a copy in the host's memory.")
+    local_save: str | None = option(
+        None,
+        "Folder on each node's own disk or memory for checkpoints between those in save; {node} is the node's number.",
+    )
+    local_save_interval: int | None = option(None, "Steps between checkpoints in local_save.", at_least=1)
     load: str | None = option(
         None,
         "What to start from while the save folder holds no checkpoint: a folder of checkpoints or one of them, written "

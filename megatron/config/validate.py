@@ -11,6 +11,7 @@ from megatron.config.checks import (
     checkpoint,
     compute,
     data,
+    experts,
     graphs,
     idle,
     layout,
@@ -19,6 +20,7 @@ from megatron.config.checks import (
     optimizer,
     pipeline,
     profiling,
+    sharding,
 )
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
@@ -28,6 +30,8 @@ from megatron.config.sources import flat
 CHECKS = (
     *model.CHECKS,
     *layout.CHECKS,
+    *experts.CHECKS,
+    *sharding.CHECKS,
     *pipeline.CHECKS,
     *batch.CHECKS,
     *optimizer.CHECKS,

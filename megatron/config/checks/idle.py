@@ -173,8 +173,37 @@ MISTAKES = (
         "decoupled_lr",
         "--decoupled-lr 1e-4",
     ),
-    Rule(("exp_avg_dtype",), lambda c: c.optimizer.optimizer != "sgd", "optimizer adam or lion", "--optimizer adam"),
+    Rule(
+        ("exp_avg_dtype",),
+        lambda c: c.optimizer.optimizer in ("adam", "lion"),
+        "optimizer adam or lion",
+        "--optimizer adam",
+    ),
     Rule(("exp_avg_sq_dtype",), lambda c: c.optimizer.optimizer == "adam", "optimizer adam", "--optimizer adam"),
+    Rule(
+        ("store_param_remainders",),
+        lambda c: c.precision.params_dtype == "bf16" and c.optimizer.optimizer != "muon",
+        "weights in bf16 that adam, lion or sgd moves",
+        "--bf16",
+    ),
+    Rule(
+        (
+            "moe_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size",
+            "moe_router_pre_softmax",
+            "moe_aux_loss_coeff",
+            "moe_z_loss_coeff",
+        ),
+        lambda c: c.model.num_experts is not None,
+        "num_experts",
+        "--num-experts 8",
+    ),
+    Rule(
+        ("local_save_interval",),
+        lambda c: c.checkpoint.local_save is not None,
+        "local_save",
+        "--local-save /dev/shm/checkpoints",
+    ),
     Rule(
         ("spike_window",),
         lambda c: c.optimizer.skip_spikes is not None,
@@ -216,7 +245,28 @@ HARMLESS = (
         "a warm-up",
     ),
     Rule(("weight_decay",), lambda c: c.optimizer.weight_decay_incr_style == "constant", "a constant weight decay"),
-    Rule(("adam_beta1", "adam_beta2", "adam_eps"), lambda c: c.optimizer.optimizer == "adam", "optimizer adam"),
+    Rule(
+        ("adam_beta1", "adam_beta2", "adam_eps"),
+        lambda c: c.optimizer.optimizer in ("adam", "muon"),
+        "optimizer adam or muon",
+    ),
+    Rule(
+        (
+            "muon_momentum",
+            "muon_nesterov",
+            "muon_num_ns_steps",
+            "muon_scale_mode",
+            "muon_extra_scale_factor",
+            "muon_split_qkv",
+        ),
+        lambda c: c.optimizer.optimizer == "muon",
+        "optimizer muon",
+    ),
+    Rule(
+        ("moe_router_topk", "moe_router_load_balancing_type"),
+        lambda c: c.model.num_experts is not None,
+        "num_experts",
+    ),
     Rule(("lion_beta1", "lion_beta2"), lambda c: c.optimizer.optimizer == "lion", "optimizer lion"),
     Rule(
         ("profile_step_start", "profile_step_end"),

@@ -11,19 +11,12 @@ from megatron.config.settings import flag
 
 
 def built_axes(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """This version trains on TP x SP x PP x DP; the other axes exist in the mesh only."""
-    p = config.parallel
-    axes = (
-        ("context_parallel_size", "context", p.context_parallel_size),
-        ("expert_model_parallel_size", "expert", p.expert_model_parallel_size),
-    )
-    for name, words, size in axes:
-        if size > 1:
-            sentence = f"{words} parallelism of {size} is not built; tensor, pipeline and data parallelism are"
-            yield Problem("E201", sentence, (f"{flag(name)} 1",))
-    if p.expert_tensor_parallel_size not in (None, p.tensor_model_parallel_size):
-        sentence = f"expert tensor parallelism of {p.expert_tensor_parallel_size}: there are no experts in this version"
-        yield Problem("E201", sentence, (f"--expert-tensor-parallel-size {p.tensor_model_parallel_size}",))
+    """This version trains on TP x SP x PP x DP x EP; CP exists in the mesh only."""
+    if config.parallel.context_parallel_size > 1:
+        sentence = f"context parallelism of {config.parallel.context_parallel_size} is not built"
+        yield Problem(
+            "E201", f"{sentence}; tensor, pipeline, expert and data parallelism are", ("--context-parallel-size 1",)
+        )
 
 
 def world(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -75,6 +75,24 @@ CASES = (
     Case("--load docs --no-load-optim --ckpt-convert-format torch --pretrained-checkpoint docs"),
     Case("--tensorboard-dir tb --wandb-project p --log-params-norm"),
     Case("--num-experts 8 --moe-router-topk 2 --expert-model-parallel-size 2", ranks=2),
+    Case("--num-experts 6 --expert-model-parallel-size 4 --disable-bias-linear", ranks=4),
+    Case(
+        "--num-experts 4 --expert-model-parallel-size 4 --disable-bias-linear --tensor-model-parallel-size 2", ranks=4
+    ),
+    Case(
+        "--num-experts 4 --moe-router-topk 5 --disable-bias-linear --moe-ffn-hidden-size 9 "
+        "--expert-tensor-parallel-size 2",
+        2,
+    ),
+    Case("--expert-model-parallel-size 2 --moe-aux-loss-coeff 0.1 --moe-ffn-hidden-size 8", ranks=2),
+    Case("--num-experts 4 --disable-bias-linear --cuda-graph step --device cuda"),
+    Case("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", ranks=2),
+    Case("--num-distributed-optimizer-instances 2 --overlap-param-gather", ranks=2),
+    Case("--use-distributed-optimizer --num-distributed-optimizer-instances 3", ranks=4),
+    Case("--use-distributed-optimizer --cuda-graph optimizer --device cuda", ranks=2),
+    Case("--optimizer muon --exp-avg-dtype bf16"),
+    Case("--store-param-remainders"),
+    Case("--local-save-interval 10 --moe-layer-freq 2 --moe-router-score-function sigmoid --num-experts 4"),
     Case("--dataloader-type cyclic"),
     Case("--reset-position-ids --eod-mask-loss --train-data-path a b"),
     Case("--fp8-format hybrid --cuda-graph-impl local --optimizer muon"),

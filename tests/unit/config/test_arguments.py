@@ -164,7 +164,7 @@ def test_notes_on_options_without_effect_count_them_and_leave_out_those_of_a_pre
     assert sgd.config.optimizer.adam_beta2 == 0.95  # of the preset
     assert not any("no effect" in note for note in sgd.notes)
     (note,) = accepted("--optimizer", "sgd", "--adam-beta2", "0.95", "--adam-eps", "1e-6").notes
-    assert note == "--adam-beta2 and --adam-eps have no effect without optimizer adam"
+    assert note == "--adam-beta2 and --adam-eps have no effect without optimizer adam or muon"
 
 
 def test_a_check_says_that_it_does_not_know_the_names_of_parameters() -> None:
@@ -219,13 +219,6 @@ def test_recorded_steps_that_are_all_watched_are_noted(interval: int, told: bool
     dropless = ("--hidden-dropout", "0", "--attention-dropout", "0", "--device", "auto", "--run-dir", "runs/a")
     notes = accepted("--cuda-graph", "step", "--log-health-interval", str(interval), *dropless).notes
     assert any("--cuda-graph step repeats none" in note for note in notes) is told
-
-
-@pytest.mark.parametrize(("ranks", "told"), [(1, False), (4, True)])
-def test_what_a_distributed_optimizer_would_save_is_said(ranks: int, told: bool) -> None:
-    notes = accepted("--use-distributed-optimizer", "--bf16", ranks=ranks).notes
-    assert "more memory per rank" in notes[0]
-    assert any("of masters and moments, not" in note for note in notes) is told
 
 
 def test_words_belong_to_the_flag_before_them() -> None:

@@ -127,7 +127,7 @@ def test_a_script_of_megatron_runs() -> None:
 def test_a_precision_aware_optimizer_is_said_by_the_formats_of_its_moments() -> None:
     parsed = parse([*RUN, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"], {})
     (note,) = parsed.notes
-    assert "--exp-avg-dtype and --exp-avg-sq-dtype alone say it" in note
+    assert "--exp-avg-dtype, --exp-avg-sq-dtype and --store-param-remainders alone say it" in note
     assert parsed.config.optimizer.exp_avg_dtype == "bf16"
 
 

@@ -17,11 +17,11 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import MOMENTS, TrainingConfig
 from megatron.model.gpt import build_chunks
-from megatron.optim.buckets import ALIGNMENT
 from megatron.parallel.build import BuildContext
 from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.ownership import ALIGNMENT
 from megatron.pipeline.plan import placement, resolved, stage_layers
 from megatron.training.checkpointing import held
 from megatron.training.setup import build

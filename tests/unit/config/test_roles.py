@@ -79,6 +79,8 @@ CONTEXT = {
     "end_weight": "--weight-decay-incr-style linear --start-weight-decay 0.5 --end-weight-decay 1",
     "sgd": "--optimizer sgd",
     "lion": "--optimizer lion",
+    "muon": "--optimizer muon",
+    "moe": "--num-experts 4 --disable-bias-linear --moe-aux-loss-coeff 0.5",
     "decoupled_min": "--decoupled-lr 1e-3",
     "spike_window": "--skip-spikes 0.01 --spike-window 4",
     "recompute_method": "--recompute-granularity full",
@@ -132,6 +134,14 @@ CHANGED = {
     "sgd_momentum": "0.5",
     "lion_beta1": "0.1",
     "lion_beta2": "0.1",
+    "muon_momentum": "0.5",
+    "muon_num_ns_steps": "2",
+    "muon_scale_mode": "unit_rms_norm",
+    "muon_extra_scale_factor": "0.5",
+    "moe_router_topk": "1",
+    "moe_router_load_balancing_type": "none",
+    "moe_aux_loss_coeff": "0.1",
+    "moe_z_loss_coeff": "0.5",
     "decoupled_lr": "1e-3",
     "decoupled_min_lr": "1e-4",
     "lr_factors": "layers.0.*=0.5",
@@ -163,9 +173,11 @@ LEFT_OUT = {
         decoder_first_pipeline_num_layers decoder_last_pipeline_num_layers
         account_for_embedding_in_pipeline_split account_for_loss_in_pipeline_split
         expert_model_parallel_size expert_tensor_parallel_size
+        use_distributed_optimizer data_parallel_sharding_strategy num_distributed_optimizer_instances
+        overlap_param_gather grad_reduce_in_bf16
         distributed_backend distributed_timeout_minutes device""",
     "rounding may change": """
-        params_dtype exp_avg_dtype exp_avg_sq_dtype kernels
+        params_dtype exp_avg_dtype exp_avg_sq_dtype store_param_remainders kernels
         loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis""",
     "it needs a GPU": "cuda_graph",
     "they need files": """
@@ -189,7 +201,7 @@ def losses(flags: str) -> tuple[float, ...]:
         size, batches = trainer.next_batch_size, trainer.next_batches()
         found.append(train_step(trainer, batches, schedule.rates(consumed)).loss.item())
         trainer.iteration, trainer.consumed_samples = trainer.iteration + 1, consumed + size
-    held = [*trainer.optimizer.params.values(), *trainer.optimizer.average.values()]
+    held = [*trainer.params.values(), *trainer.optimizer.average.values()]
     return (*found, sum(p.abs().sum().item() for p in held))
 
 
