@@ -105,15 +105,26 @@ class Manifest:
             DamagedError: when the marker, the manifest or a file is missing, cut short or changed.
             NewerVersionError: when a newer version of this program wrote it.
         """
+        manifest = cls.described(path)
+        for name in manifest.files:
+            manifest.check_file(name)
+        return manifest
+
+    @classmethod
+    def described(cls, path: Path) -> Manifest:
+        """Read a checkpoint's manifest and prove it by the marker; of the files, some may be elsewhere.
+
+        Raises:
+            DamagedError: when the marker or the manifest is missing, cut short or changed.
+            NewerVersionError: when a newer version of this program wrote it.
+        """
         path = Path(path)
         mark, content = _read(path, MARKER), _read(path, MANIFEST)
         if mark != marker(content):
             raise DamagedError(
                 f"{path / MARKER} does not fit {MANIFEST}: one of them has flipped bytes or is truncated"
             )
-        manifest = _parse(path, content)
-        manifest._check_files()
-        return manifest
+        return _parse(path, content)
 
     @property
     def total_bytes(self) -> int:
@@ -144,15 +155,20 @@ class Manifest:
         if problem:
             raise DamagedError(f"{self.path}: the chunks of {name} do not make it up: {problem}")
 
-    def _check_files(self) -> None:
-        for name, record in self.files.items():
-            try:
-                seen = (self.path / name).stat().st_size
-            except OSError as error:
-                raise DamagedError(f"{self.path / name} is missing ({error.strerror})") from error
-            if seen != record.bytes:
-                how = "truncated" if seen < record.bytes else "too long"
-                raise DamagedError(f"{self.path / name} is {how}: {seen} bytes, not {record.bytes}")
+    def check_file(self, name: str) -> None:
+        """Check that a file is there in full length.
+
+        Raises:
+            DamagedError: when it is not.
+        """
+        record = self.files[name]
+        try:
+            seen = (self.path / name).stat().st_size
+        except OSError as error:
+            raise DamagedError(f"{self.path / name} is missing ({error.strerror})") from error
+        if seen != record.bytes:
+            how = "truncated" if seen < record.bytes else "too long"
+            raise DamagedError(f"{self.path / name} is {how}: {seen} bytes, not {record.bytes}")
 
 
 def marker(manifest: bytes) -> bytes:

@@ -172,34 +172,15 @@ class CheckpointWriter(StorageWriter):
         self._telling(lambda: self._finish(metadata.planner_data, [result for some in results for result in some]))
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        name = f"tensors_{self._rank:05d}.safetensors"
-        entries = [(_key(item), _dtype(item), _box(item).size) for item in plan.items]
-        results = []
-        with TensorFileWriter(building(self._final) / name, entries) as file:
-            for item, entry in zip(plan.items, entries):
-                written = file.write(entry[0], _resolve(planner, item))  # no name here keeps its memory
-                chunk = Chunk(_box(item), name, written.offset, written.bytes, written.xxh3)
-                results.append(WriteResult(item.index, written.bytes, chunk))
-        results.append(WriteResult(dcp_metadata.MetadataIndex(name), 0, FileResult(name, file.record)))
-        return results
+        return write_tensors(building(self._final), self._rank, plan, planner)
 
     def _finish(self, kinds: Kinds, results: Sequence[WriteResult]) -> None:
         folder = building(self._final)
-        files = {r.storage_data.name: r.storage_data.record for r in results if isinstance(r.storage_data, FileResult)}
-        files |= {name: _write_small(folder, name, content) for name, content in self._extra.files.items()}
-        tensors = {name: TensorRecord(NAMES[dtype], shape, view, ()) for name, (shape, view, dtype) in kinds.items()}
-        chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
-        for result in results:
-            if isinstance(result.storage_data, Chunk):
-                chunks[result.index.fqn].append(result.storage_data)
-        tensors = {name: _with_chunks(record, chunks[name]) for name, record in tensors.items()}
-        content = encode(tensors, files, self._extra.state, self._extra.config)
+        content, files = describe_all(kinds, results, write_small(folder, self._extra.files), self._extra)
         write_file(folder / MANIFEST, content)
         sync_folder(folder)
         _check_lengths(folder, files)
-        write_file(folder / f"{MARKER}.part", marker(content))
-        os.rename(folder / f"{MARKER}.part", folder / MARKER)  # half a marker must not be taken for one
-        sync_folder(folder)
+        write_marker(folder, content)
         publish(self._final)
 
     def _telling(self, action: Callable[[], T]) -> T:
@@ -209,6 +190,50 @@ class CheckpointWriter(StorageWriter):
         except OSError as error:
             older = Checkpoints(self._final.parent).to_go_on_from()
             raise refused(error, self._final, self._rank, older) from error
+
+
+def write_tensors(folder: Path, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    """Write a rank's file, chunk by chunk, and report every chunk and the file.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    name = f"tensors_{rank:05d}.safetensors"
+    entries = [(_key(item), _dtype(item), _box(item).size) for item in plan.items]
+    results = []
+    with TensorFileWriter(folder / name, entries) as file:
+        for item, entry in zip(plan.items, entries):
+            written = file.write(entry[0], _resolve(planner, item))  # no name here keeps its memory
+            chunk = Chunk(_box(item), name, written.offset, written.bytes, written.xxh3)
+            results.append(WriteResult(item.index, written.bytes, chunk))
+    results.append(WriteResult(dcp_metadata.MetadataIndex(name), 0, FileResult(name, file.record)))
+    return results
+
+
+def describe_all(
+    kinds: Kinds, results: Sequence[WriteResult], small: Mapping[str, FileRecord], extra: Extra
+) -> tuple[bytes, dict[str, FileRecord]]:
+    """The text of the manifest, and all files, of what the ranks have written and the ``small`` files."""
+    files = {r.storage_data.name: r.storage_data.record for r in results if isinstance(r.storage_data, FileResult)}
+    files |= small
+    tensors = {name: TensorRecord(NAMES[dtype], shape, view, ()) for name, (shape, view, dtype) in kinds.items()}
+    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
+    for result in results:
+        if isinstance(result.storage_data, Chunk):
+            chunks[result.index.fqn].append(result.storage_data)
+    tensors = {name: _with_chunks(record, chunks[name]) for name, record in tensors.items()}
+    return encode(tensors, files, extra.state, extra.config), files
+
+
+def write_marker(folder: Path, manifest: bytes) -> None:
+    """Say that a folder holds all that its manifest says.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    write_file(folder / f"{MARKER}.part", marker(manifest))
+    os.rename(folder / f"{MARKER}.part", folder / MARKER)  # half a marker must not be taken for one
+    sync_folder(folder)
 
 
 def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:
@@ -221,6 +246,15 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:
 def _with_chunks(record: TensorRecord, chunks: Sequence[Chunk]) -> TensorRecord:
     ordered = sorted(chunks, key=lambda chunk: chunk.box.start)
     return TensorRecord(record.dtype, record.shape, record.view, tuple(ordered))
+
+
+def write_small(folder: Path, files: Mapping[str, Path | bytes]) -> dict[str, FileRecord]:
+    """Write small files, given as content or as what to copy, by their names in the checkpoint.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    return {name: _write_small(folder, name, content) for name, content in files.items()}
 
 
 def _write_small(folder: Path, name: str, content: Path | bytes) -> FileRecord:
