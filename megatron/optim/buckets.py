@@ -8,7 +8,7 @@ over the ranks that have the same one (``copies``). Without ZeRO nobody cuts it,
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ from megatron.parallel.ownership import BucketKey, Packing, Share, pack, partiti
 from megatron.parallel.shard import ShardSpec
 
 IN_FLIGHT = 2
-"""Reductions of a streamed bucket that may be on their way before one is waited for."""
+"""Sums of streamed buckets that may be on their way, over all of these, before one is waited for."""
 
 
 @dataclass(frozen=True)
@@ -104,19 +104,27 @@ class Bucket:
 
 
 class Spare:
-    """Buffers that are lent for a while, and used again."""
+    """Whole buffers that streamed buckets are lent for a while, until the sums that are made of them have come."""
 
     def __init__(self) -> None:
         self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._on_the_way: deque[tuple[Sum, Tensor, Tensor]] = deque()
 
     def take(self, room: Room) -> Tensor:
         """A buffer of zeros for a whole bucket."""
         idle = self._idle[room.packing.size, room.dtype]
         return idle.pop().zero_() if idle else room.zeros(room.packing.size)
 
-    def give(self, buffer: Tensor) -> None:
-        """Take one back."""
-        self._idle[buffer.numel(), buffer.dtype].append(buffer)
+    def reduce(self, buffer: Tensor, room: Room, own: Tensor) -> None:
+        """Start the sum of a buffer, to be added to a rank's ``own`` part of it."""
+        self._on_the_way.append((start_reduce_scatter(buffer, room.shards, room.wire), buffer, own))
+
+    def settle(self, left: int) -> None:
+        """Add up what is on its way, the oldest first, but for so many sums; their buffers may be used again."""
+        while len(self._on_the_way) > left:
+            total, buffer, own = self._on_the_way.popleft()
+            own.add_(total.wait())
+            self._idle[buffer.numel(), buffer.dtype].append(buffer)
 
 
 class StreamedBucket:
@@ -133,7 +141,6 @@ class StreamedBucket:
 
     def _begin(self) -> None:
         self._buffer: Tensor | None = None
-        self._sums: list[tuple[Sum, Tensor]] = []
         self._last: Sum | None = None
         self._wanted = {name: spec.uses for name, spec in self.specs.items()}
 
@@ -158,19 +165,13 @@ class StreamedBucket:
         """Start the sum of what is there, and take up those before, but for some that may still be on their way."""
         if self._buffer is None:
             raise RuntimeError(f"a gradient of {', '.join(self.specs)} was counted before it was there")
-        self._sums.append((start_reduce_scatter(self._buffer, self.room.shards, self.room.wire), self._buffer))
+        self._spare.reduce(self._buffer, self.room, self.own)
         self._buffer, self._wanted = None, {name: spec.uses for name, spec in self.specs.items()}
-        self._take_up(in_flight)
-
-    def _take_up(self, left: int) -> None:
-        while len(self._sums) > left:
-            total, buffer = self._sums.pop(0)
-            self.own.add_(total.wait())
-            self._spare.give(buffer)
+        self._spare.settle(in_flight)
 
     def scatter(self) -> None:
         """Have the sum over the ranks that cut the bucket, and start that over the others."""
-        self._take_up(0)
+        self._spare.settle(0)
         self._last = start_all_reduce(self.own, self.room.copies, self.room.wire)
 
     def finish(self) -> None:
