@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 
+from megatron.config import megatron_absent as absent
 from megatron.config import megatron_flags as table
 from megatron.config import other_names
 from megatron.config.problems import Problem, did_you_mean
@@ -81,10 +82,10 @@ def why_not(spelling: str) -> tuple[str, tuple[str, ...]] | None:
         return why, fixes or drop
     if spelling in table.IGNORED:
         return f"{table.IGNORED[spelling]}, whatever is asked for", drop
-    prefix = max((p for p in table.FAMILIES if spelling.startswith(p)), key=len, default=None)
+    prefix = max((p for p in absent.FAMILIES if spelling.startswith(p)), key=len, default=None)
     if prefix is not None:
-        return table.FAMILIES[prefix], drop
-    return ("nothing takes its place", drop) if spelling in table.OTHERS.split() else None
+        return absent.FAMILIES[prefix], drop
+    return ("nothing takes its place", drop) if spelling in absent.OTHERS.split() else None
 
 
 def _nearest(spelling: str) -> str | None:

@@ -1,7 +1,7 @@
 """Flags of Megatron-LM (core 0.20) that are not flags here: which are harmless, and what to do instead of the others.
 
 Pure data, read only when such a flag is met. A flag is looked up in ``IGNORED``, then ``REFUSED``, then by the longest
-prefix in ``FAMILIES``, then in ``OTHERS``.
+prefix in ``FAMILIES``, then in ``OTHERS``, which are those of `megatron.config.megatron_absent`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _ALWAYS_LOGGED = "step time and speed are in every progress line"
 ALL_SINKS = "console, metrics.jsonl, TensorBoard and Weights & Biases get the same numbers, at every log_interval"
 _MAPPED = "samples are read from memory-mapped files by the training process itself"
 
-_ONE_FORM = "checkpoints have one form of their own, which every layout reads"
+ONE_FORM = "checkpoints have one form of their own, which every layout reads"
 _OWN_PARTS = "every rank writes and reads its own parts, whatever the layout"
 _ALWAYS_CHECKED = "a checkpoint's parts and checksums are always checked"
 _WRITER = "--async-save alone says it: a thread of each rank writes, whose priority cannot be set"
@@ -52,13 +52,13 @@ IGNORED = {
     "--te-rng-tracker": "random numbers are functions of the seed and the place; there is no state to track",
     "--no-save-rng": _NO_RANDOM_STATE,
     "--no-load-rng": _NO_RANDOM_STATE,
-    "--ckpt-format": _ONE_FORM,
-    "--dist-ckpt-format": _ONE_FORM,
-    "--use-dist-ckpt": _ONE_FORM,
-    "--auto-detect-ckpt-format": _ONE_FORM,
-    "--dist-ckpt-optim-fully-reshardable": _ONE_FORM,
-    "--distrib-optim-fully-reshardable-mem-efficient": _ONE_FORM,
-    "--ckpt-drop-redundant-extra-state": _ONE_FORM,
+    "--ckpt-format": ONE_FORM,
+    "--dist-ckpt-format": ONE_FORM,
+    "--use-dist-ckpt": ONE_FORM,
+    "--auto-detect-ckpt-format": ONE_FORM,
+    "--dist-ckpt-optim-fully-reshardable": ONE_FORM,
+    "--distrib-optim-fully-reshardable-mem-efficient": ONE_FORM,
+    "--ckpt-drop-redundant-extra-state": ONE_FORM,
     "--ckpt-fully-parallel-save": _OWN_PARTS,
     "--no-ckpt-fully-parallel-save": _OWN_PARTS,
     "--ckpt-fully-parallel-load": _OWN_PARTS,
@@ -166,12 +166,9 @@ HARMLESS_VALUES = {
     "--muon-scalar-optimizer": ("adam",),
 }
 
-_CONVERTER = "a tool converts checkpoints, without a run"
+CONVERTER = "a tool converts checkpoints, without a run"
 _FROM_FLAGS = "options come from flags, and those that differ from the checkpoint's are told or refused"
-_ONE_KIND = "there is one kind of checkpoint, in one folder"
-_OTHER_EXPERTS = "that variant of experts is not built"
 _IN_HEALTH = "it belongs to the report on every layer"
-_AS_RECORDED = "a tokenizer is what its files and the record beside the data say"
 
 # Flag -> (why not, what to paste instead; nothing but leaving it out where that is empty).
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
@@ -193,8 +190,8 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     ),
     "--use-checkpoint-args": (_FROM_FLAGS, ("--config RUN_DIR/config.yaml",)),
     "--use-mp-args-from-checkpoint-args": (_FROM_FLAGS, ("--config RUN_DIR/config.yaml",)),
-    "--ckpt-convert-format": (_CONVERTER, ("python tools/convert_checkpoint.py",)),
-    "--ckpt-convert-save": (_CONVERTER, ("python tools/convert_checkpoint.py",)),
+    "--ckpt-convert-format": (CONVERTER, ("python tools/convert_checkpoint.py",)),
+    "--ckpt-convert-save": (CONVERTER, ("python tools/convert_checkpoint.py",)),
     "--yaml-cfg": ("its file has another form", ("--config FILE.yaml",)),
     "--encoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
     "--decoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
@@ -280,124 +277,8 @@ OTHER_DEFAULTS = {
     "--recompute-modules": ("core_attn", "recomputing attention saves nothing under SDPA"),
     "--ddp-bucket-size": ("40,000,000 or 1,000,000 x DP, the larger", "one number that does not depend on the layout"),
     "--overlap-grad-reduce": ("off", "the numbers are the same, and it is not slower"),
+    "--moe-router-load-balancing-type": ("aux_loss", "what a rank happens to hold does not change the numbers"),
     "--eval-iters": ("100", "evaluation is asked for"),
     "--log-interval": ("100", "a line every ten steps"),
     "--profile-ranks": ("none", "a profile that is asked for is recorded"),
 }
-
-# Prefix -> what all flags that start so belong to.
-FAMILIES = {
-    "--save-": "it writes tensors out for debugging",
-    "--ckpt-": _CONVERTER,
-    "--dist-ckpt-": _ONE_FORM,
-    "--non-persistent-": _ONE_KIND,
-    "--override-ckpt-": "the steps of a checkpoint are its own",
-    "--replication": _ONE_KIND,
-    "--log-": "it logs a quantity that is not logged here",
-    "--no-log-": "it turns off a quantity that is not logged here",
-    "--disable-log-": "it turns off a quantity that is not logged here",
-    "--one-logger-": "nothing is reported to anybody unasked",
-    "--app-tag-": "nothing is reported to anybody unasked",
-    "--otel-": "metrics go to no such collector",
-    "--moe-": _OTHER_EXPERTS,
-    "--expert-tensor-parallel-num-": _OTHER_EXPERTS,
-    "--use-grouped-gemm-": _OTHER_EXPERTS,
-    "--num-layers-at-": "fp8 is not built",
-    "--fp8-": "fp8 is not built",
-    "--no-fp8-": "fp8 is not built",
-    "--disable-fp8-": "fp8 is not built",
-    "--fp4-": "fp4 is not built",
-    "--cuda-graph-": "--cuda-graph says what is a graph; how cannot be tuned",
-    "--no-tp-comm-": "overlap of TP communication cannot be tuned",
-    "--disable-tp-comm-": "overlap of TP communication cannot be tuned",
-    "--cpu-offloading-": "offloading is not built",
-    "--optimizer-c": "the optimizer stays on the device",
-    "--optimizer-offload-": "the optimizer stays on the device",
-    "--muon-": "that variant of muon is not built",
-    "--mtp-": "multi-token prediction is not built",
-    "--dsa-": "that attention variant is not built",
-    "--no-dsa-": "that attention variant is not built",
-    "--disable-dsa-": "that attention variant is not built",
-    "--linear-": "that attention variant is not built",
-    "--qk-clip": "query-key clipping is not built",
-    "--mup-": "maximal-update parametrisation is not built",
-    "--relative-attention-": "relative position biases are not built",
-    "--mamba-": "hybrid models are not built",
-    "--hybrid-": "hybrid models are not built",
-    "--gdp-": "hybrid models are not built",
-    "--heterogeneous-": "all layers have one shape",
-    "--fim-": "fill-in-the-middle is not built",
-    "--sft": "training on conversations is not built",
-    "--tokenizer-": _AS_RECORDED,
-    "--no-tokenizer-": _AS_RECORDED,
-    "--disable-tokenizer-": _AS_RECORDED,
-    "--no-use-tokenizer-": _AS_RECORDED,
-    "--disable-use-tokenizer-": _AS_RECORDED,
-    "--inference-": "it belongs to inference",
-    "--no-inference-": "it belongs to inference",
-    "--rl-": "it belongs to reinforcement learning",
-    "--no-rl-": "it belongs to reinforcement learning",
-    "--grpo-": "it belongs to reinforcement learning",
-    "--logits-": "it belongs to distillation",
-    "--dino-": "it belongs to vision models",
-    "--vision-": "it belongs to vision models",
-    "--biencoder-": "it belongs to retrieval models",
-    "--retriever-": "it belongs to retrieval models",
-    "--inprocess-": "a failed run is started again by the launcher",
-    "--ft-": "a failed run is started again by the launcher",
-    "--fault-injector-": "it belongs to Megatron-LM's own tests",
-    "--error-injection-": "it belongs to Megatron-LM's own tests",
-    "--fsdp-": "fully sharded data parallel is not built in this version",
-    "--megatron-fsdp-": "fully sharded data parallel is not built in this version",
-    "--torch-fsdp2-": "fully sharded data parallel is not built in this version",
-    "--use-megatron-fsdp": "fully sharded data parallel is not built in this version",
-    "--use-torch-fsdp2": "fully sharded data parallel is not built in this version",
-    "--mhc-": "hyper-connections are not built",
-    "--flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
-    "--no-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
-    "--disable-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
-    "--pytorch-profiler-": "the profile is a Chrome trace",
-    "--straggler-": "progress lines name a slow rank; there is nothing to set",
-    "--gtp-": "weights are sharded by TP alone",
-}
-
-# The rest, a list of words: known to Megatron-LM, not here.
-OTHERS = """
---activation-func-clamp-value
---activation-offload-fraction --adlr-autoresume --adlr-autoresume-interval --attention-output-gate
---batch-invariant-backend --batch-invariant-mode --bert-embedder-type --bert-load --block-data-path
---cache-mla-latents --calc-ft-timeouts --chat-template
---classes-fraction --config-logger-dir --cp-comm-type
---create-all-gather-group --data-per-class-fraction
---ddp-param-name-patterns-for-fp32-local-accumulation --ddp-reduce-scatter-with-fp32-accumulation
---decode-only-cuda-graphs
---defer-embedding-wgrad-compute --delay-offload-until-cuda-graph
---delta-offload-bytes-across-pp-ranks --disable-bf16-reduced-precision-matmul
---disable-clone-scatter-output-in-embedding --disable-mamba-mem-eff-path --disable-straggler-on-startup
---disable-strict-fsdp-dtensor-load --dump-param-to-param-group-map --embedding-path --enable-chunked-prefill
---enable-experimental --enable-ft-package --enable-full-sharding-in-hsdp --enable-mhc-connections --enable-msc
---ep-overlap-early-attn-memory-release --evidence-data-path
---experimental-attention-variant --fake-process-group --fine-grained-activation-offloading
---fine-grained-offloading-max-inflight-offloads --first-last-layers-bf16 --flash-decode --fp16-lm-cross-entropy
---freeze-all-layers --glu-linear-offset --gpu-sniff-test-interval --hierarchical-context-parallel-sizes
---high-priority-a2a-comm-stream --ict-head-size --ict-load --img-h --img-w --indexer-batch-size --indexer-log-interval
---is-hybrid-model --iter-per-epoch --iterations-to-skip --keep-fp8-transpose-cache --kitchen-attention-backend
---kv-lora-rank --langrl-env-config --logging-level --main-grads-dtype --main-params-dtype --mask-factor --mask-prob
---mask-type --max-seqlen-per-dp-cp-rank --max-tokens-to-oom
---min-offloaded-tensor-size --mla-down-proj-fusion
---mlp-chunks-for-prefill --mlp-chunks-for-training --mrope-section --mscale --mscale-all-dim --multi-latent-attention
---nccl-all-reduce-for-prefill --no-clone-scatter-output-in-embedding --no-pin-cpu-grads --no-pin-cpu-params
---no-rope-freq --no-strict-fsdp-dtensor-load --no-use-layer-wise-param-layout --no-yarn-correction-range-round-to-int
---num-channels --num-classes --num-speculative-tokens --nvtx-ranges
---offload-modules --onnx-safe --outer-dp-sharding-strategy --output-bert-embeddings --output-logit-dtype
---overlap-cpu-optimizer-d2h-h2d --overlap-dispatch-backward-with-experts-wgrad --overlap-moe-expert-parallel-comm
---patch-dim --perform-rl-step --pipeline-model-parallel-comm-backend
---q-lora-rank --qk-head-dim --qk-l2-norm --qk-pos-emb-head-dim --query-in-block-prob
---refit-method --rerun-mode --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
---run-workload-inspector-server --sample-rate --short-seq-prob --skip-train --softmax-type --spec --start-eval-at-iter
---suggested-communication-unit-size --swin-backbone-type --symmetric-ar-type --te-precision-config-file
---tensor-parallel-num-weight-shards --test-mode --titles-data-path --train-sync-interval --use-kitchen-attention
---use-legacy-static-engine --use-mup --use-one-sent-docs
---use-same-sampling-seed-across-dp-ranks --use-torch-optimizer-for-cpu-offload --v-head-dim --wgrad-deferral-limit
---window-attn-skip-freq --yarn-correction-range-round-to-int
-"""

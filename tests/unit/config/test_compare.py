@@ -264,9 +264,9 @@ def test_what_another_version_wrote() -> None:
 @pytest.mark.parametrize("mode", RESUME_MODES)
 def test_a_model_with_unknown_options_is_refused(mode: str) -> None:
     saved: dict[str, Any] = to_dict(run())
-    saved["model"]["num_experts"] = 8
+    saved["model"]["memory_slots"] = 8
     (problem,) = compare(saved, run(), mode).problems
-    sentence = "the checkpoint's model has options that this version does not know: model.num_experts 8"
+    sentence = "the checkpoint's model has options that this version does not know: model.memory_slots 8"
     assert (problem.code, problem.sentence, problem.fixes) == ("E822", sentence, ("update this program",))
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.config import megatron_absent as absent
 from megatron.config import megatron_flags as table
 from megatron.config.arguments import parse
 from megatron.config.foreign import why_not
@@ -52,15 +53,15 @@ def test_every_flag_is_ours_or_named(flag: Flag) -> None:
 
 
 def test_the_tables_name_nothing_else() -> None:
-    assert set(table.IGNORED) | set(table.REFUSED) | set(table.OTHERS.split()) <= NAMES
+    assert set(table.IGNORED) | set(table.REFUSED) | set(absent.OTHERS.split()) <= NAMES
     assert set(table.HARMLESS_VALUES) <= set(table.IGNORED)
-    assert [p for p in table.FAMILIES if not any(name.startswith(p) for name in NAMES - set(SPELLINGS))] == []
+    assert [p for p in absent.FAMILIES if not any(name.startswith(p) for name in NAMES - set(SPELLINGS))] == []
 
 
 def test_the_rest_is_in_no_other_table() -> None:
-    rest = table.OTHERS.split()
+    rest = absent.OTHERS.split()
     assert len(rest) == len(set(rest))
-    assert [f for f in rest if f in table.IGNORED or f in table.REFUSED or f.startswith(tuple(table.FAMILIES))] == []
+    assert [f for f in rest if f in table.IGNORED or f in table.REFUSED or f.startswith(tuple(absent.FAMILIES))] == []
 
 
 def test_what_is_offered_instead_is_a_flag() -> None:
@@ -121,7 +122,7 @@ def test_a_script_of_megatron_runs() -> None:
     (ignored,) = (note for note in parsed.notes if note.startswith("ignored, as docs/flags.md explains: --"))
     assert set(re.findall(r"--[\w-]+", ignored)) == set(script.split()) & set(table.IGNORED)
     assert len(parsed.summary().splitlines()) <= 15 - len(("train", "valid")), "those of the data are added to a run's"
-    assert "each rank holds 0.88 MB of masters and moments, not 0.44 MB: DP 2 does not share them" in parsed.notes
+    assert (parsed.config.parallel.zero_stage, parsed.config.parallel.overlap_param_gather) == (1, True)
 
 
 def test_a_precision_aware_optimizer_is_said_by_the_formats_of_its_moments() -> None:

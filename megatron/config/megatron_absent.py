@@ -1,0 +1,129 @@
+"""Flags of Megatron-LM (core 0.20) for what is not here, or is said in another way: by prefix, or one by one.
+
+Pure data, read only when such a flag is met, after the tables of `megatron.config.megatron_flags`.
+"""
+
+from __future__ import annotations
+
+from megatron.config.megatron_flags import CONVERTER, ONE_FORM
+
+_OTHER_EXPERTS = "that variant of experts is not built"
+_AS_RECORDED = "a tokenizer is what its files and the record beside the data say"
+_LOCAL = "--local-save DIR --local-save-interval N keep checkpoints on the nodes, each with a copy on another node"
+
+# Prefix -> what all flags that start so belong to.
+FAMILIES = {
+    "--save-": "it writes tensors out for debugging",
+    "--ckpt-": CONVERTER,
+    "--dist-ckpt-": ONE_FORM,
+    "--non-persistent-": _LOCAL,
+    "--override-ckpt-": "the steps of a checkpoint are its own",
+    "--replication": _LOCAL,
+    "--log-": "it logs a quantity that is not logged here",
+    "--no-log-": "it turns off a quantity that is not logged here",
+    "--disable-log-": "it turns off a quantity that is not logged here",
+    "--one-logger-": "nothing is reported to anybody unasked",
+    "--app-tag-": "nothing is reported to anybody unasked",
+    "--otel-": "metrics go to no such collector",
+    "--moe-": _OTHER_EXPERTS,
+    "--expert-tensor-parallel-num-": _OTHER_EXPERTS,
+    "--use-grouped-gemm-": _OTHER_EXPERTS,
+    "--num-layers-at-": "fp8 is not built",
+    "--fp8-": "fp8 is not built",
+    "--no-fp8-": "fp8 is not built",
+    "--disable-fp8-": "fp8 is not built",
+    "--fp4-": "fp4 is not built",
+    "--cuda-graph-": "--cuda-graph says what is a graph; how cannot be tuned",
+    "--no-tp-comm-": "overlap of TP communication cannot be tuned",
+    "--disable-tp-comm-": "overlap of TP communication cannot be tuned",
+    "--cpu-offloading-": "offloading is not built",
+    "--optimizer-c": "the optimizer stays on the device",
+    "--optimizer-offload-": "the optimizer stays on the device",
+    "--muon-": "that variant of muon is not built",
+    "--mtp-": "multi-token prediction is not built",
+    "--dsa-": "that attention variant is not built",
+    "--no-dsa-": "that attention variant is not built",
+    "--disable-dsa-": "that attention variant is not built",
+    "--linear-": "that attention variant is not built",
+    "--qk-clip": "query-key clipping is not built",
+    "--mup-": "maximal-update parametrisation is not built",
+    "--relative-attention-": "relative position biases are not built",
+    "--mamba-": "hybrid models are not built",
+    "--hybrid-": "hybrid models are not built",
+    "--gdp-": "hybrid models are not built",
+    "--heterogeneous-": "all layers have one shape",
+    "--fim-": "fill-in-the-middle is not built",
+    "--sft": "training on conversations is not built",
+    "--tokenizer-": _AS_RECORDED,
+    "--no-tokenizer-": _AS_RECORDED,
+    "--disable-tokenizer-": _AS_RECORDED,
+    "--no-use-tokenizer-": _AS_RECORDED,
+    "--disable-use-tokenizer-": _AS_RECORDED,
+    "--inference-": "it belongs to inference",
+    "--no-inference-": "it belongs to inference",
+    "--rl-": "it belongs to reinforcement learning",
+    "--no-rl-": "it belongs to reinforcement learning",
+    "--grpo-": "it belongs to reinforcement learning",
+    "--logits-": "it belongs to distillation",
+    "--dino-": "it belongs to vision models",
+    "--vision-": "it belongs to vision models",
+    "--biencoder-": "it belongs to retrieval models",
+    "--retriever-": "it belongs to retrieval models",
+    "--inprocess-": "a failed run is started again by the launcher",
+    "--ft-": "a failed run is started again by the launcher",
+    "--fault-injector-": "it belongs to Megatron-LM's own tests",
+    "--error-injection-": "it belongs to Megatron-LM's own tests",
+    "--fsdp-": "fully sharded data parallel is not built in this version",
+    "--megatron-fsdp-": "fully sharded data parallel is not built in this version",
+    "--torch-fsdp2-": "fully sharded data parallel is not built in this version",
+    "--use-megatron-fsdp": "fully sharded data parallel is not built in this version",
+    "--use-torch-fsdp2": "fully sharded data parallel is not built in this version",
+    "--mhc-": "hyper-connections are not built",
+    "--flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
+    "--no-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
+    "--disable-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
+    "--pytorch-profiler-": "the profile is a Chrome trace",
+    "--straggler-": "progress lines name a slow rank; there is nothing to set",
+    "--gtp-": "weights are sharded by TP alone",
+}
+
+# The rest, a list of words: known to Megatron-LM, not here.
+OTHERS = """
+--activation-func-clamp-value
+--activation-offload-fraction --adlr-autoresume --adlr-autoresume-interval --attention-output-gate
+--batch-invariant-backend --batch-invariant-mode --bert-embedder-type --bert-load --block-data-path
+--cache-mla-latents --calc-ft-timeouts --chat-template
+--classes-fraction --config-logger-dir --cp-comm-type
+--create-all-gather-group --data-per-class-fraction
+--ddp-param-name-patterns-for-fp32-local-accumulation --ddp-reduce-scatter-with-fp32-accumulation
+--decode-only-cuda-graphs
+--defer-embedding-wgrad-compute --delay-offload-until-cuda-graph
+--delta-offload-bytes-across-pp-ranks --disable-bf16-reduced-precision-matmul
+--disable-clone-scatter-output-in-embedding --disable-mamba-mem-eff-path --disable-straggler-on-startup
+--disable-strict-fsdp-dtensor-load --dump-param-to-param-group-map --embedding-path --enable-chunked-prefill
+--enable-experimental --enable-ft-package --enable-full-sharding-in-hsdp --enable-mhc-connections --enable-msc
+--ep-overlap-early-attn-memory-release --evidence-data-path
+--experimental-attention-variant --fake-process-group --fine-grained-activation-offloading
+--fine-grained-offloading-max-inflight-offloads --first-last-layers-bf16 --flash-decode --fp16-lm-cross-entropy
+--freeze-all-layers --glu-linear-offset --gpu-sniff-test-interval --hierarchical-context-parallel-sizes
+--high-priority-a2a-comm-stream --ict-head-size --ict-load --img-h --img-w --indexer-batch-size --indexer-log-interval
+--is-hybrid-model --iter-per-epoch --iterations-to-skip --keep-fp8-transpose-cache --kitchen-attention-backend
+--kv-lora-rank --langrl-env-config --logging-level --main-grads-dtype --main-params-dtype --mask-factor --mask-prob
+--mask-type --max-seqlen-per-dp-cp-rank --max-tokens-to-oom
+--min-offloaded-tensor-size --mla-down-proj-fusion
+--mlp-chunks-for-prefill --mlp-chunks-for-training --mrope-section --mscale --mscale-all-dim --multi-latent-attention
+--nccl-all-reduce-for-prefill --no-clone-scatter-output-in-embedding --no-pin-cpu-grads --no-pin-cpu-params
+--no-rope-freq --no-strict-fsdp-dtensor-load --no-use-layer-wise-param-layout --no-yarn-correction-range-round-to-int
+--num-channels --num-classes --num-speculative-tokens --nvtx-ranges
+--offload-modules --onnx-safe --outer-dp-sharding-strategy --output-bert-embeddings --output-logit-dtype
+--overlap-cpu-optimizer-d2h-h2d --overlap-dispatch-backward-with-experts-wgrad --overlap-moe-expert-parallel-comm
+--patch-dim --perform-rl-step --pipeline-model-parallel-comm-backend
+--q-lora-rank --qk-head-dim --qk-l2-norm --qk-pos-emb-head-dim --query-in-block-prob
+--refit-method --rerun-mode --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
+--run-workload-inspector-server --sample-rate --short-seq-prob --skip-train --softmax-type --spec --start-eval-at-iter
+--suggested-communication-unit-size --swin-backbone-type --symmetric-ar-type --te-precision-config-file
+--tensor-parallel-num-weight-shards --test-mode --titles-data-path --train-sync-interval --use-kitchen-attention
+--use-legacy-static-engine --use-mup --use-one-sent-docs
+--use-same-sampling-seed-across-dp-ranks --use-torch-optimizer-for-cpu-offload --v-head-dim --wgrad-deferral-limit
+--window-attn-skip-freq --yarn-correction-range-round-to-int
+"""
