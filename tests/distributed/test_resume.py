@@ -45,7 +45,7 @@ PAIRS = [
     random_pair(8, 4, before={"pp": 4}, after=ONE_RANK),
     random_pair(9, 4, before=ONE_RANK, after={"pp": 4, "vpp": 1}),
     random_pair(10, 4, before={"pp": 2, "tp": "2"}, after={"dp": 3}),
-    random_pair(11, 4, before={"dp": 2, "pp": 1}, after={"pp": 2, "tp": "2sp"}),
+    random_pair(11, 4, before={"dp": 3, "pp": 1}, after={"pp": 2, "tp": "2sp"}),
     random_pair(12, 4, before={"pp": 2, "vpp": 2, "schedule": "interleaved"}, after={"pp": 2, "vpp": 1, "dp": 1}),
     random_pair(13, 4, before={"pp": 2, "schedule": "zb-h1", "dp": 2}, after={"pp": 2, "schedule": "zb-v", "dp": 1}),
 ]
