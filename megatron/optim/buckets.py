@@ -22,7 +22,7 @@ from megatron.optim.wire import Sum, start_all_reduce, start_reduce_scatter
 from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.ownership import BucketKey, Packing, Share, pack, partition
+from megatron.parallel.ownership import BucketKey, Packing, Share, limits_of, pack, partition
 from megatron.parallel.shard import ShardSpec
 
 IN_FLIGHT = 2
@@ -222,7 +222,8 @@ class GradBuckets:
         streamed = config.zero_stage == 2
         keys = {name: BucketKey.of(spec, str(dtypes[name]), name in uncut, streamed) for name, spec in specs.items()}
         sizes = {name: prod(spec.local_shape) for name, spec in specs.items()}
-        for key, names in partition(keys, sizes, config.ddp_bucket_size):
+        limits = limits_of(keys, sizes, config.ddp_bucket_size, lambda axes: mesh.shards(*axes).size)
+        for key, names in partition(keys, sizes, limits):
             shards, copies = mesh.shards(*key.axes), mesh.copies(*key.axes)
             packing = pack({name: sizes[name] for name in names}, shards.size, copies.size, key.uncut)
             dtype = torch.promote_types(dtypes[names[0]], torch.float32)

@@ -39,19 +39,28 @@ class Part:
         shape: of the whole matrix, ``(m, n)``.
         count: of matrices.
         cut: dimension of the matrix that ranks share, 0 or 1; None when each has all of it.
-        copies: ranks that have the same part.
+        copied: so many of the rows here, at their end, several ranks may have.
+        copies: how many ranks have these.
     """
 
     local: tuple[slice, ...]
     shape: tuple[int, int]
     count: int
     cut: int | None
+    copied: int = 0
     copies: int = 1
 
     def of(self, tensor: Tensor, spec: ShardSpec) -> Tensor:
         """The part, ``[count, m(/tp), n(/tp)]``."""
         part = tensor.view(spec.local_view)[self.local]
         return part.reshape(self.count, -1, part.shape[-1])
+
+    def once(self, x: Tensor) -> Tensor:
+        """``x`` so that over all ranks every row counts once: those that several have, in equal shares."""
+        if self.copies == 1:
+            return x
+        own, copied = x.split((x.shape[1] - self.copied, self.copied), dim=1)
+        return torch.cat((own, copied / self.copies), dim=1)
 
 
 def parts_of(spec: ShardSpec, split: bool) -> list[Part]:
@@ -60,15 +69,15 @@ def parts_of(spec: ShardSpec, split: bool) -> list[Part]:
     count = prod(local[:lead])
     rows_cut = any(a != b for a, b in zip(local[lead:-1], whole[lead:-1]))
     cut = 1 if local[-1] != whole[-1] else 0 if rows_cut else None
-    if not (spec.fused and split):
+    if not spec.fused:
         return [Part((), (prod(whole[lead:-1]), whole[-1]), count, cut)]
-    groups, (queries, *_), width = whole[0], spec.fused, prod(whole[2:-1])
-    here = local[1] - sum(spec.fused[1:])
-    found = [Part((slice(None), slice(0, here)), (groups * queries * width, whole[-1]), 1, cut)]
-    copies = len(spec.pieces[-1].replicas)
-    for i in range(len(spec.fused) - 1):
-        index = (slice(None), slice(here + i, here + i + 1))
-        found.append(Part(index, (groups * width, whole[-1]), 1, cut, copies))
+    groups, width, shared = whole[0], prod(whole[2:-1]), len(spec.fused) - 1
+    queries, rows, copies = local[1] - shared, local[0] * width, len(spec.pieces[-1].replicas)
+    if not split:
+        return [Part((), (prod(whole[:-1]), whole[-1]), 1, cut, shared * rows, copies)]
+    found = [Part((slice(None), slice(0, queries)), (groups * spec.fused[0] * width, whole[-1]), 1, cut)]
+    for i in range(queries, local[1]):
+        found.append(Part((slice(None), slice(i, i + 1)), (groups * width, whole[-1]), 1, cut, rows, copies))
     return found
 
 
@@ -89,11 +98,10 @@ def orthogonalized(x: Tensor, part: Part, group: Group, steps: int) -> Tensor:
     rows_inside = part.cut == 0 or (part.cut is None and x.shape[1] > x.shape[2])
     if part.cut is None:
         group = Group()
-    share = 1.0 / part.copies
-    square = comm.all_reduce(x.square().sum((1, 2), keepdim=True) * share, group)
+    square = comm.all_reduce((part.once(x) * x).sum((1, 2), keepdim=True), group)
     x = x / (square.sqrt() + 1e-7)
     for _ in range(steps):
-        gram = comm.all_reduce((x.mT @ x if rows_inside else x @ x.mT) * share, group)
+        gram = comm.all_reduce(part.once(x).mT @ x if rows_inside else x @ x.mT, group)
         factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, x, factor, beta=a) if rows_inside else torch.baddbmm(x, factor, x, beta=a)
     return x

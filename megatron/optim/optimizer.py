@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -85,11 +85,17 @@ class Optimizer:
         self.norm = GradNorm(specs, buckets, mesh)
         self.masters = Masters(self.weights.own, config.store_param_remainders)
         self.groups: list[tuple[ParamGroup, Rule]] = [
-            (group, self._rule(group, specs, mesh, seed, kernel))
-            for group in param_groups({name: specs[name] for name in buckets.shares}, config)
+            (group, self._rule(group, specs, mesh, seed, kernel)) for group in self._held(param_groups(specs, config))
         ]
         self.average = {n: m.clone() for n, m in self.masters.items()} if config.ema_decay is not None else {}
         self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].own.device)
+
+    def _held(self, groups: Iterable[ParamGroup]) -> Iterator[ParamGroup]:
+        """What this rank moves of groups; their order, that of Muon's collectives, is the same on all ranks."""
+        for group in groups:
+            names = tuple(name for name in group.names if name in self.buckets.shares)
+            if names:
+                yield replace(group, names=names)
 
     def _rule(self, group: ParamGroup, specs: Mapping[str, ShardSpec], mesh: Mesh, seed: int, kernel: Adam) -> Rule:
         if group.rule == "muon":
@@ -127,6 +133,7 @@ class Optimizer:
             outcome = self._judge(loss_scale, loss)
             self._scale(outcome, loss_scale)
         with clock("optimizer-inner-step"):
+            self.weights.wait()
             self._update(rates, outcome.skipped)
         with clock("optimizer-copy-main-to-model-params"):
             self.publish()
@@ -181,6 +188,7 @@ class Optimizer:
     @torch.no_grad()
     def _exchange(self) -> None:
         """Put the average in the masters' place, and them in its: one tensor at a time, to need little memory."""
+        self.weights.wait()
         for name, average in self.average.items():
             held = self.masters[name].clone()
             self.masters.put({name: average})

@@ -54,7 +54,11 @@ class Weights:
         self.own = {name: self.own[name] for name in buckets.shares}
 
     def gather(self) -> None:
-        """Give every rank the weights of all; those that forward uses first go first."""
+        """Give every rank the weights of all; those that forward uses first go first.
+
+        Nobody may write into :attr:`own`, nor read other ranks' weights, before :meth:`wait`.
+        """
+        self.wait()
         for number in reversed(range(len(self._buffers))):
             buffer, part, group = self._buffers[number]
             if group.size > 1:

@@ -6,7 +6,7 @@ can be foretold from it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, TypeVar
@@ -164,21 +164,52 @@ def _within(piece: Piece, run: Box) -> Piece:
     return replace(piece, local=Box(start, size), place=Box(place, size))
 
 
+ROUNDS = 4
+"""Of an uncut bucket, how often its largest parameter fits into a rank's part: at most 1/ROUNDS of it is padding."""
+
+
+def limits_of(
+    keys: Mapping[str, BucketKey], sizes: Mapping[str, int], limit: int, shards: Callable[[tuple[str, ...]], int]
+) -> dict[BucketKey, int]:
+    """Elements after which a bucket is full, by what its parameters have in common.
+
+    All parts of a bucket are as long as the fullest: where parameters are not cut, few of them on many ranks would be
+    mostly padding. Such buckets are larger, and all of one size.
+
+    Args:
+        keys: of all parameters, by name.
+        sizes: their elements.
+        limit: of buckets that are cut anywhere.
+        shards: ranks that cut a bucket among themselves, by the axes over which it is summed.
+
+    """
+    limits = {}
+    for key in dict.fromkeys(keys.values()):
+        limits[key] = limit
+        ranks = shards(key.axes)
+        if key.uncut and ranks > 1:
+            held = [round_up(sizes[name], ALIGNMENT) for name in keys if keys[name] == key]
+            count = max(1, sum(held) // max(limit, ROUNDS * ranks * max(held)))
+            limits[key] = -(-sum(held) // count)
+    return limits
+
+
 K = TypeVar("K", bound=Hashable)
 
 
-def partition(keys: Mapping[str, K], sizes: Mapping[str, int], limit: int) -> list[tuple[K, list[str]]]:
-    """Names of one bucket each, with what they have in common: in reverse order, cut once ``limit`` is reached.
+def partition(keys: Mapping[str, K], sizes: Mapping[str, int], limits: Mapping[K, int]) -> list[tuple[K, list[str]]]:
+    """Names of one bucket each, with what they have in common: in reverse order, cut once the limit is reached.
 
     Args:
         keys: what parameters of one bucket must have in common, by name, in the order in which forward uses them.
         sizes: their elements.
-        limit: elements after which a bucket is full.
+        limits: elements after which a bucket is full, by what its parameters have in common.
 
     """
     buckets: list[tuple[K, list[str]]] = []
     open_: dict[K, tuple[list[str], int]] = {}
     for name in reversed(list(keys)):
+        limit = limits[keys[name]]
         names, filled = open_.get(keys[name], ([], limit))
         if filled >= limit:
             names, filled = [], 0

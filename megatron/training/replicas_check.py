@@ -64,6 +64,7 @@ def check_replicas(trainer: Trainer) -> None:
 
 def unequal(trainer: Trainer) -> list[Copy]:
     """This rank's pieces of which a peer holds another copy; collective over all ranks."""
+    trainer.optimizer.weights.wait()
     held = list(_held(trainer))
     digests = torch.stack([digest(x) for _, _, x, _ in held])
     shared: dict[tuple[int, ...], tuple[Group, list[int]]] = {}

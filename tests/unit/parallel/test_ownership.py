@@ -9,8 +9,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.parallel.ownership import ALIGNMENT, Packing, Share, pack, partition, round_up, runs, slots
-from megatron.parallel.shard import ExpertShard, Init, Shard, ShardSpec
+from megatron.parallel.ownership import (
+    ALIGNMENT,
+    ROUNDS,
+    BucketKey,
+    Packing,
+    Share,
+    limits_of,
+    pack,
+    partition,
+    round_up,
+    runs,
+    slots,
+)
+from megatron.parallel.shard import DENSE, ExpertShard, Init, Shard, ShardSpec
 
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=12).map(lambda sizes: dict(zip("abcdefghijkl", sizes)))
 
@@ -104,6 +116,34 @@ class Viewed:
 def test_buckets_are_cut_when_full_and_by_what_parameters_have_in_common() -> None:
     keys = {"a": 1, "b": 2, "c": 1, "d": 1}
     sizes = dict.fromkeys(keys, ALIGNMENT)
-    assert partition(keys, sizes, 2 * ALIGNMENT) == [(1, ["d", "c"]), (2, ["b"]), (1, ["a"])]
-    assert partition(keys, sizes, 1) == [(1, ["d"]), (1, ["c"]), (2, ["b"]), (1, ["a"])]
+    assert partition(keys, sizes, dict.fromkeys((1, 2), 2 * ALIGNMENT)) == [(1, ["d", "c"]), (2, ["b"]), (1, ["a"])]
+    assert partition(keys, sizes, dict.fromkeys((1, 2), 1)) == [(1, ["d"]), (1, ["c"]), (2, ["b"]), (1, ["a"])]
     assert round_up(65, 64) == 128
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 4000))
+def test_uncut_buckets_are_large_enough_to_be_dealt_out(elements: list[int], ranks: int, limit: int) -> None:
+    """One that holds all matrices wastes little where there are many; a small one would waste nearly all."""
+    key = BucketKey("fp32", DENSE, tied=False, uncut=True, vector=False)
+    sizes = {str(i): n * ALIGNMENT for i, n in enumerate(elements)}
+    keys = dict.fromkeys(sizes, key)
+    limits = limits_of(keys, sizes, limit * ALIGNMENT, lambda axes: ranks)
+    if ranks == 1:
+        assert limits == {key: limit * ALIGNMENT}, "where nobody cuts, size is as asked for"
+        return
+    largest, total = max(sizes.values()), sum(sizes.values())
+    packings = [pack({n: sizes[n] for n in names}, ranks, 1, True) for _, names in partition(keys, sizes, limits)]
+    assert sum(packing.size for packing in packings) <= total + len(packings) * ranks * largest
+    if total >= ROUNDS * ranks * largest:
+        full = [packing.size for packing in packings[:-1]]
+        assert all(size <= (limits[key] + largest) * (1 + 1 / ROUNDS) for size in full)
+
+
+def test_few_matrices_go_into_one_bucket() -> None:
+    """Sixteen of one size over four ranks: four each, and no padding, where buckets of two would be half of it."""
+    key = BucketKey("fp32", DENSE, tied=False, uncut=True, vector=False)
+    sizes = {str(i): ALIGNMENT for i in range(16)}
+    keys = dict.fromkeys(sizes, key)
+    ((_, names),) = partition(keys, sizes, limits_of(keys, sizes, 2 * ALIGNMENT, lambda axes: 4))
+    assert pack({name: sizes[name] for name in names}, 4, 1, True).size == 16 * ALIGNMENT
