@@ -37,7 +37,7 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "pipeline": _pipeline(config, world_size),
         "model": _model(config.model),
         "parameters": _parameters(config),
-        "memory": _memory(config),
+        "memory": _memory(config, world_size),
         "batch": _batch(config, world_size),
         "ramp": _ramp(config, world_size),
         "length": _length(config, world_size, iteration, consumed_samples),
@@ -107,12 +107,13 @@ def _parameters(config: RunConfig) -> str:
     return f"{m.num_parameters():,} ({held:,} on {_each(config)}){padding}"
 
 
-def _memory(config: RunConfig) -> str:
+def _memory(config: RunConfig, world_size: int) -> str:
     if config.model.vocab_size is None:
         return ""
-    parts = {name: held for name, held in state_bytes(config).items() if held}
-    by_part = ", ".join(f"{name} {shown(held)}" for name, held in parts.items())
-    return f"{shown(sum(parts.values()))} on {_each(config)}, without activations: {by_part}"
+    parts = state_bytes(config, world_size)
+    by_part = ", ".join(f"{name} {shown(held)}" for name, held in parts.items() if shown(held) != shown(0))
+    whose = "the fullest rank" if config.parallel.zero_stage else _each(config)
+    return f"{shown(sum(parts.values()))} on {whose}, without activations: {by_part}"
 
 
 def _each(config: RunConfig) -> str:

@@ -189,11 +189,11 @@ def test_memory_is_what_the_formula_says(device: torch.device, flags: str) -> No
         held = torch.cuda.memory_allocated() - before
     else:
         moments = [t for kind in o.extra_state().values() for t in kind.values()]
-        parts = [*o.params.values(), *(b.buffer for b in trainer.buckets.buckets), *moments]
-        held = sum(t.numel() * t.element_size() for t in parts)
-        held += sum(m.numel() * 4 for n, m in o.masters.items() if m.dtype != o.params[n].dtype)
-    expected = sum(state_bytes(config).values())
-    assert expected <= held < 1.05 * expected + 512 * 8 * len(o.params)  # CUDA allocates in steps of 512 bytes
+        kept = [*trainer.params.values(), *(b.own for b in trainer.buckets.buckets), *moments, *o.masters.values()]
+        held = sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}.values())
+        held += state_bytes(config, 1)["buffers"]
+    expected = sum(state_bytes(config, 1).values())
+    assert expected <= held < 1.05 * expected + 512 * 8 * len(trainer.params)  # CUDA allocates in steps of 512 bytes
 
 
 def test_a_rate_in_gpu_memory_is_the_same_rate(device: torch.device) -> None:
