@@ -183,7 +183,12 @@ def config_json(model: ModelConfig, dtype: str = "float32", special: Json | None
         if getattr(model, name) is None:
             flag = f"--{name.replace('_', '-')} N"
             raise UserError([Problem("E852", f"{name} is not known, and a config.json must say it", (flag,))])
-    derived = {"num_query_groups": model.kv_groups, "kv_channels": model.head_dim, "ffn_hidden_size": model.ffn}
+    derived = {
+        "num_query_groups": model.kv_groups,
+        "kv_channels": model.head_dim,
+        "ffn_hidden_size": model.ffn,
+        "moe_ffn_hidden_size": model.expert_ffn,
+    }
     return {
         "architectures": [family.architecture],
         "model_type": kind,

@@ -58,6 +58,7 @@ def _read_gpt2(config: Json) -> Values:
         "normalization": "LayerNorm",
         "activation": _GELUS[activation],
         "add_bias_linear": True,
+        "num_experts": None,
     }
     four_times = config.get("n_inner") == 4 * value_of(_WIDTH, config)
     return values | {"ffn_hidden_size": None} if four_times else values
@@ -101,6 +102,7 @@ _GPT2 = Family(
         "kv_channels": lambda m: m.head_dim * m.num_attention_heads == m.hidden_size,
         "qk_layernorm": lambda m: not m.qk_layernorm,
         "window_size": lambda m: m.window_size is None,
+        "num_experts": lambda m: m.num_experts is None,
     },
 )
 
@@ -132,7 +134,7 @@ def _read_decoder(config: Json) -> Values:
     """What all relatives of Llama have in common, and what only some of them have as the others have it."""
     fixed = {"normalization": "RMSNorm", "activation": "swiglu", "hidden_dropout": 0.0}
     plain = {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "window_size": None}
-    return fixed | plain | read_rope(config)
+    return fixed | plain | {"num_experts": None} | read_rope(config)
 
 
 def _read_llama(config: Json) -> Values:
@@ -191,6 +193,46 @@ def _write_qwen(model: ModelConfig) -> Values:
     return write_rope(model) | _write_qwen_window(model)
 
 
+# ---- Mixtures of experts ----
+
+_TRAINING = ("output_router_logits", "router_aux_loss_coef")
+"""How transformers would balance experts in training: another loss than ours, over all layers as one, and off unless
+asked for. What the model computes does not depend on it."""
+
+
+_MIXTRAL = Key("window_size", "sliding_window", None), Key("num_experts", "num_local_experts", 8)
+
+
+def _read_mixtral(config: Json) -> Values:
+    own = {key.ours: value_of(key, config) for key in _MIXTRAL}
+    same = {"moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
+    return _read_decoder({"rope_theta": 1e6} | config) | own | same
+
+
+def _write_mixtral(model: ModelConfig) -> Values:
+    return _write_mistral(model) | {"num_local_experts": model.num_experts, "intermediate_size": model.expert_ffn}
+
+
+_QWEN_EXPERTS = ("num_experts", "num_local_experts")
+"""As transformers 4 writes it, which 5 reads, too, and as 5 does."""
+
+
+def _read_qwen3_moe(config: Json) -> Values:
+    window = value_of(_WINDOW, config) if switch(config, "use_sliding_window", False) else None
+    weighed = {"moe_router_pre_softmax": not switch(config, "norm_topk_prob", False)}
+    said = {name: value_of(Key("num_experts", name, 128), config) for name in _QWEN_EXPERTS if name in config}
+    if len({*said.values()}) > 1:
+        raise RefusedError(" and ".join(f"{name} {n}" for name, n in said.items()) + " contradict each other")
+    experts = {"num_experts": next(iter(said.values()), 128), "qk_layernorm": True, "window_size": window}
+    return _read_decoder(config) | experts | weighed
+
+
+def _write_qwen3_moe(model: ModelConfig) -> Values:
+    window = {"use_sliding_window": model.window_size is not None, "sliding_window": model.window_size}
+    experts = {"num_experts": model.num_experts, "norm_topk_prob": not model.moe_router_pre_softmax}
+    return write_rope(model) | window | experts
+
+
 _DECODER: dict[str, Callable[[ModelConfig], bool]] = {
     "position_embedding_type": lambda m: m.position_embedding_type in ("rope", "yarn"),
     "rotary_percent": lambda m: m.rotary_percent == 1.0,
@@ -203,6 +245,11 @@ _NO_BIAS: dict[str, Callable[[ModelConfig], bool]] = {
     "add_qkv_bias": lambda m: not m.qkv_bias,
 }
 _NO_QK_NORM: dict[str, Callable[[ModelConfig], bool]] = {"qk_layernorm": lambda m: not m.qk_layernorm}
+_NO_EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {"num_experts": lambda m: m.num_experts is None}
+_EXPERTS: dict[str, Callable[[ModelConfig], bool]] = {
+    "num_experts": lambda m: m.num_experts is not None,
+    "moe_shared_expert_intermediate_size": lambda m: m.moe_shared_expert_intermediate_size is None,
+}
 _SILU = {"hidden_act": ("silu", "swish")}
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
@@ -218,6 +265,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             can={
                 **_DECODER,
                 **_NO_QK_NORM,
+                **_NO_EXPERTS,
                 "add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear,
                 "window_size": lambda m: m.window_size is None,
                 "hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0,  # transformers insists
@@ -230,7 +278,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             reads=(*ROPE_KEYS, "sliding_window"),
             read=_read_mistral,
             write=_write_mistral,
-            can={**_DECODER, **_NO_BIAS, **_NO_QK_NORM},
+            can={**_DECODER, **_NO_BIAS, **_NO_QK_NORM, **_NO_EXPERTS},
         ),
         "qwen2": Family(
             architecture="Qwen2ForCausalLM",
@@ -244,6 +292,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             can={
                 **_DECODER,
                 **_NO_QK_NORM,
+                **_NO_EXPERTS,
                 "add_bias_linear": lambda m: not m.add_bias_linear,
                 "add_qkv_bias": lambda m: m.qkv_bias,
             },
@@ -261,7 +310,50 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
             reads=(*ROPE_KEYS, *_QWEN_WINDOW),
             read=_read_qwen3,
             write=_write_qwen,
-            can={**_DECODER, **_NO_BIAS, "qk_layernorm": lambda m: m.qk_layernorm},
+            can={**_DECODER, **_NO_BIAS, **_NO_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
+        ),
+        "mixtral": Family(
+            architecture="MixtralForCausalLM",
+            keys=(
+                *_llama_keys(
+                    ffn_hidden_size=14336,
+                    num_query_groups=8,
+                    max_position_embeddings=131072,
+                    norm_epsilon=1e-5,
+                ),
+                Key("moe_router_topk", "num_experts_per_tok", 2),
+            ),
+            fixed={**_SILU, "router_jitter_noise": (0.0,)},
+            reads=(*ROPE_KEYS, *_TRAINING, "sliding_window", "num_local_experts"),
+            read=_read_mixtral,
+            write=_write_mixtral,
+            can={
+                **_DECODER,
+                **_NO_BIAS,
+                **_NO_QK_NORM,
+                **_EXPERTS,
+                "moe_router_pre_softmax": lambda m: not m.moe_router_pre_softmax,
+            },
+        ),
+        "qwen3_moe": Family(
+            architecture="Qwen3MoeForCausalLM",
+            keys=(
+                *_llama_keys(
+                    num_layers=24,
+                    hidden_size=2048,
+                    ffn_hidden_size=6144,
+                    num_query_groups=4,
+                    vocab_size=151936,
+                    max_position_embeddings=32768,
+                ),
+                Key("moe_ffn_hidden_size", "moe_intermediate_size", 768),
+                Key("moe_router_topk", "num_experts_per_tok", 8),
+            ),
+            fixed={**_SILU, "attention_bias": (False,), "decoder_sparse_step": (1,), "mlp_only_layers": ([], None)},
+            reads=(*ROPE_KEYS, *_TRAINING, *_QWEN_WINDOW[:3], *_QWEN_EXPERTS, "norm_topk_prob"),
+            read=_read_qwen3_moe,
+            write=_write_qwen3_moe,
+            can={**_DECODER, **_NO_BIAS, **_EXPERTS, "qk_layernorm": lambda m: m.qk_layernorm},
         ),
     }
 )

@@ -199,9 +199,14 @@ class ModelConfig:
             return 0
         return int(self.head_dim * self.rotary_percent)
 
-    def num_parameters(self) -> int:
-        """Trainable parameters, vocabulary padding excluded (closed formula, asserted against the built model)."""
-        return self.part_parameters(self.num_layers, first=True, last=True)
+    def num_parameters(self, active: bool = False) -> int:
+        """Trainable parameters, vocabulary padding excluded (closed formula, asserted against the built model).
+
+        Args:
+            active: of the experts, only as many as compute a token.
+        """
+        idle = self.mlp_parameters() - self.mlp_parameters(active=True) if active else 0
+        return self.part_parameters(self.num_layers, first=True, last=True) - self.num_layers * idle
 
     def part_parameters(self, layers: int, first: bool, last: bool) -> int:
         """Those of some blocks, with what stands before the first and behind the last; a tied weight counts once.

@@ -171,7 +171,7 @@ def run_ours(model: ModelConfig, source: Source, tokens_BS: Tensor, positions_BS
         return read_in_blocks(source, name, spec.view, whole(spec.view), torch.float32).reshape(spec.shape)
 
     lender = Lender(chunk, load, {"output_layer.weight": head.name})
-    blocks = _Notes(list(chunk.layers.values()), lambda out: out.transpose(0, 1))
+    blocks = _Notes(list(chunk.layers.values()), lambda out: out[0].transpose(0, 1))
     normed = _Notes([norm], lambda out: out)
     chunk(None, MicroBatch.of_tokens(tokens_BS, positions_BS))
     lender.give(head)
@@ -201,6 +201,7 @@ def run_theirs(folder: Path, config: Path, tokens_BS: Tensor, positions_BS: Tens
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.from_pretrained(config)
+    settings._experts_implementation = "eager"  # the others want widths that are multiples of 16 bytes
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32).eval()
     angles = _fill_rotary(model)
@@ -219,6 +220,10 @@ BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
 """What old versions of transformers stored beside the weights."""
 
 
+EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+"""Transformers 5 stacks matrices of experts that its files hold one by one: gate above up, under either set of names."""
+
+
 class _TheirWeights:
     """Tensors by transformers' names, in fp32, and which of them were asked for."""
 
@@ -228,11 +233,31 @@ class _TheirWeights:
         self._used: set[str] = set()
 
     def load(self, name: str) -> Tensor:
-        key = name if name in self._files else name.removeprefix(self._prefix)
-        if key not in self._files:
+        place, _, kind = name.rpartition(".experts.")
+        if kind in EXPERTS and self._key(name) is None:
+            return self._stacked(name, place, EXPERTS[kind])
+        key = self._key(name)
+        if key is None:
             raise MismatchError(f"{self._folder} lacks {name}, which transformers needs")
         self._used.add(key)
         return self._files[key].tensor(key).to(torch.float32)
+
+    def _key(self, name: str) -> str | None:
+        """The key of the files that holds a tensor: its name, without the prefix, or as Mixtral's files call it."""
+        without = name.removeprefix(self._prefix)
+        names = (name, without, *(n.replace(".mlp.", ".block_sparse_moe.") for n in (name, without)))
+        return next((key for key in names if key in self._files), None)
+
+    def _stacked(self, name: str, place: str, spellings: Sequence[tuple[str, ...]]) -> Tensor:
+        """The matrices of all experts, ``[E, rows, columns]``."""
+        for parts in spellings:
+            experts = []
+            while self._key(f"{place}.experts.{len(experts)}.{parts[0]}.weight") is not None:
+                expert = f"{place}.experts.{len(experts)}"
+                experts.append(torch.cat([self.load(f"{expert}.{part}.weight") for part in parts]))
+            if experts:
+                return torch.stack(experts)
+        raise MismatchError(f"{self._folder} lacks {name}, which transformers needs")
 
     def refuse_unused(self, harmless: Collection[str]) -> None:
         unused = [k for k in self._files if k not in self._used and not any(re.search(p, k) for p in harmless)]

@@ -3,11 +3,12 @@
 A row names one of our tensors and the axes of its view, then the tensors of theirs that make it up. Theirs are
 described by the same axes: a comma separates the dimensions a tensor is stored with, and brackets say which part of an
 axis it is. So ``"h, x g d"`` is stored ``[h, x * g * d]``, and ``"g x[-1:] d, h"`` holds the last of each group's ``x``
-and is stored ``[g * d, h]``. Only views, permutations and slices can be said, so every row can be undone, and a box of
-ours is a set of slices of theirs.
+and is stored ``[g * d, h]``. A name with ``{e}`` in it is that of one tensor for every expert, which ``e[{e}]`` takes.
+Only views, permutations and slices can be said, so every row can be undone, and a box of ours is a set of slices of
+theirs.
 
 Axes: v vocabulary, t positions, h hidden, g key/value heads, x a group's queries, its key and its value, d channels of
-a head, o all heads' outputs, p gate and up, f the MLP's width.
+a head, o all heads' outputs, p gate and up, f the MLP's width, e experts.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Box, ShardSpec
 
 Row = tuple[str, str, tuple[tuple[str, str], ...]]
-"""Our name, the axes of our view, and per tensor of theirs its name and axes; ``{i}`` is the layer."""
+"""Our name, the axes of our view, and per tensor of theirs its name and axes; ``{i}`` is the layer, ``{e}`` the expert."""
 
 _GPT2: tuple[Row, ...] = (
     ("embedding.word_embeddings.weight", "v h", (("transformer.wte.weight", "v, h"),)),
@@ -102,6 +103,27 @@ _LLAMA: tuple[Row, ...] = (
 )
 
 
+def _experts(place: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """The rows of a router and its experts, which lie at ``place`` of a layer and call their matrices so."""
+    at = f"model.layers.{{i}}.{place}"
+    return (
+        ("layers.{i}.mlp.router.weight", "e h", ((f"{at}.gate.weight", "e, h"),)),
+        (
+            "layers.{i}.mlp.experts.linear_fc1.weight",
+            "e p f h",
+            (
+                (f"{at}.experts.{{e}}.{gate}.weight", "e[{e}] p[:1] f, h"),
+                (f"{at}.experts.{{e}}.{up}.weight", "e[{e}] p[1:] f, h"),
+            ),
+        ),
+        (
+            "layers.{i}.mlp.experts.linear_fc2.weight",
+            "e h f",
+            ((f"{at}.experts.{{e}}.{down}.weight", "e[{e}] h, f"),),
+        ),
+    )
+
+
 @dataclass(frozen=True)
 class Table:
     """How one kind of Hugging Face model is stored.
@@ -118,13 +140,18 @@ class Table:
 
 
 _GPT2_TABLE = Table(_GPT2, "transformer.", (r"h\.\d+\.attn\.bias", r"h\.\d+\.attn\.masked_bias"))
-_LLAMA_TABLE = Table(_LLAMA, "model.", (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq"))
+_ROTARY = (r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq", r"rotary_emb\.inv_freq")
+_LLAMA_TABLE = Table(_LLAMA, "model.", _ROTARY)
+_MIXTRAL_TABLE = Table((*_LLAMA, *_experts("block_sparse_moe", "w1", "w3", "w2")), "model.", _ROTARY)
+_QWEN_MOE_TABLE = Table((*_LLAMA, *_experts("mlp", "gate_proj", "up_proj", "down_proj")), "model.", _ROTARY)
 TABLES: dict[str, Table] = {
     "gpt2": _GPT2_TABLE,
     "llama": _LLAMA_TABLE,
     "mistral": _LLAMA_TABLE,
     "qwen2": _LLAMA_TABLE,
     "qwen3": _LLAMA_TABLE,
+    "mixtral": _MIXTRAL_TABLE,
+    "qwen3_moe": _QWEN_MOE_TABLE,
 }
 """By transformers' ``model_type``, the keys of `megatron.config.hf_families.FAMILIES`."""
 
@@ -173,9 +200,22 @@ def slots(kind: str, specs: Mapping[str, ShardSpec]) -> dict[str, tuple[Slot, ..
     found = {}
     for name, spec in specs.items():
         pattern, layer = places[name]
-        axes, theirs = rows[pattern]
-        found[name] = tuple(_slot(their.replace("{i}", layer), said, axes.split(), spec.view) for their, said in theirs)
+        axes, theirs = rows[pattern][0].split(), rows[pattern][1]
+        found[name] = tuple(
+            _slot(their.replace("{i}", layer), said, axes, spec.view)
+            for row in theirs
+            for their, said in _of_each_expert(*row, axes, spec.view)
+        )
     return found
+
+
+def _of_each_expert(their: str, said: str, axes: list[str], view: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    """One tensor of theirs, or one for every expert."""
+    if "{e}" not in their:
+        yield their, said
+        return
+    for e in map(str, range(view[axes.index("e")])):
+        yield their.replace("{e}", e), said.replace("{e}", e)
 
 
 def _place(name: str) -> tuple[str, str]:
@@ -185,7 +225,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _slot(name: str, said: str, axes: list[str], view: tuple[int, ...]) -> Slot:
-    """Read ``said``, such as ``g x[:-2] d, h``."""
+    """Read ``said``, such as ``g x[:-2] d, h`` or ``e[3] h, f``."""
     start, size, order, shape = [0] * len(view), list(view), [], []
     for dimension in said.split(","):
         parts = list(_axes(dimension))
@@ -199,9 +239,12 @@ def _slot(name: str, said: str, axes: list[str], view: tuple[int, ...]) -> Slot:
 
 
 def _axes(dimension: str) -> Iterator[tuple[str, slice]]:
-    """The axes of one stored dimension, each with the part that is held: ``x[:-2]`` or all of it."""
-    for letter, first, stop in re.findall(r"(\w)(?:\[(-?\d*):(-?\d*)\])?", dimension):
-        yield letter, slice(int(first) if first else None, int(stop) if stop else None)
+    """The axes of one stored dimension, each with the part that is held: ``x[:-2]``, ``e[3]``, or all of it."""
+    for letter, first, colon, stop in re.findall(r"(\w)(?:\[(-?\d*)(:?)(-?\d*)\])?", dimension):
+        if first and not colon:
+            yield letter, slice(int(first), int(first) + 1)
+        else:
+            yield letter, slice(int(first) if first else None, int(stop) if stop else None)
 
 
 def shapes_only(model: ModelConfig, training: TrainingConfig | None = None) -> GPTChunk:

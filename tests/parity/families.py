@@ -67,6 +67,30 @@ def from_llama(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
     return out
 
 
+def from_experts(t: Tensors, config: ModelConfig) -> dict[str, Tensor]:
+    """Of ``MixtralForCausalLM`` and ``Qwen3MoeForCausalLM``, from their modules or from their files."""
+    out = from_llama(t, config)
+    for i in range(config.num_layers):
+        theirs = f"model.layers.{i}.mlp"
+        if f"{theirs}.gate.weight" not in t:
+            theirs = f"model.layers.{i}.block_sparse_moe"
+        out[f"layers.{i}.mlp.router.weight"] = t[f"{theirs}.gate.weight"]
+        up, down = _of_experts(t, f"{theirs}.experts", config.num_experts or 0)
+        out[f"layers.{i}.mlp.experts.linear_fc1.weight"] = up.flatten(0, 1)
+        out[f"layers.{i}.mlp.experts.linear_fc2.weight"] = down.flatten(0, 1)
+    return out
+
+
+def _of_experts(t: Tensors, place: str, experts: int) -> tuple[Tensor, Tensor]:
+    """Gate over up ``[E, 2 * ffn, h]``, and down ``[E, h, ffn]``."""
+    if f"{place}.gate_up_proj" in t:
+        return t[f"{place}.gate_up_proj"], t[f"{place}.down_proj"]
+    gate, up, down = ("w1", "w3", "w2") if f"{place}.0.w1.weight" in t else ("gate_proj", "up_proj", "down_proj")
+    each = [f"{place}.{e}" for e in range(experts)]
+    rows = [torch.cat([t[f"{expert}.{gate}.weight"], t[f"{expert}.{up}.weight"]]) for expert in each]
+    return torch.stack(rows), torch.stack([t[f"{expert}.{down}.weight"] for expert in each])
+
+
 def _join_qkv(q: Tensor, k: Tensor, v: Tensor, config: ModelConfig) -> Tensor:
     """Per key/value head: its queries, its key, its value."""
     q, k, v = (x.unflatten(0, (config.kv_groups, -1, config.head_dim)) for x in (q, k, v))

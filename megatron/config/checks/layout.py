@@ -60,11 +60,15 @@ def heads(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def widths(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """TP cuts the MLP's width evenly."""
+    """TP cuts the MLP's width evenly, or that of the shared expert in its place."""
     m, tp = config.model, config.parallel.tensor_model_parallel_size
-    if m.ffn % tp:
-        fixes = offers("--ffn-hidden-size", multiples_beside(m.ffn, tp))
-        yield Problem("E204", f"an MLP of width {m.ffn} does not divide over TP {tp}", fixes)
+    option, what, width = "--ffn-hidden-size", "an MLP", m.ffn
+    if m.num_experts is not None:
+        option, what = "--moe-shared-expert-intermediate-size", "a shared expert"
+        width = m.moe_shared_expert_intermediate_size or 0
+    if width % tp:
+        fixes = offers(option, multiples_beside(width, tp))
+        yield Problem("E204", f"{what} of width {width} does not divide over TP {tp}", fixes)
 
 
 def sequence(config: RunConfig, world_size: int) -> Iterator[Problem]:

@@ -75,6 +75,26 @@ QWEN2 = json.loads("""{
   "transformers_version": "4.40.1", "use_cache": true, "use_sliding_window": false, "vocab_size": 151936
 }""")
 QWEN3 = QWEN2 | {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 128, "attention_bias": False}
+MIXTRAL = json.loads("""{
+  "architectures": ["MixtralForCausalLM"], "attention_dropout": 0.0, "bos_token_id": 1, "eos_token_id": 2,
+  "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 14336,
+  "max_position_embeddings": 32768, "model_type": "mixtral", "num_attention_heads": 32, "num_experts_per_tok": 2,
+  "num_hidden_layers": 32, "num_key_value_heads": 8, "num_local_experts": 8, "output_router_logits": false,
+  "rms_norm_eps": 1e-05, "rope_theta": 1000000.0, "router_aux_loss_coef": 0.02, "sliding_window": null,
+  "tie_word_embeddings": false, "torch_dtype": "bfloat16", "transformers_version": "4.36.0.dev0", "use_cache": true,
+  "vocab_size": 32000
+}""")
+QWEN3_MOE = json.loads("""{
+  "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": false, "attention_dropout": 0.0, "bos_token_id": 151643,
+  "decoder_sparse_step": 1, "eos_token_id": 151645, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+  "initializer_range": 0.02, "intermediate_size": 6144, "max_position_embeddings": 40960, "max_window_layers": 48,
+  "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": true,
+  "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+  "num_key_value_heads": 4, "output_router_logits": false, "rms_norm_eps": 1e-06, "rope_scaling": null,
+  "rope_theta": 1000000.0, "router_aux_loss_coef": 0.001, "sliding_window": null, "tie_word_embeddings": false,
+  "torch_dtype": "bfloat16", "transformers_version": "4.51.0", "use_cache": true, "use_sliding_window": false,
+  "vocab_size": 151936
+}""")
 
 
 def preset(name: str) -> ModelConfig:
@@ -118,6 +138,28 @@ def test_published_config_of_other_families() -> None:
     assert not qwen2.untie_embeddings_and_output_weights
     qwen3 = model(QWEN3)
     assert (qwen3.qk_layernorm, qwen3.qkv_bias, qwen3.kv_channels, qwen3.head_dim) == (True, False, 128, 128)
+
+
+@pytest.mark.parametrize(
+    ("config", "billions", "active_billions"), [(MIXTRAL, 46.7, 12.9), (QWEN3_MOE, 30.5, 3.3)], ids=["8x7B", "30B-A3B"]
+)
+def test_published_mixtures_have_the_published_sizes(
+    config: dict[str, Any], billions: float, active_billions: float
+) -> None:
+    ours = model(config)
+    assert ours.num_parameters() / 1e9 == pytest.approx(billions, abs=0.06)
+    assert ours.num_parameters(active=True) / 1e9 == pytest.approx(active_billions, abs=0.06)
+    assert not ours.moe_router_pre_softmax
+    assert model(config_json(ours)) == ours
+    assert config_json(replace(ours, moe_ffn_hidden_size=99))["moe_" * (ours.qk_layernorm) + "intermediate_size"] == 99
+
+
+def test_experts_of_qwen_are_read_in_both_spellings() -> None:
+    renamed = {("num_local_experts" if key == "num_experts" else key): value for key, value in QWEN3_MOE.items()}
+    assert model(renamed) == model(QWEN3_MOE)
+    assert model(QWEN3_MOE | {"norm_topk_prob": False}).moe_router_pre_softmax
+    with pytest.raises(UserError, match="num_experts 128 and num_local_experts 64 contradict each other"):
+        model(QWEN3_MOE | {"num_local_experts": 64})
 
 
 def test_rope_is_read_in_both_spellings() -> None:
@@ -172,6 +214,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
         (LLAMA3 | {"model_type": "gemma"}, "model_type 'gemma'"),
         (LLAMA3 | {"architectures": ["LlamaForSequenceClassification"]}, "LlamaForSequenceClassification"),
         (QWEN3 | {"attention_bias": True}, "attention_bias true"),
+        (MIXTRAL | {"router_jitter_noise": 0.1}, "router_jitter_noise 0.1"),
+        (MIXTRAL | {"num_local_experts": None}, "num_local_experts is None"),
+        (QWEN3_MOE | {"decoder_sparse_step": 2}, "decoder_sparse_step 2 is not here, only 1"),
+        (QWEN3_MOE | {"mlp_only_layers": [0]}, "mlp_only_layers [0]"),
         (QWEN3 | {"layer_types": [{}, 1]}, "layers of several kinds (1, {})"),
         (LLAMA3 | {"architectures": 3}, "architectures 3; here is LlamaForCausalLM"),
         (LLAMA3 | {"rope_scaling": {"rope_type": []}}, "rope_type [] is not here"),
@@ -202,6 +248,8 @@ def test_everything_wrong_is_told_at_once() -> None:
         ({"position_embedding_type": "none"}, "position_embedding_type none"),
         ({"window_size": 64, "add_qkv_bias": True, "add_bias_linear": True}, "window_size 64"),
         ({"vocab_size": None}, "vocab_size is not known"),
+        ({"num_experts": 4, "moe_router_pre_softmax": True}, "mixtral has no moe_router_pre_softmax True"),
+        ({"num_experts": 4, "qk_layernorm": True, "moe_shared_expert_intermediate_size": 64}, "moe_shared_expert"),
     ],
 )
 def test_model_that_no_family_has_is_refused_by_option(changes: dict[str, Any], said: str) -> None:
@@ -219,6 +267,8 @@ def test_family_is_the_first_that_can() -> None:
     assert family_for(replace(llama, add_qkv_bias=True)) == "qwen2"
     assert family_for(replace(llama, qk_layernorm=True, window_size=8)) == "qwen3"
     assert family_for(preset("tiny-gpt2")) == "gpt2"
+    assert family_for(replace(llama, num_experts=4)) == "mixtral"
+    assert family_for(replace(llama, num_experts=4, qk_layernorm=True)) == "qwen3_moe"
 
 
 @st.composite
@@ -261,6 +311,11 @@ def models(draw: st.DrawFn) -> ModelConfig:
     kind = draw(st.sampled_from(["plain", "biases", "window", "qkv_bias", "qk_norm"]))
     shared |= {"add_bias_linear": kind == "biases" and hidden % heads == 0, "qk_layernorm": kind == "qk_norm"}
     shared |= {"add_qkv_bias": kind == "qkv_bias", "window_size": 5 if kind == "window" else None}
+    if kind in ("plain", "window", "qk_norm") and draw(st.booleans()):
+        experts = draw(st.integers(2, 9))
+        shared |= {"num_experts": experts, "moe_router_topk": draw(st.integers(1, experts))}
+        if kind == "qk_norm":
+            shared |= {"moe_ffn_hidden_size": draw(st.integers(1, 99)), "moe_router_pre_softmax": draw(st.booleans())}
     return ModelConfig(**shared)
 
 
@@ -292,7 +347,9 @@ def test_transformers_reads_it_the_same(name: str, changes: dict[str, Any], tmp_
     assert model(theirs.to_dict()) == ours, "as transformers would write it"
 
 
-@pytest.mark.parametrize("config", [GPT2, LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3], ids=lambda c: c["model_type"])
+@pytest.mark.parametrize(
+    "config", [GPT2, LLAMA2, LLAMA31, MISTRAL, QWEN2, QWEN3, MIXTRAL, QWEN3_MOE], ids=lambda c: c["model_type"]
+)
 def test_defaults_are_those_of_transformers(config: dict[str, Any]) -> None:
     transformers = pytest.importorskip("transformers")
     kept = {"model_type": config["model_type"]}

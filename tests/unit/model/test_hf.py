@@ -12,7 +12,7 @@ from megatron.config.hf_families import FAMILIES
 from megatron.config.model import ModelConfig
 from megatron.model import hf
 from megatron.model.hf import TABLES, Slot, shapes_only, slots
-from tests.parity.families import from_gpt2, from_llama
+from tests.parity.families import from_experts, from_gpt2, from_llama
 from tests.solo import tiny
 
 LLAMA = {
@@ -30,6 +30,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama-tied-mqa": ("llama", {**LLAMA, "num_query_groups": 1, "kv_channels": 6}),
     "llama-biases": ("llama", {**LLAMA, "add_bias_linear": True, "num_query_groups": 2}),
     "qwen2": ("qwen2", {**LLAMA, "add_qkv_bias": True}),
+    "mixtral": ("mixtral", {**LLAMA, **UNTIED, "num_experts": 3, "num_query_groups": 2}),
+    "qwen3-moe": (
+        "qwen3_moe",
+        {**LLAMA, "num_experts": 5, "moe_ffn_hidden_size": 7, "qk_layernorm": True, "kv_channels": 10},
+    ),
     "qwen3": ("qwen3", {**LLAMA, **UNTIED, "qk_layernorm": True, "num_query_groups": 2, "kv_channels": 10}),
 }
 
@@ -48,6 +53,8 @@ def assemble(found: tuple[Slot, ...], view: tuple[int, ...], theirs: Mapping[str
 
 
 def by_hand(kind: str, theirs: Mapping[str, Tensor], config: ModelConfig) -> dict[str, Tensor]:
+    if config.num_experts:
+        return from_experts(theirs, config)
     return from_gpt2(theirs, config) if kind == "gpt2" else from_llama(theirs, config)
 
 
