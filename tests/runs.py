@@ -28,7 +28,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.config.arguments import parse
 from megatron.config.run import RunConfig
-from megatron.training import checkpointing, main
+from megatron.training import main, saving
 from megatron.training.profile_report import is_layer
 from megatron.training.setup import Trainer
 
@@ -96,7 +96,7 @@ def misread(trainer: Trainer) -> None:
 
 def full_disk(*at: int) -> AbstractContextManager[Any]:
     """The disk takes nothing when these steps are saved."""
-    original = checkpointing.write
+    original = saving.write
 
     def no_space(fd: int, content: object) -> int:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -106,7 +106,7 @@ def full_disk(*at: int) -> AbstractContextManager[Any]:
         with refusing:
             original(folder, *arguments)
 
-    return patch.object(checkpointing, "write", write)
+    return patch.object(saving, "write", write)
 
 
 @dataclass

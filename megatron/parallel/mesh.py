@@ -148,6 +148,12 @@ class Mesh:
         """All ranks."""
         return self.group("pp", "dp", "cp", "tp")
 
+    def beside(self) -> Group:
+        """All ranks, with a new communicator for what threads do beside the steps, on the CPU; collective."""
+        ranks = self.world.ranks
+        handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo") if len(ranks) > 1 else None
+        return Group(ranks, self.world.rank, handle)
+
     def sharers(self, tp_ranks: tuple[int, ...]) -> Group:
         """The group of tensor-parallel coordinates that hold the same piece.
 

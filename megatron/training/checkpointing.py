@@ -7,23 +7,18 @@ Initial weights and dropout are functions of seeds, samples of their number: no 
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor, Part
-from megatron.checkpoint.store import read, write
+from megatron.checkpoint.store import read
 from megatron.config.compare import Role, ways_out
 from megatron.config.data_paths import flag_of_files
 from megatron.config.problems import Problem, UserError
-from megatron.config.sources import to_dict
 from megatron.convert.checkpoint import AVERAGE
 from megatron.data.splits import spoken
 from megatron.model.fill import Source, fill
@@ -33,49 +28,6 @@ from megatron.parallel.shard import ShardSpec
 from megatron.training.origin import Place, is_own, place_of
 from megatron.training.run_identity import kept_run_id
 from megatron.training.setup import DIGESTS, Trainer
-
-
-@dataclass(frozen=True)
-class Saved:
-    """A checkpoint that was written: ``bytes`` of tensors in ``seconds``; ``warning`` is what went wrong afterwards."""
-
-    path: Path
-    bytes: int
-    seconds: float
-    warning: str | None
-
-
-def save(trainer: Trainer) -> Saved:
-    """Write a checkpoint into the run's ``save`` folder and delete those that need not be kept; collective.
-
-    Raises:
-        StorageError: when it cannot be written, on every rank alike; the older ones are as they were.
-        RuntimeError: when the samples that the ranks have read are not those of the stream.
-
-    """
-    t, options, started = trainer, trainer.config.checkpoint, time.monotonic()
-    folder = Checkpoints(Path(str(options.save)))
-    path = folder.path(t.iteration)
-    write(path, to_write(t), state(t), to_dict(t.config), t.mesh.world, t.files)
-    warning = _make_room(t, folder) if t.mesh.world.rank == 0 else None
-    return Saved(path, size_of(t), time.monotonic() - started, warning)
-
-
-def size_of(trainer: Trainer) -> int:
-    """Bytes of all tensors of a checkpoint; of every kind there is one for each parameter."""
-    t = trainer
-    kinds = [t.optimizer.masters, *t.optimizer.extra_state().values()]
-    return t.config.model.num_parameters() * sum(next(iter(kind.values())).element_size() for kind in kinds)
-
-
-def _make_room(trainer: Trainer, folder: Checkpoints) -> str | None:
-    """Delete what need not be kept; what the disk says against it, which is no reason to end a run."""
-    options = trainer.config.checkpoint
-    try:
-        folder.retain(options.keep_last, options.keep_every, newest=trainer.iteration)
-    except OSError as error:
-        return f"older checkpoints are not deleted: {error}"
-    return None
 
 
 def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> list[str]:

@@ -163,11 +163,13 @@ class RunLog:
             say(report.line())
             self._record(report.values())
 
-    def checkpoint(self, path: Path, size: int, seconds: float) -> None:
-        """Report a checkpoint of ``size`` bytes that took ``seconds``."""
+    def checkpoint(self, path: Path, size: int, seconds: float, blocking: float | None = None) -> None:
+        """Report a checkpoint of ``size`` bytes that took ``seconds``, ``blocking`` of which no step could be taken."""
         if self.enabled:
-            say(f"saved {path}: {shown(size)} in {seconds:.1f}s, {shown(size / seconds)}/s")
-            self._event({"event": "checkpoint", **self._place, "path": str(path), "bytes": size, "seconds": seconds})
+            stood = "" if blocking is None else f", training stood still for {blocking:.1f}s"
+            say(f"saved {path}: {shown(size)} in {seconds:.1f}s, {shown(size / seconds)}/s{stood}")
+            times = {"seconds": seconds, "blocking-seconds": seconds if blocking is None else blocking}
+            self._event({"event": "checkpoint", **self._place, "path": str(path), "bytes": size, **times})
 
     def warning(self, text: str) -> None:
         """Say what went wrong although the run goes on."""

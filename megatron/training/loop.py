@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from functools import partial
 
-from megatron.checkpoint.errors import StorageError
 from megatron.data.splits import kind_of
-from megatron.training.checkpointing import save
 from megatron.training.graphs import StepRunner
 from megatron.training.health import Vitals, watch
+from megatron.training.local_tier import save_on_nodes
 from megatron.training.logging import RunLog
 from megatron.training.metrics import StepMetrics, StepWindow
 from megatron.training.nonfinite import NonFiniteError, explain_nonfinite
 from megatron.training.profiling import Profiler
 from megatron.training.records import EvaluationRecord
 from megatron.training.replicas_check import check_replicas
+from megatron.training.saving import Saver
 from megatron.training.setup import Trainer
 from megatron.training.step import evaluate
 from megatron.training.stop import StopRequest, reason
@@ -31,6 +31,14 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
         StorageError: when the last checkpoint cannot be written.
 
     """
+    with Saver(trainer, log) as saver:
+        return _train(trainer, take_step, log, stop, profiler, saver)
+
+
+def _train(
+    trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopRequest, profiler: Profiler, saver: Saver
+) -> int:
+    """The steps; :func:`train` says what is returned and raised."""
     t, config, options, logging = trainer, trainer.config.training, trainer.config.checkpoint, trainer.config.logging
     for split in evaluations_due(t):  # the step was stopped by a signal
         evaluate_on(t, split, log)
@@ -55,6 +63,7 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
         read = partial(window.read, iteration=t.iteration, consumed_samples=t.consumed_samples, rates=rates)
         log.stepped(t.iteration, t.consumed_samples, partial(read, alone=True))  # told even if the run fails before
         examine(t, vitals, metrics, window, log)
+        saver.look()
 
         told = stop.agreed()
         profiler.ask(t.iteration, stop.wish)
@@ -65,9 +74,10 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
         for split in evaluations_due(t) if last or not told else ():  # nobody who sent a signal waits for it
             with window.paused():
                 evaluate_on(t, split, log)
+        save_on_nodes(t, log, window)
         if options.save is not None and (leave or _every(options.save_interval, t.iteration)):
             with window.paused():
-                checkpoint(t, log, needed=bool(leave))
+                saver.save(needed=bool(leave))
         if leave and not last:
             why = reason(told) if told else f"--exit-interval {config.exit_interval}"
             log.stopped(f"stopped by {why} after step {t.iteration} of {t.total_steps}")
@@ -123,25 +133,6 @@ def evaluate_on(trainer: Trainer, split: str, log: RunLog) -> None:
     t.evaluated[split] = t.iteration
     tokens = t.consumed_samples * t.config.training.seq_length
     log.evaluation(EvaluationRecord(t.iteration, t.consumed_samples, tokens, loss, split, average))
-
-
-def checkpoint(trainer: Trainer, log: RunLog, needed: bool) -> None:
-    """Save. Where the disk refuses, training goes on with the checkpoints there are, unless this one is ``needed``.
-
-    Raises:
-        StorageError: for a checkpoint that is needed.
-
-    """
-    log.flush()  # what was reported up to here must survive a crash of a run that goes on from here
-    try:
-        saved = save(trainer)
-        log.checkpoint(saved.path, saved.bytes, saved.seconds)
-        if saved.warning:
-            log.warning(saved.warning)
-    except StorageError as error:
-        if needed:
-            raise
-        log.warning(f"step {trainer.iteration} is not saved: {error}")
 
 
 def _every(interval: int | None, iteration: int) -> bool:

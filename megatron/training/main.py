@@ -17,6 +17,7 @@ from megatron.parallel.mesh import everyone, first_to_fail, leave_distributed
 from megatron.training.failure import StartRefusedError, explain, leave_sentence
 from megatron.training.goodput import Goodput
 from megatron.training.graphs import StepRunner
+from megatron.training.local_tier import claimed_on_nodes
 from megatron.training.logging import RunLog, say, warn
 from megatron.training.loop import train
 from megatron.training.pipeline_profile import PipelineProfiler
@@ -25,6 +26,7 @@ from megatron.training.profiling import Profiler
 from megatron.training.resume import begin, choose
 from megatron.training.run_folder import data_facts
 from megatron.training.run_identity import new_run_id
+from megatron.training.saving import refuse_full_disk
 from megatron.training.setup import build, choose_device, join
 from megatron.training.stop import StopRequest
 from megatron.training.together import claimed
@@ -64,7 +66,7 @@ def join_and_train(config: RunConfig, notes: Sequence[str], started: float | Non
     world, minutes = everyone(rank, world_size), config.training.exit_duration_in_mins
     stop = StopRequest(world, device, minutes, started, ProfileRequests(config.logging.run_dir, rank, warn))
     try:
-        with claimed(config.checkpoint.save, world):
+        with claimed(config.checkpoint.save, world), claimed_on_nodes(config.checkpoint, world):
             return train_from_origin(config, notes, stop, started)
     finally:
         stop.restore()
@@ -79,6 +81,7 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
         trainer.goodput, stop.world = Goodput(started), trainer.mesh.world
         take_step = StepRunner(trainer)
         notes = [*notes, *trainer.notes, *begin(trainer, origin)]
+        refuse_full_disk(trainer)
         notes += notes_on_the_journal(config.logging, trainer.run_id)
         trainer.run_id = trainer.run_id or new_run_id(world)
         place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}

@@ -17,8 +17,9 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.config.resolve import resolve
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.parallel.mesh import everyone
-from megatron.training.checkpointing import consumed_digest, held, save, size_of
+from megatron.training.checkpointing import consumed_digest, held, parameter_of
 from megatron.training.resume import begin, choose
+from megatron.training.saving import save, size_of
 from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
 from megatron.training.stop import SIGNALS
@@ -138,8 +139,7 @@ def load_and_go_on(rank: int, world_size: int, config: RunConfig) -> Leg:
 
 def go_on(trainer: Trainer) -> Leg:
     """Take the steps that are left."""
-    first = trainer.mesh.replicas.rank == 0
-    tensors = {name: hold(spec, tensor, first) for name, (spec, tensor) in held(trainer).items()}
+    tensors = {name: hold(trainer, parameter_of(name), share) for name, share in held(trainer).items()}
     weights = {name: pieces for name, pieces in tensors.items() if not name.startswith("optim.")}
     moments = {name: pieces for name, pieces in tensors.items() if name.startswith("optim.")}
     state = RankTrace(0.0, 0.0, moments, weights)

@@ -276,7 +276,7 @@ def test_old_checkpoints_that_cannot_be_deleted_do_not_end_a_run(tmp_path: Path)
     def retain(*arguments: object, **named: object) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS), "iter_0000002")
 
-    refusing = patch("megatron.training.checkpointing.Checkpoints.retain", retain)
+    refusing = patch("megatron.training.saving.Checkpoints.retain", retain)
     told = start(run_of(tmp_path, "--keep-last 1"), refusing)
     assert told.status == 0
     assert "warning: older checkpoints are not deleted: [Errno 30] Read-only file system: 'iter_0000002'" in told.err

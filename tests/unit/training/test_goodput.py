@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.training import loop
-from megatron.training.checkpointing import Saved, save
+from megatron.training import saving
 from megatron.training.goodput import Goodput
+from megatron.training.saving import Saved, save
 from megatron.training.setup import Trainer
 from tests.runs import before_step, kill, records, start, tiny_run
 
@@ -118,7 +118,7 @@ def test_saving_is_no_part_of_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
         time.sleep(1.0)
         return save(trainer)
 
-    monkeypatch.setattr(loop, "save", slowly)
+    monkeypatch.setattr(saving, "save", slowly)
     start(tiny_run(tmp_path, f"--train-iters 3 --save {tmp_path}/saved --save-interval 1 --log-interval 3"))
     (record,) = records(tmp_path)
     assert record["iteration-time"] < 0.6

@@ -273,7 +273,7 @@ def test_a_checkpoint_of_one_evaluation_only_is_gone_on_from(tmp_path: Path) -> 
 
     config = tiny_run(tmp_path, EVALUATING.format(tmp_path))
     stopping = tiny_run(tmp_path, f"{EVALUATING.format(tmp_path)} --exit-interval 4")
-    start(stopping, patch("megatron.training.checkpointing.state", older))
+    start(stopping, patch("megatron.training.saving.state", older))
     assert start(config).status == 0
     assert evaluations(tmp_path) == [("validation", 2), ("validation", 4), ("validation", 6), ("test", 6)]
     start(tiny_run(tmp_path / "whole", EVALUATING.format(tmp_path / "whole")))
