@@ -25,10 +25,10 @@ NO_LOCKS = (*UNSUPPORTED, errno.ENOSYS, errno.ENOLCK)
 
 
 @contextmanager
-def hold(folder: Path) -> Iterator[None]:
+def hold(folder: Path, flag: str = "--save") -> Iterator[None]:
     """Be the only one who writes checkpoints to ``folder``, which is made if need be; by one process of a run.
 
-    Where the file system has no locks, nothing is held and nothing is refused.
+    Where the file system has no locks, nothing is held and nothing is refused. Errors are mended by ``flag``.
 
     Raises:
         CheckpointError: when another process holds it.
@@ -38,27 +38,27 @@ def hold(folder: Path) -> Iterator[None]:
         make_folder(folder)
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
     except OSError as error:
-        raise _refused(error, folder) from error
+        raise _refused(error, folder, flag) from error
     try:
-        _take(file, folder)
+        _take(file, folder, flag)
         yield
     finally:
         os.close(file)
 
 
-def _take(file: int, folder: Path) -> None:
+def _take(file: int, folder: Path, flag: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
-        raise CheckpointError(f"{folder} is in use by {_holder(file)}", "--save ANOTHER") from error
+        raise CheckpointError(f"{folder} is in use by {_holder(file)}", f"{flag} ANOTHER") from error
     except OSError as error:
         if error.errno not in NO_LOCKS:
-            raise _refused(error, folder) from error
+            raise _refused(error, folder, flag) from error
     try:
         os.ftruncate(file, 0)
         os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
     except OSError as error:
-        raise _refused(error, folder) from error
+        raise _refused(error, folder, flag) from error
 
 
 def _holder(file: int) -> str:
@@ -66,9 +66,7 @@ def _holder(file: int) -> str:
     return os.pread(file, 500, 0).decode(errors="replace").strip() or "another process"
 
 
-def _refused(error: OSError, folder: Path) -> StorageError:
+def _refused(error: OSError, folder: Path, flag: str) -> StorageError:
     where = error.filename or folder / LOCK
-    return StorageError(
-        f"{where}: {error.strerror}; no checkpoint can be written to {folder}",
-        elsewhere(Checkpoints(folder).to_go_on_from()),
-    )
+    fix = elsewhere(Checkpoints(folder).to_go_on_from()) if flag == "--save" else f"{flag} ANOTHER"
+    return StorageError(f"{where}: {error.strerror}; no checkpoint can be written to {folder}", fix)

@@ -124,7 +124,7 @@ class Manifest:
             raise DamagedError(
                 f"{path / MARKER} does not fit {MANIFEST}: one of them has flipped bytes or is truncated"
             )
-        return _parse(path, content)
+        return parse(path, content)
 
     @property
     def total_bytes(self) -> int:
@@ -215,7 +215,7 @@ def _read(folder: Path, name: str) -> bytes:
         raise DamagedError(f"{folder / name} cannot be read: {error.strerror}") from error
 
 
-def _parse(path: Path, content: bytes) -> Manifest:
+def parse(path: Path, content: bytes) -> Manifest:
     """The manifest from its text, with every number checked against the others."""
     try:
         data = json.loads(content)

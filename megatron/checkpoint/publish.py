@@ -5,6 +5,8 @@ them is a checkpoint exactly if it has the marker, and there is one at every mom
 
 Each may be a symbolic link, as when a run was begun with the checkpoints of another: it is read through, but only the
 link itself is ever moved or removed.
+
+In an object store nothing of this can be done: see ``attempts``.
 """
 
 from __future__ import annotations
@@ -15,9 +17,11 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from megatron.checkpoint import attempts
 from megatron.checkpoint.errors import StorageError
-from megatron.checkpoint.files import make_folder, sync_folder
-from megatron.checkpoint.manifest import FORMAT, MANIFEST, MARKER
+from megatron.checkpoint.files import make_folder, sync_folder, write_file
+from megatron.checkpoint.manifest import FORMAT, MANIFEST, MARKER, marker
+from megatron.checkpoint.remote import Location, RemotePath
 
 BUILDING, OLD = ".tmp", ".replaced"
 
@@ -32,7 +36,7 @@ def set_aside(final: Path) -> Path:
     return final.with_name(final.name + OLD)
 
 
-def is_complete(path: Path) -> bool:
+def is_complete(path: Location) -> bool:
     """Whether a folder has the marker."""
     return (path / MARKER).exists()
 
@@ -54,6 +58,17 @@ def begin(final: Path) -> Path:
         )
     os.mkdir(building(final))
     return building(final)
+
+
+def write_marker(folder: Path, manifest: bytes) -> None:
+    """Say that a folder holds all that its manifest says.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    write_file(folder / f"{MARKER}.part", marker(manifest))
+    os.rename(folder / f"{MARKER}.part", folder / MARKER)  # half a marker must not be taken for one
+    sync_folder(folder)
 
 
 def publish(final: Path) -> None:
@@ -108,7 +123,12 @@ def settle(final: Path) -> None:
         sync_folder(final.parent)
 
 
-def remove(path: Path) -> None:
+def is_cut_off(path: Location) -> bool:
+    """Whether what is called like a checkpoint never was one: a save that was cut off has left it."""
+    return (path.suffix == BUILDING or isinstance(path, RemotePath)) and not is_complete(path)
+
+
+def remove(path: Location) -> None:
     """Delete a checkpoint, marker first; a crash on the way leaves it whole or an ``X.tmp`` without a marker.
 
     Of a symbolic link the link itself.
@@ -116,6 +136,9 @@ def remove(path: Path) -> None:
     Raises:
         OSError: when the disk refuses.
     """
+    if isinstance(path, RemotePath):
+        attempts.remove(path)
+        return
     if path.is_symlink():
         os.unlink(path)
         sync_folder(path.parent)

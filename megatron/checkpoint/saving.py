@@ -7,8 +7,8 @@ and lets rank 0 finish; an error on any rank is raised on all of them. What is w
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,13 +19,16 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, TensorWr
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from megatron.checkpoint import attempts
 from megatron.checkpoint.boxes import cut, folding, partition_problem, relative
 from megatron.checkpoint.errors import StorageError
-from megatron.checkpoint.files import checksum, refused, sync_folder, write_file
+from megatron.checkpoint.files import checksum, make_folder, refused, sync_folder, write_file
 from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.manifest import MANIFEST, MARKER, Chunk, FileRecord, TensorRecord, encode, marker
+from megatron.checkpoint.manifest import MANIFEST, Chunk, FileRecord, TensorRecord, encode
 from megatron.checkpoint.parts import GlobalTensor
-from megatron.checkpoint.publish import begin, building, publish
+from megatron.checkpoint.publish import abandon, begin, publish, write_marker
+from megatron.checkpoint.remote import Location, RemotePath
+from megatron.checkpoint.retries import again
 from megatron.checkpoint.tensorfile import NAMES, TensorFileWriter
 from megatron.parallel.shard import Box
 
@@ -129,15 +132,18 @@ class FileResult:
 
 
 class CheckpointWriter(StorageWriter):
-    """Writes one safetensors file per rank, then on rank 0 the manifest and the marker.
+    """Writes one safetensors file per rank, then on rank 0 the manifest and the marker."""
 
-    Attributes:
-        has_begun: the folder to write into was made, by this rank.
-    """
-
-    def __init__(self, final: Path, extra: Extra, rank: int) -> None:
+    def __init__(self, final: Location, extra: Extra, rank: int) -> None:
         self._final, self._extra, self._rank = final, extra, rank
-        self.has_begun = False
+        self._folder: Location | None = None
+
+    def abandon(self) -> None:
+        """After a failed save: remove what was written, by the rank that began, as far as that is possible."""
+        if isinstance(self._folder, RemotePath):
+            attempts.abandon(self._folder)
+        elif self._folder is not None and isinstance(self._final, Path):
+            abandon(self._final)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a writer writes one checkpoint."""
@@ -156,10 +162,11 @@ class CheckpointWriter(StorageWriter):
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Make the folder that all ranks write into."""
-        self._telling(lambda: begin(self._final))
-        self.has_begun = True
-        return plans
+        """Choose and make the folder that all ranks write into; their plans say which it is."""
+        final = self._final
+        folder = self._telling(lambda: attempts.begin(final) if isinstance(final, RemotePath) else begin(final))
+        self._folder = folder
+        return [replace(plan, storage_data=folder) for plan in plans]
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, chunk by chunk."""
@@ -172,16 +179,25 @@ class CheckpointWriter(StorageWriter):
         self._telling(lambda: self._finish(metadata.planner_data, [result for some in results for result in some]))
 
     def _write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        return write_tensors(building(self._final), self._rank, plan, planner)
+        folder: Location = plan.storage_data
+        if isinstance(folder, RemotePath):  # parts of an upload that failed cannot be had again, so it is begun anew
+            return again(lambda: write_tensors(folder, self._rank, plan, planner))
+        return write_tensors(folder, self._rank, plan, planner)
 
     def _finish(self, kinds: Kinds, results: Sequence[WriteResult]) -> None:
-        folder = building(self._final)
+        folder = self._folder
+        if folder is None:
+            raise ValueError("a save that was not begun cannot be finished")
         content, files = describe_all(kinds, results, write_small(folder, self._extra.files), self._extra)
+        if isinstance(folder, RemotePath):
+            _check_lengths(folder, files, folder.files())
+            attempts.publish(folder, content)
+            return
         write_file(folder / MANIFEST, content)
         sync_folder(folder)
-        _check_lengths(folder, files)
+        _check_lengths(folder, files, _lengths(folder, files))
         write_marker(folder, content)
-        publish(self._final)
+        publish(folder.with_suffix(""))
 
     def _telling(self, action: Callable[[], T]) -> T:
         """The result of ``action``; a disk that refuses is told of as such."""
@@ -192,7 +208,7 @@ class CheckpointWriter(StorageWriter):
             raise refused(error, self._final, self._rank, older) from error
 
 
-def write_tensors(folder: Path, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+def write_tensors(folder: Location, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
     """Write a rank's file, chunk by chunk, and report every chunk and the file.
 
     Raises:
@@ -225,17 +241,6 @@ def describe_all(
     return encode(tensors, files, extra.state, extra.config), files
 
 
-def write_marker(folder: Path, manifest: bytes) -> None:
-    """Say that a folder holds all that its manifest says.
-
-    Raises:
-        OSError: when the disk refuses.
-    """
-    write_file(folder / f"{MARKER}.part", marker(manifest))
-    os.rename(folder / f"{MARKER}.part", folder / MARKER)  # half a marker must not be taken for one
-    sync_folder(folder)
-
-
 def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:
     data = planner.resolve_data(item)
     if not isinstance(data, Tensor):
@@ -248,7 +253,7 @@ def _with_chunks(record: TensorRecord, chunks: Sequence[Chunk]) -> TensorRecord:
     return TensorRecord(record.dtype, record.shape, record.view, tuple(ordered))
 
 
-def write_small(folder: Path, files: Mapping[str, Path | bytes]) -> dict[str, FileRecord]:
+def write_small(folder: Location, files: Mapping[str, Path | bytes]) -> dict[str, FileRecord]:
     """Write small files, given as content or as what to copy, by their names in the checkpoint.
 
     Raises:
@@ -257,25 +262,28 @@ def write_small(folder: Path, files: Mapping[str, Path | bytes]) -> dict[str, Fi
     return {name: _write_small(folder, name, content) for name, content in files.items()}
 
 
-def _write_small(folder: Path, name: str, content: Path | bytes) -> FileRecord:
+def _write_small(folder: Location, name: str, content: Path | bytes) -> FileRecord:
     data = content if isinstance(content, bytes) else content.read_bytes()
     parent = (folder / name).parent
-    if not parent.exists():
-        os.makedirs(parent)
+    make_folder(parent)
     write_file(folder / name, data)
     sync_folder(parent)
     return FileRecord(len(data), len(data), checksum(data))
 
 
-def _check_lengths(folder: Path, files: Mapping[str, FileRecord]) -> None:
+def _lengths(folder: Path, names: Iterable[str]) -> dict[str, int]:
+    """Bytes of those files that are there."""
+    return {name: (folder / name).stat().st_size for name in names if (folder / name).exists()}
+
+
+def _check_lengths(folder: Location, files: Mapping[str, FileRecord], lengths: Mapping[str, int]) -> None:
     """Whether all that the ranks have written is here: not on other disks, nor removed by somebody else."""
     for name, record in files.items():
-        path = folder / name
-        seen = path.stat().st_size if path.exists() else None
+        seen = lengths.get(name)
         if seen != record.bytes:
             found = "is missing" if seen is None else f"has {seen} bytes"
             raise StorageError(
-                f"{path} {found} where {record.bytes} bytes were written: another process writes to {folder.parent}, "
+                f"{folder / name} {found} where {record.bytes} bytes were written: another process writes to {folder.parent}, "
                 "or not all ranks see the same folder; no checkpoint was written",
                 "--save A_FOLDER_OF_ITS_OWN",
             )

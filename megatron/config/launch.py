@@ -27,6 +27,7 @@ class Launch:
         local_rank: rank among those of this machine.
         local_size: ranks of this machine, as far as this one knows.
         master: the address at which rank 0 waits for the others; None when nobody says.
+        node: tells this machine from the others of the run, and grows with their order; not by ones.
     """
 
     launcher: str | None = None
@@ -35,6 +36,7 @@ class Launch:
     local_rank: int = 0
     local_size: int = 1
     master: str | None = "127.0.0.1"
+    node: int = 0
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
@@ -49,14 +51,15 @@ class Launch:
     def _torchrun(cls, environ: Mapping[str, str]) -> Launch:
         rank, size, local = int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", "0"))
         local_size = int(environ.get("LOCAL_WORLD_SIZE", local + 1))
-        return cls("torchrun", rank, size, local, local_size, environ.get("MASTER_ADDR", cls.master))
+        master = environ.get("MASTER_ADDR", cls.master)
+        return cls("torchrun", rank, size, local, local_size, master, rank - local)
 
     @classmethod
     def _srun(cls, environ: Mapping[str, str]) -> Launch:
         rank, size, local = (int(environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
         one_machine = environ.get("SLURM_NNODES", "1") == "1"
         master = environ.get("MASTER_ADDR", cls.master if one_machine else None)
-        return cls("srun", rank, size, local, local + 1, master)
+        return cls("srun", rank, size, local, local + 1, master, int(environ.get("SLURM_NODEID", "0")))
 
     def problems(self) -> Iterator[Problem]:
         """Why the ranks cannot find each other."""

@@ -13,6 +13,7 @@ from typing import Any
 
 from megatron.checkpoint.errors import DamagedError, NewerVersionError, within
 from megatron.checkpoint.folder import NAME, Checkpoints
+from megatron.checkpoint.local import LocalCheckpoint, is_local
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import BUILDING, is_complete
 from megatron.config.checks.optimizer import schedule_problems
@@ -29,9 +30,10 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run begins with; nothing, where neither ``paths`` nor ``hf`` say anything.
+    """What a run begins with; nothing, where neither ``local``, ``paths`` nor ``hf`` say anything.
 
     Attributes:
+        local: checkpoints on the nodes' own disks to try first, in this order.
         paths: checkpoints to try, in this order; the first has been looked at.
         hf: folder of a Hugging Face model.
         mode: how much of a checkpoint is taken over, a choice of ``resume_mode``.
@@ -42,11 +44,12 @@ class Origin:
     hf: Path | None = None
     mode: str = "exact"
     notes: tuple[str, ...] = ()
+    local: tuple[LocalCheckpoint, ...] = ()
 
     @property
     def fresh(self) -> bool:
         """Whether the run begins from nothing."""
-        return not self.paths and self.hf is None
+        return not self.paths and not self.local and self.hf is None
 
 
 def look(options: CheckpointConfig) -> Origin:
@@ -69,7 +72,7 @@ def look(options: CheckpointConfig) -> Origin:
 def _look(options: CheckpointConfig) -> Origin:
     save, (load, step) = options.save, _named(options)
     own = Checkpoints(Path(save)).named() if save is not None else []
-    asked = options.load is None or (save is not None and load is not None and load.resolve() == Path(save).resolve())
+    asked = is_asked(options)
     if any(_finished(path) for _, path in own):
         mode = options.resume_mode if asked else "exact"
         return _pick(Path(str(save)), own, step if asked else None, mode, onward=True)
@@ -81,6 +84,21 @@ def _look(options: CheckpointConfig) -> Origin:
     folder = load or Path(str(save))
     found = [_itself(folder, step)] if is_complete(folder) else Checkpoints(folder).named()
     return _pick(folder, found, step, options.resume_mode, unfinished)
+
+
+def is_asked(options: CheckpointConfig) -> bool:
+    """Whether a step or a mode that is asked for is meant of the run's own checkpoints, not of those in ``load``."""
+    load, _ = _named(options)
+    return options.load is None or (
+        options.save is not None and load is not None and load.resolve() == Path(options.save).resolve()
+    )
+
+
+def newest_own(origin: Origin, options: CheckpointConfig) -> int:
+    """Step of the run's own checkpoint that it begins with; -1 where it has none."""
+    first = next((path for path in origin.paths if is_own(path, options)), None)
+    named = NAME.fullmatch(first.name) if first is not None else None
+    return int(named[1]) if named else -1
 
 
 def _nothing(options: CheckpointConfig, notes: tuple[str, ...]) -> Origin:
@@ -256,5 +274,7 @@ def _only_weights(path: Path, save: str | None) -> Problem:
 
 
 def is_own(path: Path, options: CheckpointConfig) -> bool:
-    """Whether a checkpoint lies in the run's ``save`` folder."""
+    """Whether a checkpoint is the run's: in its ``save`` folder, or in that of a node."""
+    if options.local_save is not None and is_local(path, options.local_save):
+        return True
     return options.save is not None and path.parent.resolve() == Path(options.save).resolve()

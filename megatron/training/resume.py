@@ -8,6 +8,9 @@ from functools import partial
 from pathlib import Path
 
 from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.local import LocalCheckpoint
+from megatron.checkpoint.local_loading import bring_together
 from megatron.checkpoint.manifest import Manifest
 from megatron.config.hf import SPECIAL_IDS
 from megatron.config.problems import Problem, UserError
@@ -17,7 +20,8 @@ from megatron.convert.hf_folder import HFSource
 from megatron.data.errors import DataError
 from megatron.data.vocabulary import carried_tokenizer
 from megatron.parallel.comm import Group
-from megatron.training.checkpointing import restore, restore_from_source, restore_weights
+from megatron.training.checkpointing import held, restore, restore_from_source, restore_weights, to_fill
+from megatron.training.local_tier import remarks, tier_of, with_local
 from megatron.training.origin import Origin, changes_since, look, passed_over
 from megatron.training.setup import Trainer
 from megatron.training.together import on_first
@@ -29,13 +33,22 @@ Files = Mapping[str, Path | bytes]
 
 
 def choose(options: CheckpointConfig, world: Group) -> Origin:
-    """What the run begins with. Rank 0 looks, every rank gets the same answer; collective.
+    """What the run begins with. Rank 0 looks, of the nodes' own disks one rank each; collective, with one answer.
 
     Raises:
-        UserError: as `look`.
+        UserError: as `look`, and as `with_local`.
 
     """
-    return on_first(lambda: look(options), world)
+    if options.local_save is None:
+        return on_first(lambda: look(options), world)
+    origin: Origin | UserError
+    try:
+        origin = on_first(lambda: look(options), world)
+    except UserError as error:
+        if not {problem.code for problem in error.problems} <= {"E811", "E812"}:
+            raise
+        origin = error
+    return with_local(origin, options, world)
 
 
 def begin(trainer: Trainer, origin: Origin) -> list[str]:
@@ -50,6 +63,9 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
 
     """
     notes, config = list(origin.notes), trainer.config
+    if config.checkpoint.local_save is not None:
+        trainer.local = tier_of(config.checkpoint, trainer.mesh.beside())
+        notes += remarks(trainer.local)
     recorded = recorded_files(config.data, config.model.vocab)
     trainer.files = recorded
     if origin.fresh:
@@ -59,9 +75,10 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
         trainer.files = companions(recorded, carried)
         restore_from_source(trainer, HFSource(origin.hf, config.model))
         return [*notes, f"weights from {origin.hf}", *other_words(recorded, carried)]
-    for path in origin.paths:
+    candidates: list[Candidate] = [*origin.local, *origin.paths]
+    for candidate in candidates:
         try:
-            manifest, files = on_first(partial(_opened, path), trainer.mesh.world)
+            manifest, files = _opened(trainer, candidate, notes)
             changes = changes_since(manifest, config, trainer.mesh.world.size, origin.mode, notes)
             trainer.files = companions(recorded, files)
             if origin.mode == "weights-only":
@@ -70,16 +87,43 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
             else:
                 notes += restore(trainer, manifest, changes.batches_since)
         except DamagedError as error:
-            notes.append(passed_over(path, error))
+            notes.append(passed_over(_path_of(trainer, candidate), error))
             continue
         return [*notes, _loaded(trainer, manifest, origin.mode), *changes.lines]
     raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
 
 
-def _opened(path: Path) -> tuple[Manifest, dict[str, bytes]]:
-    """A checkpoint's manifest, and the small files that it carries."""
+Candidate = LocalCheckpoint | Path
+
+
+def _opened(trainer: Trainer, candidate: Candidate, notes: list[str]) -> tuple[Manifest, dict[str, bytes]]:
+    """A checkpoint's manifest, and the small files that it carries; what is to be told goes to ``notes``; collective.
+
+    Raises:
+        DamagedError: when it cannot be used, on every rank.
+    """
+    t = trainer
+    if isinstance(candidate, Path):
+        return on_first(partial(_manifest_and_files, candidate), t.mesh.world)
+    if t.local is None:
+        raise ValueError("there are local checkpoints, but no local_save")
+    try:
+        manifest, told = bring_together(t.local, candidate, to_fill(t, held(t)))
+    except OSError as error:
+        raise DamagedError(f"it cannot be brought together: {error}") from error
+    notes += told
+    return manifest, on_first(partial(carried_by, manifest), t.mesh.world)
+
+
+def _manifest_and_files(path: Path) -> tuple[Manifest, dict[str, bytes]]:
     manifest = Manifest.open(path)
     return manifest, carried_by(manifest)
+
+
+def _path_of(trainer: Trainer, candidate: Candidate) -> Path:
+    if isinstance(candidate, Path) or trainer.local is None:
+        return Path(str(candidate))
+    return Checkpoints(trainer.local.folder).path(candidate.iteration)
 
 
 def recorded_files(data: DataConfig, vocab_size: int) -> dict[str, Path | bytes]:

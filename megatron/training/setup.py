@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.exchange import Tier
 from megatron.config.batch import batch_at, global_batch, microbatches, total_steps
 from megatron.config.launch import Launch
 from megatron.config.lengths import lengths
@@ -81,6 +82,7 @@ class Trainer:
         run_id: name of the run through all its starts; empty until one is given.
         notes: what the start of the run is to say of how it computes.
         files: what its checkpoints carry besides, by name: those of the tokenizer, for whoever uses the model.
+        local: the nodes' folders of checkpoints.
     """
 
     config: RunConfig
@@ -109,6 +111,7 @@ class Trainer:
     run_id: str = ""
     notes: tuple[str, ...] = ()
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
+    local: Tier | None = None
 
     def compute(self, batches: Sequence[MicroBatch], seed: Tensor | None, program: Program | None = None) -> None:
         """Run the pipeline over this rank's micro-batches.

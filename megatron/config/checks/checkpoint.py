@@ -61,6 +61,30 @@ def save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E802", sentence, (f"--save {folder}-new",))
 
 
+def local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Checkpoints on the nodes' own disks come between those in ``save``, and have another place."""
+    c = config.checkpoint
+    if c.local_save is None:
+        return
+    if c.local_save == "":
+        yield Problem(
+            "E804", "--local-save '' names no folder", ("--local-save /dev/shm/checkpoints", "drop --local-save")
+        )
+        return
+    if c.save is None:
+        sentence = "--local-save without --save: what is on the nodes' own disks is lost with them"
+        yield Problem("E804", sentence, ("--save checkpoints", "drop --local-save"))
+    elif Path(c.local_save).resolve() == Path(c.save).resolve():
+        sentence = f"--local-save {c.local_save} is the --save folder"
+        yield Problem("E804", sentence, ("--local-save /dev/shm/checkpoints", "drop --local-save"))
+    if c.local_save_interval is None:
+        sentence = "--local-save without --local-save-interval: nothing would be written there"
+        yield Problem("E804", sentence, ("--local-save-interval 50", "drop --local-save"))
+    for name in sorted({*re.findall(r"{[^{}]*}", c.local_save)} - {"{node}"}):
+        sentence = f"--local-save {c.local_save}: {name} stands for nothing; {{node}} is the node's number"
+        yield Problem("E804", sentence, (f"--local-save {c.local_save.replace(name, '{node}')}",))
+
+
 def resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """What is taken over goes with where it comes from."""
     c = config.checkpoint
@@ -112,6 +136,8 @@ def remarks(config: RunConfig) -> Iterator[str]:
     c = config.checkpoint
     if c.save is not None and c.save_interval is None:
         yield "--save without --save-interval: checkpoints are written only when the run ends or is stopped"
+    if c.local_save is not None and c.save_interval is None:
+        yield "--local-save without --save-interval: when more than one node is lost at once, so are all steps"
 
 
-CHECKS = (load_folder, save_folder, resume)
+CHECKS = (load_folder, save_folder, local_folder, resume)

@@ -20,13 +20,14 @@ ALONE = Launch()
     ("environ", "launch"),
     [
         ({}, ALONE),
-        (TORCHRUN, Launch("torchrun", 5, 8, 1, 4, "head")),
-        ({"RANK": "1", "WORLD_SIZE": "2"}, Launch("torchrun", 1, 2)),
+        (TORCHRUN, Launch("torchrun", 5, 8, 1, 4, "head", node=4)),
+        ({"RANK": "1", "WORLD_SIZE": "2"}, Launch("torchrun", 1, 2, node=1)),
         ({"RANK": "5"}, ALONE),
         ({"WORLD_SIZE": "8"}, ALONE),
         (STEP, Launch("srun", 3, 4, 2, 3)),
         (STEP | {"MASTER_ADDR": "node1"}, Launch("srun", 3, 4, 2, 3, "node1")),
-        (STEP | TORCHRUN, Launch("torchrun", 5, 8, 1, 4, "head")),
+        (STEP | {"SLURM_NODEID": "2"}, Launch("srun", 3, 4, 2, 3, node=2)),
+        (STEP | TORCHRUN, Launch("torchrun", 5, 8, 1, 4, "head", node=4)),
         (JOB, ALONE),  # a batch script has its job's variables, but is no rank of it
         (JOB | {"SLURM_STEP_ID": "4294967291"}, ALONE),  # a batch script
         (JOB | {"SLURM_STEP_ID": "4294967290"}, ALONE),  # the shell of salloc

@@ -1,0 +1,148 @@
+"""A checkpoint into the nodes' folders: every rank its own file, and a copy of one of the node before."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
+
+from megatron.checkpoint.errors import StorageError
+from megatron.checkpoint.exchange import Parcel, Tier, exchange, together
+from megatron.checkpoint.files import sync_folder, write_file
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.manifest import MANIFEST, FileRecord
+from megatron.checkpoint.parts import GlobalTensor
+from megatron.checkpoint.publish import abandon, begin, building, publish, remove, write_marker
+from megatron.checkpoint.saving import (
+    Extra,
+    FileResult,
+    PartsSavePlanner,
+    describe_all,
+    write_small,
+    write_tensors,
+)
+from megatron.parallel import comm
+
+T = TypeVar("T")
+
+
+def write_local(tier: Tier, iteration: int, tensors: Mapping[str, GlobalTensor], extra: Extra) -> Path:
+    """Write a checkpoint into the nodes' folders; collective over the tier's group.
+
+    No node gives it a name before all files and copies are on the disks of all. Older ones stay: see
+    :func:`keep_only`.
+
+    Returns:
+        Its folder on this node.
+
+    Raises:
+        StorageError: when a disk refuses, on every rank; then the older checkpoint is as it was.
+        ValueError: when the parts of all ranks are no partition of the tensors.
+    """
+    final = Checkpoints(tier.folder).path(iteration)
+    try:
+        _write(tier, final, tensors, extra)
+    except Exception:
+        if tier.leads:
+            abandon(final)
+        raise
+    return final
+
+
+def keep_only(tier: Tier, iteration: int) -> str | None:
+    """Remove all other checkpoints from the nodes' folders; collective.
+
+    Returns:
+        What a disk said against it, the same on every rank.
+    """
+    try:
+        together(lambda: _remove_others(tier.folder, iteration) if tier.leads else None, tier.group)
+    except OSError as error:
+        return f"older local checkpoints are not deleted: {error}"
+    return None
+
+
+def _remove_others(folder: Path, iteration: int) -> None:
+    for other, path in Checkpoints(folder).named():
+        if other != iteration or path.suffix:
+            remove(path)
+
+
+def _write(tier: Tier, final: Path, tensors: Mapping[str, GlobalTensor], extra: Extra) -> None:
+    folder, planner, leads = building(final), PartsSavePlanner(tensors), tier.leads
+
+    def all_do(action: Callable[[], T]) -> list[T]:
+        return together(lambda: _telling(action, final, tier.rank), tier.group)
+
+    def leaders_do(action: Callable[[], object]) -> None:
+        all_do(lambda: action() if leads else None)
+
+    leaders_do(lambda: begin(final))
+    plans = all_do(planner.create_local_plan)
+    all_do(lambda: planner.create_global_plan(plans) if tier.rank == 0 else None)
+    small = all_do(lambda: write_small(folder, extra.files) if leads else {})
+    results = all_do(lambda: _write_own(folder, tier.rank, plans[tier.rank], planner))
+    all_do(lambda: _copy(tier, folder, results))
+    content = comm.broadcast_object(_described(plans, results, small[0], extra) if tier.rank == 0 else b"", tier.group)
+    leaders_do(lambda: _describe(folder, content))
+    leaders_do(lambda: _finish(final, content))
+
+
+def _write_own(folder: Path, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
+    return write_tensors(folder, rank, plan, planner) if plan.items else []
+
+
+def _described(
+    plans: list[SavePlan], results: list[list[WriteResult]], small: Mapping[str, FileRecord], extra: Extra
+) -> bytes:
+    """The text of the manifest of the whole checkpoint."""
+    kinds = {name: kind for plan in plans for name, kind in plan.planner_data.items()}
+    content, _ = describe_all(kinds, [result for some in results for result in some], small, extra)
+    return content
+
+
+def _describe(folder: Path, content: bytes) -> None:
+    write_file(folder / MANIFEST, content)
+    sync_folder(folder)
+
+
+def _finish(final: Path, content: bytes) -> None:
+    write_marker(building(final), content)
+    publish(final)
+
+
+def _copy(tier: Tier, folder: Path, results: list[list[WriteResult]]) -> None:
+    """Give this rank's file to the next node, and take one of the node before.
+
+    Raises:
+        OSError: when the disk refuses.
+    """
+    if tier.nodes.count == 1:
+        return
+    target, source = tier.nodes.neighbour(tier.rank, 1), tier.nodes.neighbour(tier.rank, -1)
+    sent, received = _parcel(folder, results[tier.rank], target), _parcel(folder, results[source], source)
+    error = exchange(sent, received, tier.group)
+    if error is not None:
+        raise error
+
+
+def _parcel(folder: Path, results: list[WriteResult], peer: int) -> Parcel | None:
+    """The file that a rank has written, if it had anything to write."""
+    files = [r.storage_data for r in results if isinstance(r.storage_data, FileResult)]
+    return Parcel(folder / files[0].name, peer, files[0].record.bytes) if files else None
+
+
+def _telling(action: Callable[[], T], final: Path, rank: int) -> T:
+    """The result of ``action``; a disk that refuses is told of as such."""
+    try:
+        return action()
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        what = "the disk is full" if full else error.strerror or str(error)
+        sentence = f"{error.filename or final}: {what} (rank {rank}); no local checkpoint was written"
+        fixes = ("free some space", "--local-save ELSEWHERE") if full else ("--local-save ELSEWHERE",)
+        raise StorageError(sentence, *fixes) from error
