@@ -4,7 +4,7 @@ Only matrix products count, as everywhere in the field: ``[m, k] x [k, n]`` is 2
 embeddings and the optimizer are left out. All numbers are FLOPs per token, averaged over a sequence.
 
 A weight is multiplied three times per token (forward, and in backward for the gradients of its input and of itself), so
-it costs 6 FLOPs. Queries of width ``q`` (heads x channels, often the hidden size) that meet ``k`` keys cost 2qk for the
+it costs 6 FLOPs; one of an expert costs them only for the tokens that chose it. Queries of width ``q`` (heads x channels, often the hidden size) that meet ``k`` keys cost 2qk for the
 scores and 2qk for the values, three times over: 12qk per layer.
 """
 
@@ -18,8 +18,8 @@ from megatron.config.run import RunConfig, TrainingConfig
 from megatron.parallel.shard import padded_vocabulary
 from megatron.pipeline.plan import stage_layers
 
-BLOCK = ("qkv", "scores", "values", "proj", "fc1", "fc2")
-"""The matrix products of a block, in order."""
+BLOCK = ("qkv", "scores", "values", "proj", "router", "fc1", "fc2")
+"""The matrix products of a block, in order; the last two are those of all experts that a token has."""
 
 ONE_STAGE = ParallelConfig()
 """All blocks on one rank, in one chunk."""
@@ -61,6 +61,10 @@ class FlopTable:
     def model(self) -> float:
         """Forward and backward."""
         return sum(work.forward + work.backward for work in self.works)
+
+    def of(self, name: str) -> float:
+        """Forward and backward of one of ``BLOCK`` in all blocks."""
+        return sum(layer[name].forward + layer[name].backward for layer in self.layers)
 
     @property
     def recomputed(self) -> float:
@@ -111,14 +115,14 @@ def recomputed_products(model: ModelConfig, training: TrainingConfig, place: int
         first = training.recompute_num_layers if training.recompute_method == "block" else None
         return frozenset(BLOCK if first is None or place < first else ())
     core = ("scores",) if model.attention_dropout > 0 else ("scores", "values")
-    products = {"core_attn": core, "mlp": ("fc1", "fc2")}
+    products = {"core_attn": core, "mlp": ("router", "fc1", "fc2")}
     return frozenset(name for module in training.recompute_modules for name in products.get(module, ()))
 
 
 def matmul_parameters(model: ModelConfig) -> int:
     """N of ``6N + 12Lhs``: the weights of matrix products, which are the linear layers and the output layer.
 
-    Not in it: the embeddings of tokens and positions (rows are looked up; a tied one counts once, as the output layer),
+    Not in it: experts that a token did not choose, the embeddings of tokens and positions (rows are looked up; a tied one counts once, as the output layer),
     biases, norms, and the padding of the vocabulary.
     """
     return model.hidden_size * (model.num_layers * sum(_widths(model).values()) + model.vocab)
@@ -144,7 +148,7 @@ class FlopsPerToken:
             N is ``matmul_parameters``, L layers, h the width of the queries, s ``full_keys``.
         causal: ``6N + 12Lh`` times ``causal_keys``: scores that are masked do not count.
         hardware: ``full`` and what is recomputed, except inside fused attention kernels, which keep no scores.
-        megatron: as Megatron-LM counts: causal, windows ignored, with the padding of the vocabulary.
+        megatron: as Megatron-LM counts: causal, windows ignored, with the padding of the vocabulary, without routers.
     """
 
     full: float
@@ -164,20 +168,27 @@ class FlopsPerToken:
             model.vocab, model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
         )
         full = flop_table(model, training, full_keys(model, s), model.vocab, config.parallel)
+        megatrons = flop_table(model, training, s / 2, padded)
         return cls(
             full=full.model,
             causal=flop_table(model, training, causal_keys(model, s), model.vocab).model,
             hardware=full.model + full.recomputed,
-            megatron=flop_table(model, training, s / 2, padded).model,
+            megatron=megatrons.model - megatrons.of("router"),
         )
 
 
 def _widths(model: ModelConfig) -> dict[str, int]:
-    """Rows of each linear layer of a block, those of the projections back to the hidden size counted as columns."""
-    query = model.num_attention_heads * model.head_dim
+    """Rows of each linear layer of a block, those of the projections back to the hidden size counted as columns.
+
+    Several experts are as one that is as wide as all of them.
+    """
+    query, mlp = model.num_attention_heads * model.head_dim, model.ffn
+    if model.num_experts is not None:
+        mlp = model.moe_router_topk * model.expert_ffn + (model.moe_shared_expert_intermediate_size or 0)
     return {
         "qkv": query + 2 * model.kv_groups * model.head_dim,
         "proj": query,
-        "fc1": model.ffn * (2 if model.gated else 1),
-        "fc2": model.ffn,
+        "router": model.num_experts or 0,
+        "fc1": mlp * (2 if model.gated else 1),
+        "fc2": mlp,
     }

@@ -205,7 +205,7 @@ class ModelConfig:
         Args:
             active: of the experts, only as many as compute a token.
         """
-        idle = self.mlp_parameters() - self.mlp_parameters(active=True) if active else 0
+        idle = self.layer_parameters() - self.layer_parameters(active)
         return self.part_parameters(self.num_layers, first=True, last=True) - self.num_layers * idle
 
     def part_parameters(self, layers: int, first: bool, last: bool) -> int:
@@ -226,14 +226,14 @@ class ModelConfig:
         """Parameters of one norm over the hidden size."""
         return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
 
-    def layer_parameters(self) -> int:
-        """Parameters of one transformer block."""
+    def layer_parameters(self, active: bool = False) -> int:
+        """Parameters of one transformer block; ``active``: of its experts, as many as compute a token."""
         h, d, bias = self.hidden_size, self.head_dim, int(self.add_bias_linear)
         qkv_rows = (self.heads_per_group + 2) * self.kv_groups * d
         attention = qkv_rows * (h + int(self.qkv_bias)) + self.num_attention_heads * d * h + bias * h
         if self.qk_layernorm:
             attention += 2 * d * (2 if self.normalization == "LayerNorm" else 1)
-        return attention + self.mlp_parameters() + 2 * self.norm_parameters()
+        return attention + self.mlp_parameters(active) + 2 * self.norm_parameters()
 
     def mlp_parameters(self, active: bool = False) -> int:
         """Those of a block's MLP, or of its router and experts; ``active``: of as many experts as compute a token."""

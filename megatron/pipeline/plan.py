@@ -268,7 +268,7 @@ def layer_costs(model: ModelConfig) -> LayerCosts:
     Embeddings are looked up, so they cost nothing. Attention scores are left out: the split does not move with the
     length of samples. While the vocabulary's size is not known the output layer counts for nothing.
     """
-    return LayerCosts(model.layer_parameters(), 0.0, (model.vocab_size or 0) * model.hidden_size)
+    return LayerCosts(model.layer_parameters(active=True), 0.0, (model.vocab_size or 0) * model.hidden_size)
 
 
 def stage_costs(model: ModelConfig, stages: Sequence[StageLayers]) -> tuple[float, ...]:

@@ -48,6 +48,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "padding": {"vocab_size": 97},
     "llama": {"num_query_groups": 2, "activation": "swiglu", "position_embedding_type": "rope", "kv_channels": 16},
 }
+NO_BIAS = {"add_bias_linear": False}
+EXPERTS: dict[str, dict[str, Any]] = {
+    "experts": NO_BIAS | {"num_experts": 4},
+    "one of three": NO_BIAS | {"num_experts": 3, "moe_router_topk": 1, "moe_router_pre_softmax": True},
+    "all of three": NO_BIAS | {"num_experts": 3, "moe_router_topk": 3},
+    "narrow, gated": NO_BIAS | {"num_experts": 8, "moe_ffn_hidden_size": 12, "activation": "swiglu"},
+    "shared expert": NO_BIAS | {"num_experts": 4, "moe_shared_expert_intermediate_size": 20},
+    "losses": NO_BIAS | {"num_experts": 4, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.1},
+}
 PLANS: dict[str, dict[str, Any]] = {
     "full": FULL,
     "uniform 2": FULL | {"recompute_method": "uniform", "recompute_num_layers": 2},
@@ -69,13 +78,15 @@ def counted(model: ModelConfig, training: TrainingConfig, fused: bool = False) -
     """
     solo, batch = Solo.build(model, torch.float32, training), random_batch(model, SAMPLES, SEQ)
     backends = [SDPBackend.FLASH_ATTENTION if fused else SDPBackend.MATH]
-    aten = torch.ops.aten
+    aten: Any = torch.ops.aten
     kernel = {
         aten._scaled_dot_product_flash_attention_for_cpu: lambda q, k, *_, **__: attention_flops(q, k),
         aten._scaled_dot_product_flash_attention_for_cpu_backward: lambda _, q, k, *__, **___: (
             2 * attention_flops(q, k)
         ),
     }
+    if model.num_experts is not None:  # a token's weighted sum of its experts is written as a product, and is none
+        kernel[aten.bmm] = lambda *_, **__: 0
     with sdpa_kernel(backends), FlopCounterMode(display=False, custom_mapping=kernel) as counter:
         solo.backward([batch])
     return counter.get_total_flops() / (SAMPLES * SEQ)
@@ -95,6 +106,18 @@ def expected(model: ModelConfig, training: TrainingConfig) -> float:
 def test_every_model_switch_costs_what_torch_counts(changes: dict[str, Any]) -> None:
     model = tiny(**changes)
     assert expected(model, TrainingConfig()) == counted(model, TrainingConfig())
+
+
+@pytest.mark.parametrize("changes", EXPERTS.values(), ids=EXPERTS)
+def test_experts_cost_what_torch_counts_of_the_tokens_that_chose_them(changes: dict[str, Any]) -> None:
+    model = tiny(**changes)
+    assert expected(model, TrainingConfig()) == counted(model, TrainingConfig(), fused=True)
+
+
+@pytest.mark.parametrize("plan", ["full", "default modules", "mlp", "all modules"])
+def test_experts_are_recomputed_as_torch_counts(plan: str) -> None:
+    model, training = tiny(**EXPERTS["shared expert"]), TrainingConfig(**PLANS[plan])
+    assert expected(model, training) == counted(model, training, fused=True)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -147,6 +170,16 @@ def test_weights_of_products_are_the_matrices_that_a_model_holds() -> None:
     assert matmul_parameters(model) == sum(matrices.values())
 
 
+def test_of_experts_those_count_that_compute_a_token() -> None:
+    """As many of each block's as compute a token."""
+    model = tiny(num_layers=1, vocab_size=PADDED, **EXPERTS["narrow, gated"])
+    sizes = {name: p.numel() for name, p in Solo.build(model).params.items() if p.dim() == 2 and "position" not in name}
+    chosen = {name: n * 2 // 8 if ".experts." in name else n for name, n in sizes.items()}
+    assert matmul_parameters(model) == sum(chosen.values()) < sum(sizes.values())
+    vectors = model.num_parameters() - sum(sizes.values())
+    assert model.num_parameters(active=True) == sum(chosen.values()) + vectors
+
+
 def test_full_is_6n_and_12lhs() -> None:
     model = tiny(num_layers=3, hidden_size=64)
     table = flop_table(model, TrainingConfig(), full_keys(model, SEQ), model.vocab)
@@ -182,12 +215,17 @@ def megatrons(m: ModelConfig, seq: int, padded: int) -> float:
     query, key_value = m.head_dim * m.num_attention_heads, m.head_dim * m.kv_groups
     masked = seq / 2
     attention = m.hidden_size * (query + 2 * key_value) + query * masked + query * masked + query * m.hidden_size
-    return 6 * (m.num_layers * (m.hidden_size * m.ffn * (3 if m.gated else 2) + attention) + m.hidden_size * padded)
+    width = m.ffn
+    if m.num_experts:
+        width = m.expert_ffn * m.moe_router_topk + (m.moe_shared_expert_intermediate_size or 0)
+    return 6 * (m.num_layers * (m.hidden_size * width * (3 if m.gated else 2) + attention) + m.hidden_size * padded)
 
 
-@pytest.mark.parametrize("name", ["plain", "gqa", "wide heads", "gated", "window", "padding"])
+@pytest.mark.parametrize(
+    "name", ["plain", "gqa", "wide heads", "gated", "window", "padding", "narrow, gated", "shared expert"]
+)
 def test_throughput_counts_as_megatron_does(name: str) -> None:
-    model = tiny(**MODELS[name])
+    model = tiny(**(MODELS | EXPERTS)[name])
     run = RunConfig(model=model, training=TrainingConfig(seq_length=64))
     assert FlopsPerToken.from_config(run).megatron == megatrons(model, 64, PADDED)
 
@@ -195,5 +233,5 @@ def test_throughput_counts_as_megatron_does(name: str) -> None:
 @pytest.mark.parametrize("forgotten", flops.BLOCK)
 def test_a_forgotten_product_is_seen(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flops, "BLOCK", tuple(name for name in flops.BLOCK if name != forgotten))
-    model = replace(TINY, num_layers=1)
-    assert expected(model, TrainingConfig()) < 0.99 * counted(model, TrainingConfig())
+    model = replace(TINY, num_layers=1, add_bias_linear=False, num_experts=4)
+    assert expected(model, TrainingConfig()) < 0.999 * counted(model, TrainingConfig(), fused=True)
