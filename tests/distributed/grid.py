@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import cache
 from itertools import product
@@ -75,6 +76,39 @@ MOMENTS: dict[str, dict[str, Any]] = {
     "bf16": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
 }
 
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    **{rule: {"optimizer": rule} for rule in choices("optimizer")},
+    "muon, fused": {
+        "optimizer": "muon",
+        "muon_split_qkv": False,
+        "muon_nesterov": True,
+        "muon_scale_mode": "unit_rms_norm",
+    },
+}
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "two of four": {"num_experts": 4, "moe_ffn_hidden_size": 24},
+    "balanced": {"num_experts": 4, "moe_ffn_hidden_size": 24, "moe_aux_loss_coeff": 0.1, "moe_z_loss_coeff": 0.01},
+    "shared": {
+        "num_experts": 4,
+        "moe_ffn_hidden_size": 24,
+        "moe_router_topk": 1,
+        "moe_router_pre_softmax": True,
+        "moe_shared_expert_intermediate_size": 32,
+        "moe_aux_loss_coeff": 0.1,
+    },
+}
+
+ZERO: dict[str, dict[str, Any]] = {
+    "0": {},
+    "1": {"use_distributed_optimizer": True},
+    "2": {"data_parallel_sharding_strategy": "optim_grads"},
+    "1 twice": {"data_parallel_sharding_strategy": "optim", "num_distributed_optimizer_instances": 2},
+    "2 twice": {"data_parallel_sharding_strategy": "optim_grads", "num_distributed_optimizer_instances": 2},
+}
+"""The stage, and the instances of the optimizer where there are two."""
+
 GROUPS: dict[str, dict[str, Any]] = {
     "two": {},
     "many": {
@@ -94,7 +128,12 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "vpp": (1, 2),
     "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b")),
     "tp": ("1", "2", "2sp", "4", "4sp"),
-    "dp": (1, 2),
+    "dp": (1, 2, 3, 4),
+    "zero": ("0", "1", "2", "2 twice"),  # stage 1 is in both of the latter
+    "gather": (False, True),
+    "experts": tuple(EXPERTS),
+    "ep": (1, 2),
+    "etp": (None, 1, 2),
     "samples": (4, 8, 6),
     "micro_batch": (1, 2, 4),
     "recompute": ("nothing", "all modules", "uniform 2", "block 1"),
@@ -117,7 +156,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "loss_chunk": (1024, 7),
     "overlap": (True, False),
     "bucket": (4000, 40_000_000),
-    "optimizer": choices("optimizer"),
+    "optimizer": tuple(OPTIMIZERS),
     "moments": tuple(MOMENTS),
     "groups": tuple(GROUPS),
     "clip": (1.0, 0.0),
@@ -127,21 +166,39 @@ FACTORS: dict[str, tuple[Any, ...]] = {
 LAYOUT = ("pp", "vpp", "schedule", "tp", "dp", "samples", "micro_batch", "layers")
 """Factors that rules of the rank grid and of the pipeline connect."""
 
+SHARING = ("tp", "dp", "zero", "gather", "experts", "ep", "etp", "biases")
+"""Factors that rules of what replicas cut, and of experts, connect."""
+
+Grid = tuple[str, int]
+"""TP and DP: all that ``LAYOUT`` and ``SHARING`` have in common."""
+
 
 def valid(choice: Choice) -> bool:
     """Whether a choice can be completed so that it breaks no rule."""
-    names = tuple(name for name in LAYOUT if name in choice)
-    if tuple(choice[name] for name in names) not in _parts_of_layouts(names):
+    if not _grids(layouts, _known(choice, LAYOUT)) & _grids(sharings, _known(choice, SHARING)):
         return False
     if choice.get("optimizer") == "lion" and _has_key_bias(choice):
         return False
     return choice.get("positions", "rope") in ROTATING or choice.get("rotary", "plain") == "plain"
 
 
+def _known(choice: Choice, names: tuple[str, ...]) -> Choice:
+    return {name: choice[name] for name in names if name in choice}
+
+
+def _grids(fitting: Callable[[], Iterator[Choice]], known: Choice) -> frozenset[Grid]:
+    """The grids of what fits together and has these values."""
+    return _by_values(fitting, tuple(known)).get(tuple(known.values()), frozenset())
+
+
 @cache
-def _parts_of_layouts(names: tuple[str, ...]) -> frozenset[tuple[Any, ...]]:
-    """The values under these names of every layout that there can be."""
-    return frozenset(tuple(layout[name] for name in names) for layout in layouts())
+def _by_values(
+    fitting: Callable[[], Iterator[Choice]], names: tuple[str, ...]
+) -> Mapping[tuple[Any, ...], frozenset[Grid]]:
+    found: dict[tuple[Any, ...], set[Grid]] = defaultdict(set)
+    for c in fitting():
+        found[tuple(c[name] for name in names)].add((c["tp"], c["dp"]))
+    return {values: frozenset(grids) for values, grids in found.items()}
 
 
 def layouts() -> Iterator[Choice]:
@@ -154,6 +211,20 @@ def layouts() -> Iterator[Choice]:
         small = tp * c["pp"] * c["dp"] <= MAX_RANKS and c["layers"] * micro_batches * tp <= MAX_COLLECTIVES
         in_turn = rest == 0 and (micro_batches > 1 or c["pp"] == 1)  # one alone has no order to get wrong
         if fits and filled and small and in_turn:
+            yield c
+
+
+def sharings() -> Iterator[Choice]:
+    """Every combination of the values in ``SHARING`` that fits together."""
+    for values in product(*(FACTORS[name] for name in SHARING)):
+        c = dict(zip(SHARING, values))
+        tp = int(c["tp"][0])
+        copies, rest = divmod(tp * c["dp"], c["ep"] * (c["etp"] or tp))  # of every expert
+        alone = c["experts"] == "none" and c["ep"] == 1 and c["etp"] is None
+        mixed = c["experts"] != "none" and c["tp"] in ("1", "2sp", "4sp") and c["biases"] != "all" and rest == 0
+        halved = c["dp"] % 2 == 0 and (alone or copies % 2 == 0)
+        cut = c["dp"] > 1 and (halved or not c["zero"].endswith("twice"))
+        if (alone or mixed) and (cut if c["zero"] != "0" else not c["gather"]):
             yield c
 
 
@@ -182,6 +253,7 @@ def case_of(choice: Choice) -> Case:
         **ROTARY[c["rotary"]],
         **BIASES[c["biases"]],
         **DROPOUT[c["dropout"]],
+        **EXPERTS[c["experts"]],
     )
     parallel = ParallelConfig(
         tensor_model_parallel_size=int(c["tp"][0]),
@@ -191,6 +263,10 @@ def case_of(choice: Choice) -> Case:
         sequence_parallel=c["tp"].endswith("sp"),
         ddp_bucket_size=c["bucket"],
         overlap_grad_reduce=c["overlap"],
+        overlap_param_gather=c["gather"],
+        expert_model_parallel_size=c["ep"],
+        expert_tensor_parallel_size=c["etp"],
+        **ZERO[c["zero"]],
     )
     training = TrainingConfig(
         micro_batch_size=c["micro_batch"],
@@ -198,9 +274,9 @@ def case_of(choice: Choice) -> Case:
         **RECOMPUTE[c["recompute"]],
     )
     optimizer = OptimizerConfig(
-        optimizer=c["optimizer"],
         clip_grad=c["clip"],
         adam_eps=1e-5,
+        **OPTIMIZERS[c["optimizer"]],
         **MOMENTS[c["moments"]],
         **GROUPS[c["groups"]],
     )

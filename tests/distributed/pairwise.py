@@ -12,7 +12,8 @@ Pair = frozenset[tuple[str, Any]]
 
 
 def covering(factors: Mapping[str, Sequence[Any]], valid: Callable[[Choice], bool]) -> list[Choice]:
-    """Greedy and deterministic: each case takes up a pair that is left and adds what covers most others.
+    """Greedy and deterministic: each case takes up a pair that is left, of values of which most are, and adds what
+    covers most others.
 
     Among equals the value used least so far is taken, so that values are spread evenly.
 
@@ -25,7 +26,8 @@ def covering(factors: Mapping[str, Sequence[Any]], valid: Callable[[Choice], boo
     cases: list[Choice] = []
     used: Counter[tuple[str, Any]] = Counter()
     while left:
-        choice, waiting = dict(sorted(left[0])), set(left)
+        waiting, often = set(left), Counter(value for pair in left for value in pair)
+        choice = dict(sorted(max(left, key=lambda pair: sum(often[value] for value in pair))))
         for name in sorted(set(factors) - set(choice), key=lambda n: (-len(factors[n]), n)):
             choice[name] = max(
                 (v for v in factors[name] if valid(choice | {name: v})),

@@ -35,13 +35,16 @@ from tests.distributed.grid import (
     LAYOUT,
     MAX_RANKS,
     RECOMPUTE,
+    SHARING,
     case_of,
     choices,
     label,
+    layouts,
+    sharings,
     stages_on_a_rank,
     valid,
 )
-from tests.distributed.pairwise import Choice, covering, pairs_of, valid_pairs
+from tests.distributed.pairwise import Choice, Pair, covering, pairs_of, valid_pairs
 from tests.distributed.pool import Pool
 
 TOLERANCE_FP64 = 1e-10
@@ -140,24 +143,27 @@ def test_the_matrix_is_small_and_covers_every_pair_that_can_occur() -> None:
     assert len(MATRIX) <= 60
     assert all(valid(choice) and set(choice) == set(FACTORS) for choice in MATRIX)
     covered = set().union(*map(pairs_of, MATRIX))
-    for (a, x), (b, y) in map(sorted, all_pairs()):
-        possible = any(valid(rest | {a: x, b: y}) for rest in RULED)
-        assert possible == (frozenset(((a, x), (b, y))) in covered), (a, x, b, y)
+    together = pairs_that_fit()
+    for pair in valid_pairs(FACTORS, lambda choice: True):
+        ruled = {name for name, _ in pair} <= {*LAYOUT, *SHARING}
+        assert (pair in together if ruled else valid(dict(pair))) == (pair in covered), sorted(pair)
 
 
-RULED = [
-    dict(zip(names, values))
-    for names in (LAYOUT, ("positions", "rotary"))
-    for values in itertools.product(*(FACTORS[name] for name in names))
-]
-"""Every combination of factors that some rule speaks of; what Lion cannot have is optional, and off by default."""
+def pairs_that_fit() -> set[Pair]:
+    """Pairs of values of what rules connect, from every layout and every sharing with the same TP and DP."""
+    found: set[Pair] = set()
+    whole = [*layouts()], [*sharings()]
+    for grid in itertools.product(FACTORS["tp"], FACTORS["dp"]):
+        parts = [[c for c in side if (c["tp"], c["dp"]) == grid] for side in whole]
+        if all(parts):
+            found.update(*(pairs_of(c) for part in parts for c in part))
+            ends = [set().union(*(c.items() for c in part)) for part in parts]
+            found |= {frozenset(pair) for pair in itertools.product(*ends) if pair[0][0] != pair[1][0]}
+    return found
 
 
-def all_pairs() -> list[frozenset[tuple[str, object]]]:
-    return valid_pairs(FACTORS, lambda choice: True)
-
-
-OF_COMPUTING = {"pp", "vpp", "schedule", "tp", "dp", "micro_batch", "recompute", "loss_chunk", "overlap", "bucket"}
+OF_THE_MODEL = {"samples", "layers"}
+OF_COMPUTING = {*LAYOUT, "recompute", "loss_chunk", "overlap", "bucket", "zero", "gather", "ep", "etp"} - OF_THE_MODEL
 MATTERS = sorted(set(FACTORS) - OF_COMPUTING - {"rotary"})
 
 
@@ -165,6 +171,8 @@ MATTERS = sorted(set(FACTORS) - OF_COMPUTING - {"rotary"})
 def test_every_value_of_a_factor_of_the_model_changes_the_numbers(factor: str) -> None:
     """Otherwise the matrix would compare the same model with itself under several names."""
     plain = {name: values[0] for name, values in FACTORS.items()}
+    if factor == "experts":
+        plain["biases"] = "no"  # which experts do not have
     seen = [numbers(case_of(plain | {factor: value})) for value in FACTORS[factor]]
     assert len(set(seen)) == len(seen)
 
