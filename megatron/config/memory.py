@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from megatron.config.batch import microbatches
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parameters import WORDS, Parameter, parameters, stages_by_rank
@@ -17,6 +18,8 @@ from megatron.config.run import OptimizerConfig, RunConfig
 from megatron.parallel.layout import Layout
 from megatron.parallel.ownership import BucketKey, Packing, limits_of, pack, partition
 from megatron.parallel.shard import EXPERT
+from megatron.pipeline.actions import WEIGHT
+from megatron.pipeline.plan import program_for
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 """Of a number in each format."""
@@ -247,9 +250,16 @@ def transient_bytes(config: RunConfig, world_size: int) -> int:
         kept = [bucket for bucket in reduced if bucket not in streamed]
         sums = sum(_sum_bytes(config, bucket, wide) for bucket in kept)
         sums += sum(sorted(_sum_bytes(config, bucket, wide) for bucket in streamed)[-STREAMED_SUMS - 1 :])
-        several = len(stages_by_rank(config.model, config.parallel)[pp]) > 1 or layout.sizes["pp"] > 1
-        found.append(sums + _streamed_elements(streamed, several) * wide)
+        found.append(sums + _streamed_elements(streamed, _in_turn(config, layout, pp)) * wide)
     return max(found)
+
+
+def _in_turn(config: RunConfig, layout: Layout, pp: int) -> bool:
+    """Whether gradients come layer by layer, the last first: from one stage, and with those of its activations."""
+    if len(stages_by_rank(config.model, config.parallel)[pp]) > 1:
+        return False
+    program = program_for(config.parallel, microbatches(config.training, layout.sizes["dp"]))
+    return all(action.kind != WEIGHT for action in program.ranks[pp])
 
 
 def _sum_bytes(config: RunConfig, bucket: Bucket, wide: int) -> int:
@@ -258,12 +268,12 @@ def _sum_bytes(config: RunConfig, bucket: Bucket, wide: int) -> int:
     return part + (2 * bucket.packing.size * BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0)
 
 
-def _streamed_elements(streamed: list[Bucket], several: bool) -> int:
-    """Of the whole buckets of ZeRO-2: those that wait for gradients, one of a kind where the layers come in turn."""
+def _streamed_elements(streamed: list[Bucket], in_turn: bool) -> int:
+    """Of the whole buckets of ZeRO-2: those that wait for gradients, one of a kind where layers come in turn."""
     total = 0
     for size in {bucket.packing.size for bucket in streamed}:
         alike = [bucket.key for bucket in streamed if bucket.packing.size == size]
-        total += size * (len(alike if several else set(alike)) + STREAMED_SUMS)
+        total += size * (len(set(alike) if in_turn else alike) + STREAMED_SUMS)
     return total
 
 

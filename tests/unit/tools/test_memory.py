@@ -1,0 +1,72 @@
+"""The tool as people call it, and what the documentation says that it prints."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megatron.config.parallel import STAGES
+from tools.memory import main
+
+ROOT = Path(__file__).parents[3]
+ELEMENTS = 6_738_415_616
+"""Parameters of Llama-2 7B."""
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(argv, {}) == 0
+    return capsys.readouterr().out
+
+
+def rows(text: str) -> dict[str, list[float]]:
+    cells = re.findall(r"^(\w[\w -]*?)  +(?:1/)?([\d.,]+) +(?:1/)?([\d.,]+) +(?:1/)?([\d.,]+)$", text, re.MULTILINE)
+    return {name: [float(n.replace(",", "")) for n in numbers] for name, *numbers in cells}
+
+
+def test_zero_saves_what_its_paper_says_where_alignment_is_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    found = rows(printed(capsys, "--preset", "llama2-7b", "--bf16", "--world-size", "4"))
+    gb, ranks = ELEMENTS / 2**30, 4
+    expected = {
+        "weights": [2 * gb] * 3,
+        "gradients": [4 * gb, 4 * gb, 4 * gb / ranks],
+        "masters": [4 * gb, 4 * gb / ranks, 4 * gb / ranks],
+        "moments": [8 * gb, 8 * gb / ranks, 8 * gb / ranks],
+        "sum": [18 * gb, (6 + 12 / ranks) * gb, (2 + 16 / ranks) * gb],
+        "of ZeRO-0": [1, 18 / 9, 18 / 6],
+    }
+    assert {name: found[name] for name in expected} == {
+        name: pytest.approx(numbers, abs=0.006, rel=1e-3) for name, numbers in expected.items()
+    }
+    assert [*found][-1] == "on their way"
+    assert len(STAGES) == 3
+
+
+def test_the_flags_of_a_run_count(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = "--preset llama2-7b --bf16 --world-size 8 --tensor-model-parallel-size 2"
+    remainders = rows(printed(capsys, *argv.split(), "--store-param-remainders", "--ema-decay", "0.99"))
+    assert remainders["masters"][0] == pytest.approx(2 * ELEMENTS / 2 / 2**30, rel=2e-3)
+    assert remainders["average"][1] == pytest.approx(remainders["average"][0] / 4, rel=2e-3)
+    text = printed(capsys, *argv.split(), "--use-distributed-optimizer", "--num-distributed-optimizer-instances", "2")
+    assert "8 ranks: PP 1 x DP 4 x TP 2" in text
+    halves = rows(text)["moments"]
+    assert halves[1] == pytest.approx(halves[0] / 2, rel=2e-3)
+
+
+def test_what_is_wrong_is_said_as_by_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--preset", "llama2-7b", "--world-size", "3", "--tensor-model-parallel-size", "2"], {}) == 1
+    assert "E202" in capsys.readouterr().err
+    assert main(["--preset", "tiny-gpt2", "--tokenizer-type", "ByteTokenizer"], {}) == 1
+    assert "--vocab-size" in capsys.readouterr().err
+    assert main(["--help"], {}) == 0
+    assert "tools/memory.py" in capsys.readouterr().out
+
+
+def test_the_documentation_shows_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    shown = re.findall(r"^```\n\$ python tools/memory\.py (.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
+    assert shown
+    for flags, output in shown:
+        assert printed(capsys, *shlex.split(flags)) == output, flags

@@ -1,0 +1,93 @@
+"""What ZeRO saves: ``python tools/memory.py --preset llama2-7b --bf16 --world-size 4``.
+
+Takes the flags of a training run. Prints, for each stage of ZeRO, what the rank that has most holds for the whole run:
+the bytes that a run allocates, alignment included, not those of a textbook. Activations come on top of it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+
+from megatron.config.arguments import parse
+from megatron.config.memory import PARTS, state_bytes, transient_bytes
+from megatron.config.parallel import STAGES
+from megatron.config.problems import Problem, UserError
+from megatron.config.run import RunConfig
+
+NEEDED = {
+    ("--mock-data",): ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path"),
+    ("--train-iters", "1"): ("--train-samples",),
+}
+"""What a run must be told and memory does not depend on, and flags that say the same or otherwise."""
+
+GB = 2**30
+
+
+def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
+    """Print the table; returns the exit status."""
+    if {"-h", "--help"} & {*argv}:
+        print(__doc__)
+        return 0
+    try:
+        parsed = parse(["--check-config", *completed(argv)], environ)
+        if parsed.config.model.vocab_size is None:
+            raise UserError([Problem("E104", "nothing says how large the vocabulary is", ("--vocab-size 50257",))])
+        print("\n".join(table(parsed.config, parsed.world_size)))
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return 1
+    return 0
+
+
+def completed(argv: Sequence[str]) -> list[str]:
+    """The flags, and those without which there is no run."""
+    missing = (flag for flag, others in NEEDED.items() if not {flag[0], *others} & {*argv})
+    return [*argv, *(word for flag in missing for word in flag)]
+
+
+def table(config: RunConfig, world_size: int) -> Iterator[str]:
+    """The lines that are printed."""
+    p = config.parallel
+    stages = [sharded(config, name) for name in STAGES]
+    held = [state_bytes(stage, world_size) for stage in stages]
+    sums = [sum(parts.values()) for parts in held]
+    pp, dp, tp = p.pipeline_model_parallel_size, p.data_parallel_size(world_size), p.tensor_model_parallel_size
+    yield f"{config.model.num_parameters():,} parameters on {world_size} ranks: PP {pp} x DP {dp} x TP {tp}"
+    yield "GB (2^30 bytes) on the fullest rank, without activations"
+    yield ""
+    yield row("", [f"ZeRO-{stage}" for stage in STAGES.values()])
+    rows = {part: [gigabytes(parts[part]) for parts in held] for part in PARTS}
+    yield from (row(part, cells) for part, cells in rows.items() if {*cells} != {gigabytes(0)})
+    yield row("sum", [gigabytes(total) for total in sums])
+    yield row("of ZeRO-0", [f"1/{sums[0] / total:.2f}" for total in sums])
+    yield ""
+    yield row("on their way", [gigabytes(transient_bytes(stage, world_size)) for stage in stages])
+    yield "(gradients between ranks while backward runs: at most so much besides, and gone after it)"
+
+
+def sharded(config: RunConfig, strategy: str) -> RunConfig:
+    """The same run, with what data-parallel ranks cut among themselves as the strategy says."""
+    parallel = replace(
+        config.parallel,
+        use_distributed_optimizer=False,
+        data_parallel_sharding_strategy=strategy,
+        overlap_param_gather=config.parallel.overlap_param_gather and strategy != "no_shard",
+    )
+    return replace(config, parallel=parallel)
+
+
+def gigabytes(count: int) -> str:
+    """Bytes, in the unit of the table."""
+    return f"{count / GB:,.2f}"
+
+
+def row(name: str, cells: Sequence[str]) -> str:
+    """A line of the table."""
+    return f"{name:<17}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
