@@ -146,6 +146,7 @@ class StreamedBucket:
 
     def start_step(self) -> None:
         """Zero the gradients."""
+        self._spare.settle(0)  # what a step that was given up has left on its way
         self.own.zero_()
         self._begin()
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
 
 from megatron.config.parallel import ParallelConfig
-from megatron.optim import wire
-from megatron.optim.buckets import GradBuckets
+from megatron.optim import buckets as module
+from megatron.optim.buckets import IN_FLIGHT, GradBuckets, StreamedBucket
+from megatron.optim.wire import Sum
+from megatron.parallel import comm
 from megatron.parallel.comm import Group, Pending
 from megatron.parallel.grads import GradSink
 from megatron.parallel.mesh import Mesh
@@ -106,7 +113,7 @@ class Reductions:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.started: list[int] = []
-        monkeypatch.setattr(wire.comm, "start_all_reduce", self)
+        monkeypatch.setattr(comm, "start_all_reduce", self)
 
     def __call__(self, buffer: torch.Tensor, group: Group) -> Pending:
         self.started.append(buffer.data_ptr())
@@ -170,3 +177,157 @@ def test_start_step_forgets_the_last_step() -> None:
     assert not any(grad.any() for grad in buckets.grads.values())
     contribute(sink, "last", "middle", "bias", "first", "first")
     buckets.finish()
+
+
+RANKS, RANK = 3, 1
+
+
+@dataclass
+class Scattered:
+    """Stands in for the reduce-scatter of ZeRO-2 among equal ranks: what is on its way must not change.
+
+    Attributes:
+        started: buffers of all sums, in order.
+        pending: sums that nobody has waited for.
+        most: so many were on their way at once.
+    """
+
+    started: list[Tensor] = field(default_factory=list)
+    pending: int = 0
+    most: int = 0
+
+    def __call__(self, buffer: Tensor, group: Group, dtype: torch.dtype) -> Sum:
+        assert group.size == RANKS
+        self.started.append(buffer)
+        self.pending += 1
+        self.most = max(self.most, self.pending)
+        given = buffer.clone()
+
+        def made_of(sent: Tensor) -> Tensor:
+            assert torch.equal(sent, given), "a buffer was written to while it was on its way"
+            self.pending -= 1
+            return sent.view(RANKS, -1)[RANK] * RANKS
+
+        return Sum(Pending(buffer), made_of)
+
+
+@contextmanager
+def streaming(size: int = 65, overlap: bool = True) -> Iterator[tuple[GradBuckets, GradSink, Scattered]]:
+    """ZeRO-2 of several ranks, as one of them sees it."""
+    scattered = Scattered()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Mesh, "shards", lambda self, *axes: Group(tuple(range(RANKS)), RANK))
+        patch.setattr(Mesh, "copies", lambda self, *axes: Group())
+        patch.setattr(module, "start_reduce_scatter", scattered)
+        sink, strategy = GradSink(), "optim_grads"
+        config = ParallelConfig(
+            ddp_bucket_size=size, overlap_grad_reduce=overlap, data_parallel_sharding_strategy=strategy
+        )
+        dtypes = dict.fromkeys(SPECS, torch.float32)
+        yield GradBuckets(SPECS, dtypes, one_rank_mesh(), sink, torch.device("cpu"), config), sink, scattered
+
+
+def contributions(microbatches: int) -> list[str]:
+    return [name for name, spec in SPECS.items() for _ in range(microbatches * spec.uses)]
+
+
+def value_of(name: str, number: int) -> Tensor:
+    """The ``number``-th contribution to a gradient: whole numbers, of which sums are exact."""
+    generator = torch.Generator().manual_seed(97 * number + len(name))
+    return torch.randint(-9, 10, SPECS[name].local_shape, generator=generator).float()
+
+
+def check_sums(buckets: GradBuckets, counts: dict[str, int]) -> None:
+    """This rank has its parts of the sums over all ranks, which are all equal."""
+    held = 0
+    for bucket in buckets.buckets:
+        whole = torch.zeros(bucket.room.packing.size)
+        for name in bucket.specs:
+            total = sum((value_of(name, i) for i in range(counts[name])), torch.zeros(SPECS[name].local_shape))
+            first = bucket.room.packing.offsets[name]
+            whole[first : first + total.numel()] = RANKS * total.flatten()
+        assert torch.equal(bucket.own, whole.view(RANKS, -1)[RANK])
+        held += bucket.own.numel()
+    assert sum(grad.numel() for grad in buckets.grads.values()) <= held
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(st.integers(1, 4), st.booleans(), st.sampled_from((1, 65, 10_000)), st.data())
+def test_a_streamed_sum_is_whole_in_whatever_order_gradients_come(
+    microbatches: int, overlap: bool, size: int, data: st.DataObject
+) -> None:
+    """As where weight gradients of some layers are put off, and micro-batches are at several places at once."""
+    order = data.draw(st.permutations(contributions(microbatches)))
+    with streaming(size, overlap) as (buckets, sink, scattered):
+        for _ in range(2):  # nothing of a step may leak into the next
+            buckets.start_step(microbatches)
+            counts = dict.fromkeys(SPECS, 0)
+            for name in order:
+                sink.accumulate(name, value_of(name, counts[name]))
+                counts[name] += 1
+            buckets.finish()
+            check_sums(buckets, counts)
+            assert scattered.pending == 0
+        assert scattered.most <= (IN_FLIGHT if overlap else 0) + 1
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_every_micro_batch_is_reduced_and_its_buffer_used_again(overlap: bool) -> None:
+    with streaming(10_000, overlap) as (buckets, sink, scattered):
+        assert [list(bucket.specs) for bucket in buckets.buckets] == [["last", "middle", "first"], ["bias"]], (
+            "vectors are apart: their gradients are never put off"
+        )
+        assert all(isinstance(bucket, StreamedBucket) for bucket in buckets.buckets)
+        for _ in range(3):
+            buckets.start_step(4)
+            for i in range(4):
+                for name, spec in list(SPECS.items())[::-1]:
+                    for use in range(spec.uses):
+                        sink.accumulate(name, value_of(name, i * spec.uses + use))
+            buckets.finish()
+            check_sums(buckets, {name: 4 * spec.uses for name, spec in SPECS.items()})
+        sizes = {bucket.room.packing.size for bucket in buckets.buckets}
+        assert len(scattered.started) == 3 * 4 * 2
+        for size in sizes:
+            used = {buffer.data_ptr() for buffer in scattered.started if buffer.numel() == size}
+            assert len(used) <= (IN_FLIGHT if overlap else 0) + 1
+
+
+@pytest.mark.parametrize(("given_names", "told"), WRONG)
+def test_a_wrong_number_is_told_where_gradients_are_streamed_too(given_names: str, told: str) -> None:
+    with streaming() as (buckets, sink, _):
+        buckets.start_step(1)
+        contribute(sink, *given_names.split())
+        with pytest.raises(RuntimeError, match=told):
+            buckets.finish()
+        buckets.start_step(1)
+        for name, spec in SPECS.items():
+            for use in range(spec.uses):
+                sink.accumulate(name, value_of(name, use))
+        buckets.finish()
+        check_sums(buckets, {name: spec.uses for name, spec in SPECS.items()})
+
+
+def test_gradients_that_are_looked_at_are_not_sent() -> None:
+    with streaming() as (buckets, sink, scattered):
+        buckets.start_step(1)
+        with buckets.unreduced():
+            contribute(sink, *SPECS, "first")
+        assert scattered.started == []
+        assert all((buckets.target(name) == spec.uses).all() for name, spec in SPECS.items())
+
+
+def test_no_part_has_half_of_what_one_rank_updates_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: Group())
+    found: dict[str, int] = dict.fromkeys(SPECS, 0)
+    for rank in range(RANKS):
+        monkeypatch.setattr(Mesh, "shards", lambda self, *axes, here=rank: Group(tuple(range(RANKS)), here))
+        dtypes = dict.fromkeys(SPECS, torch.float32)
+        config = ParallelConfig(use_distributed_optimizer=True)
+        buckets = GradBuckets(
+            SPECS, dtypes, one_rank_mesh(), GradSink(), torch.device("cpu"), config, {"first", "middle", "last"}
+        )
+        for name, grad in buckets.grads.items():
+            found[name] += 1
+            assert name == "bias" or grad.shape == SPECS[name].local_shape
+    assert found == dict.fromkeys(SPECS, 1)
