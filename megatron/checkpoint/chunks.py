@@ -4,16 +4,70 @@ from __future__ import annotations
 
 import os
 from io import FileIO
-from pathlib import Path
+from typing import Protocol
 
 import torch
 import xxhash
 from torch import Tensor
 
-from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.errors import DamagedError, unreadable
 from megatron.checkpoint.files import BLOCK
 from megatron.checkpoint.manifest import Chunk, Manifest
+from megatron.checkpoint.remote import RANGE, RANGES, Location, RemotePath
+from megatron.checkpoint.retries import tell
 from megatron.checkpoint.tensorfile import DTYPES
+
+PROOFS = 3
+"""How often what comes from an object store is asked for until it is what was written: the way may have changed it."""
+
+
+class Source(Protocol):
+    """A file that is open: where blocks of it come from, and how large they should be."""
+
+    block: int
+
+    def read(self, offset: int, buffer: memoryview) -> int:
+        """Fill ``buffer``, or its beginning, from ``offset`` on; returns how many bytes, 0 at the end of the file."""
+
+    def close(self) -> None:
+        """Give it back."""
+
+
+class DiskFile:
+    """A file on a disk."""
+
+    block = BLOCK
+
+    def __init__(self, path: str) -> None:
+        self._file = FileIO(path)
+        if hasattr(os, "posix_fadvise"):  # the system reads further ahead, while the checksum is taken
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def read(self, offset: int, buffer: memoryview) -> int:
+        """A block of it."""
+        self._file.seek(offset)
+        return self._file.readinto(buffer) or 0
+
+    def close(self) -> None:
+        """Close it."""
+        self._file.close()
+
+
+class RemoteObject:
+    """An object in a store."""
+
+    block = RANGE * RANGES
+
+    def __init__(self, path: RemotePath) -> None:
+        self._path = path
+
+    def read(self, offset: int, buffer: memoryview) -> int:
+        """A block of it, all of what was asked for."""
+        self._path.read_into(offset, buffer)
+        return len(buffer)
+
+    def close(self) -> None:
+        """Nothing: every read is a request of its own."""
 
 
 class ChunkReader:
@@ -21,7 +75,7 @@ class ChunkReader:
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
-        self._open: tuple[str, FileIO] | None = None
+        self._open: tuple[str, Source] | None = None
         self._proved: set[str] = set()
         self._memory = torch.empty(0, dtype=torch.uint8)
         self._held: Chunk | None = None
@@ -35,6 +89,7 @@ class ChunkReader:
 
         Raises:
             DamagedError: when it cannot be read or does not match its checksum.
+            UnreachableError: when an object store does not answer.
         """
         if len(self._memory) < chunk.bytes:
             self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
@@ -82,34 +137,41 @@ class ChunkReader:
 
     __del__ = close
 
-    def _file(self, name: str) -> FileIO:
+    def _file(self, name: str) -> Source:
         if self._open is None or self._open[0] != name:
             self.close()
+            path = self._path(name)
             try:
-                self._open = name, FileIO(str(self._path(name)))
+                self._open = name, RemoteObject(path) if isinstance(path, RemotePath) else DiskFile(str(path))
             except OSError as error:
-                raise DamagedError(f"{self._path(name)} is missing or cannot be read: {error.strerror}") from error
-            if hasattr(os, "posix_fadvise"):  # the system reads further ahead, while the checksum is taken
-                os.posix_fadvise(self._open[1].fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+                raise DamagedError(f"{path} is missing or cannot be read: {error.strerror}") from error
         return self._open[1]
 
     def _read(self, file: str, offset: int, length: int, buffer: memoryview | None, expected: str, what: str) -> None:
         """Prove ``length`` bytes of a file, and keep them if there is a ``buffer`` for them."""
+        path = self._path(file)
+        for proof in range(1, (PROOFS if isinstance(path, RemotePath) else 1) + 1):
+            if self._digest(file, offset, length, buffer, what) == expected:
+                return
+            if proof < PROOFS and isinstance(path, RemotePath):
+                tell(f"{path}: {what} came with flipped bytes; it is asked for again, time {proof + 1} of {PROOFS}")
+        raise DamagedError(f"{path} has flipped bytes ({what})")
+
+    def _digest(self, file: str, offset: int, length: int, buffer: memoryview | None, what: str) -> str:
+        """Checksum of ``length`` bytes of a file, which go to ``buffer`` if there is one."""
         source, digest, done = self._file(file), xxhash.xxh3_64(), 0
-        scratch = memoryview(bytearray(min(length, BLOCK) if buffer is None else 0))
+        scratch = memoryview(bytearray(min(length, source.block) if buffer is None else 0))
         while done < length:
-            block = scratch[: length - done] if buffer is None else buffer[done : done + BLOCK]
+            block = scratch[: length - done] if buffer is None else buffer[done : done + source.block]
             try:
-                source.seek(offset + done)
-                count = source.readinto(block) or 0
+                count = source.read(offset + done, block)
             except OSError as error:
-                raise DamagedError(f"{self._path(file)} cannot be read: {error.strerror} ({what})") from error
+                raise unreadable(self._path(file), error, f" ({what})") from error
             if not count:
                 raise DamagedError(f"{self._path(file)} is truncated ({what})")
             digest.update(block[:count])
             done += count
-        if digest.hexdigest() != expected:
-            raise DamagedError(f"{self._path(file)} has flipped bytes ({what})")
+        return digest.hexdigest()
 
-    def _path(self, file: str) -> Path:
-        return self._manifest.path / file
+    def _path(self, file: str) -> Location:
+        return self._manifest.folder / file

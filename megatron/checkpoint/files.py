@@ -16,6 +16,8 @@ from typing import Self
 import xxhash
 
 from megatron.checkpoint.errors import StorageError
+from megatron.checkpoint.remote import Location, RemoteFile, RemotePath
+from megatron.checkpoint.retries import is_lasting
 
 Bytes = bytes | memoryview
 
@@ -70,14 +72,24 @@ def _naming(path: Path) -> Iterator[None]:
         raise
 
 
-def write_file(path: Path, content: Bytes) -> None:
+def new_file(path: Location) -> NewFile | RemoteFile:
+    """A file or an object being written."""
+    return RemoteFile(path) if isinstance(path, RemotePath) else NewFile(path)
+
+
+def write_file(path: Location, content: Bytes) -> None:
     """A new file with this content, on the disk when the call returns."""
+    if isinstance(path, RemotePath):
+        path.write_bytes(content)
+        return
     with NewFile(path) as file:
         file.write(content)
 
 
-def sync_folder(path: Path) -> None:
-    """Make the names in a folder outlast a power cut, where the file system knows how to."""
+def sync_folder(path: Location) -> None:
+    """Make the names in a folder outlast a power cut, where the file system knows how to; a store always does."""
+    if isinstance(path, RemotePath):
+        return
     fd = os.open(path, os.O_RDONLY)
     try:
         with _naming(path):
@@ -89,8 +101,10 @@ def sync_folder(path: Path) -> None:
         os.close(fd)
 
 
-def make_folder(path: Path) -> None:
-    """Create a folder and those around it; their names are on the disk when the call returns."""
+def make_folder(path: Location) -> None:
+    """Create a folder and those around it; their names are on the disk when the call returns. A store has none."""
+    if isinstance(path, RemotePath):
+        return
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
         with suppress(FileExistsError):  # another rank was faster
@@ -98,7 +112,7 @@ def make_folder(path: Path) -> None:
         sync_folder(folder.parent)
 
 
-def refused(error: OSError, folder: Path, rank: int, older: Path | None = None) -> StorageError:
+def refused(error: OSError, folder: Location, rank: int, older: Location | None = None) -> StorageError:
     """What to tell of a disk that refused while a checkpoint was written to ``folder``.
 
     Args:
@@ -110,11 +124,22 @@ def refused(error: OSError, folder: Path, rank: int, older: Path | None = None) 
     what, fixes = error.strerror or str(error), [elsewhere(older)]
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         what, fixes = "the disk is full", ["free some space", *fixes]
-    if error.errno == errno.ENOENT:
+    if isinstance(folder, RemotePath):
+        fixes = [_to_the_store(error), *fixes]
+    elif error.errno == errno.ENOENT:
         fixes = ["--save A_FOLDER_THAT_ALL_RANKS_SHARE"]
     return StorageError(f"{error.filename or folder}: {what} (rank {rank}); no checkpoint was written", *fixes)
 
 
-def elsewhere(older: Path | None) -> str:
+def _to_the_store(error: OSError) -> str:
+    """What helps against an object store's refusal."""
+    if error.errno == errno.ENOENT:
+        return "make the bucket"
+    if error.errno == errno.EACCES:
+        return "give this process credentials with which it may write there"
+    return "look into the store" if is_lasting(error) else "start again when the store answers"
+
+
+def elsewhere(older: Location | None) -> str:
     """The flags that save to another folder and go on from the checkpoints in ``older``."""
     return ("" if older is None else f"--load {older} ") + "--save A_FOLDER_ELSEWHERE"

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
+from megatron.checkpoint import attempts
 from megatron.checkpoint.errors import CheckpointError, DamagedError, within
 from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest
 from megatron.checkpoint.publish import BUILDING, OLD, is_complete, remove, settle
+from megatron.checkpoint.remote import Location, RemotePath
 
 NAME = re.compile(rf"iter_(\d+)({re.escape(BUILDING)}|{re.escape(OLD)})?")
 OLDEST_FIRST = (OLD, "", BUILDING)
@@ -29,7 +30,7 @@ class Found:
     """
 
     iteration: int
-    path: Path
+    path: Location
     manifest: Manifest | None
     problem: str | None
 
@@ -39,12 +40,12 @@ class Checkpoints:
     """The checkpoints of a run, in its ``--save`` folder.
 
     Attributes:
-        folder: which need not exist. For :meth:`newest` it may be one checkpoint.
+        folder: which need not exist, or a place in an object store. For :meth:`newest` it may be one checkpoint.
     """
 
-    folder: Path
+    folder: Location
 
-    def path(self, iteration: int) -> Path:
+    def path(self, iteration: int) -> Location:
         """Where the checkpoint of an iteration is saved."""
         return self.folder / f"iter_{iteration:07d}"
 
@@ -53,13 +54,20 @@ class Checkpoints:
         """Whether the folder is a checkpoint itself, be it a damaged one."""
         return any((self.folder / name).exists() for name in (MARKER, MANIFEST))
 
-    def named(self) -> list[tuple[int, Path]]:
-        """Iteration and path of folders called like checkpoints, newest first; none is looked into."""
-        if not self.folder.is_dir():
-            return []
-        paths = [path for path in self.folder.iterdir() if NAME.fullmatch(path.name) and path.is_dir()]
-        found = [(int(NAME.fullmatch(path.name)[1]), path) for path in paths]  # type: ignore[index]
+    def named(self) -> list[tuple[int, Location]]:
+        """Iteration and path of folders called like checkpoints, newest first; none is looked into.
+
+        Raises:
+            OSError: when the disk or the store does not say.
+        """
+        found = [(int(match[1]), path) for path in self._folders() if (match := NAME.fullmatch(path.name))]
         return sorted(found, key=lambda item: (item[0], OLDEST_FIRST.index(item[1].suffix)), reverse=True)
+
+    def _folders(self) -> list[Location]:
+        """All folders inside, where there are any."""
+        if isinstance(self.folder, RemotePath):
+            return [path for path in self.folder.folders() if path.suffix not in (BUILDING, OLD)]
+        return [path for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
 
     def scan(self) -> Iterator[Found]:
         """Folders called like checkpoints, newest first, each opened when its turn comes.
@@ -106,9 +114,9 @@ class Checkpoints:
             f"{self.folder} does not hold {which}" + (f" that can be used:{reasons}" if reasons else "")
         )
 
-    def to_go_on_from(self) -> Path | None:
+    def to_go_on_from(self) -> Location | None:
         """The folder, where a run could go on from it: it holds a complete checkpoint that no save is building."""
-        with suppress(OSError):  # asked of disks that have just refused something
+        with suppress(OSError, CheckpointError):  # asked of disks that have just refused something
             if any(found.manifest for found in self.scan() if found.path.suffix != BUILDING):
                 return self.folder
         return None
@@ -123,11 +131,17 @@ class Checkpoints:
         return manifest
 
     @property
-    def leftovers(self) -> list[Path]:
+    def leftovers(self) -> list[Location]:
         """What saves that were cut off have left."""
-        return [path for _, path in self.named() if path.suffix in (BUILDING, OLD)]
+        found: list[Location] = []
+        for _, path in self.named():
+            if isinstance(path, RemotePath):
+                found += attempts.leftovers(path)
+            elif path.suffix in (BUILDING, OLD):
+                found.append(path)
+        return found
 
-    def retain(self, keep_last: int | None, keep_every: int | None = None, newest: int | None = None) -> list[Path]:
+    def retain(self, keep_last: int | None, keep_every: int | None = None, newest: int | None = None) -> list[Location]:
         """Remove checkpoints that are no longer wanted, and leftovers; not while one is being saved.
 
         Args:
@@ -143,10 +157,14 @@ class Checkpoints:
             OSError: when the disk refuses.
         """
         for path in self.leftovers:
-            settle(path.with_suffix(""))
+            if isinstance(path, RemotePath):
+                attempts.remove(path)
+            else:
+                settle(path.with_suffix(""))
         if keep_last is None:
             return []
-        kept, gone = 0, []
+        gone: list[Location] = []
+        kept = 0
         for iteration, path in self.named():
             if newest is not None and iteration > newest:
                 continue
@@ -157,7 +175,7 @@ class Checkpoints:
                 gone.append(path)
         return gone
 
-    def _is_valid(self, path: Path) -> bool:
+    def _is_valid(self, path: Location) -> bool:
         try:
             Manifest.open(path)
         except CheckpointError:

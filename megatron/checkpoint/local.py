@@ -17,6 +17,7 @@ from megatron.checkpoint.errors import DamagedError, within
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import MARKER, Manifest
 from megatron.checkpoint.publish import settle
+from megatron.checkpoint.remote import on_disk
 
 NODE = "{node}"
 """What stands for a node's number in the name of a folder."""
@@ -98,7 +99,7 @@ def held_in(folder: Path) -> tuple[list[Held], list[str]]:
     """
     runs = Checkpoints(folder)
     for path in runs.leftovers:
-        settle(path.with_suffix(""))
+        settle(on_disk(path).with_suffix(""))
     held, notes = [], []
     for iteration, path in runs.named():
         try:
@@ -106,7 +107,7 @@ def held_in(folder: Path) -> tuple[list[Held], list[str]]:
         except DamagedError as error:
             notes.append(f"passed over {path}: {within(path, error)}")
             continue
-        mark, run = (path / MARKER).read_text(), manifest.config.get("checkpoint", {}).get("save")
+        mark, run = on_disk(path / MARKER).read_text(), manifest.config.get("checkpoint", {}).get("save")
         held.append(Held(iteration, mark, run, frozenset(name for name in manifest.files if _is_there(manifest, name))))
     return held, notes
 

@@ -15,6 +15,7 @@ from megatron.checkpoint.local import Copy, LocalCheckpoint, held_in, put_togeth
 from megatron.checkpoint.manifest import MANIFEST, Chunk, Manifest, marker, parse
 from megatron.checkpoint.parts import GlobalTensor
 from megatron.checkpoint.publish import begin, building, publish, write_marker
+from megatron.checkpoint.remote import on_disk
 from megatron.parallel import comm
 
 
@@ -38,7 +39,7 @@ def manifest_of(tier: Tier, checkpoint: LocalCheckpoint) -> tuple[Manifest, byte
         DamagedError: when it changed meanwhile, on every rank.
         OSError: when it cannot be read, on every rank.
     """
-    final = Checkpoints(tier.folder).path(checkpoint.iteration)
+    final = on_disk(Checkpoints(tier.folder).path(checkpoint.iteration))
     reader = tier.nodes.ranks(min(checkpoint.files))[0]
     texts = together(lambda: (final / MANIFEST).read_bytes() if tier.rank == reader else b"", tier.group)
     if marker(texts[reader]).decode() != checkpoint.mark:
@@ -130,7 +131,7 @@ def _fetch(
 ) -> None:
     """Bring the files to the nodes that take them from others, and the manifest to those that have none."""
     is_new = tier.node not in checkpoint.files
-    final = Checkpoints(tier.folder).path(checkpoint.iteration)
+    final = on_disk(Checkpoints(tier.folder).path(checkpoint.iteration))
     folder = building(final) if is_new else final
     moves = [(name, source, node) for (node, name), source in sorted(chosen.items()) if node != source]
 

@@ -17,6 +17,7 @@ from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import MANIFEST, FileRecord
 from megatron.checkpoint.parts import GlobalTensor
 from megatron.checkpoint.publish import abandon, begin, building, publish, remove, write_marker
+from megatron.checkpoint.remote import on_disk
 from megatron.checkpoint.saving import (
     Extra,
     FileResult,
@@ -43,7 +44,7 @@ def write_local(tier: Tier, iteration: int, tensors: Mapping[str, GlobalTensor],
         StorageError: when a disk refuses, on every rank; then the older checkpoint is as it was.
         ValueError: when the parts of all ranks are no partition of the tensors.
     """
-    final = Checkpoints(tier.folder).path(iteration)
+    final = on_disk(Checkpoints(tier.folder).path(iteration))
     try:
         _write(tier, final, tensors, extra)
     except Exception:

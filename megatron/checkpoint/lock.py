@@ -12,11 +12,11 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.files import UNSUPPORTED, elsewhere, make_folder
 from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.remote import Location, RemotePath
 
 LOCK = ".lock"
 
@@ -25,15 +25,20 @@ NO_LOCKS = (*UNSUPPORTED, errno.ENOSYS, errno.ENOLCK)
 
 
 @contextmanager
-def hold(folder: Path, flag: str = "--save") -> Iterator[None]:
+def hold(folder: Location, flag: str = "--save") -> Iterator[None]:
     """Be the only one who writes checkpoints to ``folder``, which is made if need be; by one process of a run.
 
-    Where the file system has no locks, nothing is held and nothing is refused. Errors are mended by ``flag``.
+    Where the file system has no locks, nothing is held and nothing is refused; object stores have none. Errors are
+    mended by ``flag``.
 
     Raises:
         CheckpointError: when another process holds it.
         StorageError: when nothing can be written to the folder.
     """
+    if isinstance(folder, RemotePath):
+        _leave_a_note(folder, flag)
+        yield
+        return
     try:
         make_folder(folder)
         file = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT, 0o666)
@@ -46,7 +51,19 @@ def hold(folder: Path, flag: str = "--save") -> Iterator[None]:
         os.close(file)
 
 
-def _take(file: int, folder: Path, flag: str) -> None:
+def _leave_a_note(folder: RemotePath, flag: str) -> None:
+    """Say in an object store who writes there, which shows too that it can be written to."""
+    try:
+        (folder / LOCK).write_bytes(_name())
+    except OSError as error:
+        raise _refused(error, folder, flag) from error
+
+
+def _name() -> bytes:
+    return f"process {os.getpid()} on {socket.gethostname()}\n".encode()
+
+
+def _take(file: int, folder: Location, flag: str) -> None:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
@@ -56,7 +73,7 @@ def _take(file: int, folder: Path, flag: str) -> None:
             raise _refused(error, folder, flag) from error
     try:
         os.ftruncate(file, 0)
-        os.write(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
+        os.write(file, _name())
     except OSError as error:
         raise _refused(error, folder, flag) from error
 
@@ -66,7 +83,7 @@ def _holder(file: int) -> str:
     return os.pread(file, 500, 0).decode(errors="replace").strip() or "another process"
 
 
-def _refused(error: OSError, folder: Path, flag: str) -> StorageError:
+def _refused(error: OSError, folder: Location, flag: str) -> StorageError:
     where = error.filename or folder / LOCK
     fix = elsewhere(Checkpoints(folder).to_go_on_from()) if flag == "--save" else f"{flag} ANOTHER"
     return StorageError(f"{where}: {error.strerror}; no checkpoint can be written to {folder}", fix)

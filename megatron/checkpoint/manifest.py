@@ -8,14 +8,15 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
-from pathlib import Path, PurePosixPath
+from pathlib import PurePosixPath
 from typing import Any
 
 from megatron.checkpoint.boxes import is_inside, partition_problem
-from megatron.checkpoint.errors import DamagedError, NewerVersionError
+from megatron.checkpoint.errors import DamagedError, NewerVersionError, unreadable
 from megatron.checkpoint.files import checksum
+from megatron.checkpoint.remote import Location, RemotePath, location
 from megatron.parallel.shard import Box
 
 FORMAT = "megatron-pretrain"
@@ -82,49 +83,64 @@ class Manifest:
     """What a whole checkpoint says of itself.
 
     Attributes:
-        path: the checkpoint's folder.
+        path: the checkpoint's folder, or its place in an object store.
         version: of the format.
         tensors: by global name.
         files: every file but the manifest and the marker, by name.
         state: plain numbers of the run: counters, positions, digests.
         config: the options of the run that wrote it, by group.
+        inside: where in ``path`` its files are. An object store cannot rename what was uploaded, so there every attempt
+            to save has a place of its own, and the marker names the one that was finished.
     """
 
-    path: Path
+    path: Location
     version: int
     tensors: dict[str, TensorRecord]
     files: dict[str, FileRecord]
     state: JSON
     config: JSON
+    inside: str = ""
 
     @classmethod
-    def open(cls, path: Path) -> Manifest:
+    def open(cls, path: Location) -> Manifest:
         """Read a checkpoint's manifest, prove it by the marker, and check that all files are there in full length.
 
         Raises:
             DamagedError: when the marker, the manifest or a file is missing, cut short or changed.
             NewerVersionError: when a newer version of this program wrote it.
+            UnreachableError: when an object store does not answer.
         """
         manifest = cls.described(path)
+        sizes = _listed(manifest.folder) if isinstance(manifest.folder, RemotePath) else None
         for name in manifest.files:
-            manifest.check_file(name)
+            if sizes is None:
+                manifest.check_file(name)
+            else:
+                manifest.check_size(name, sizes.get(name))
         return manifest
 
     @classmethod
-    def described(cls, path: Path) -> Manifest:
+    def described(cls, path: Location) -> Manifest:
         """Read a checkpoint's manifest and prove it by the marker; of the files, some may be elsewhere.
 
         Raises:
             DamagedError: when the marker or the manifest is missing, cut short or changed.
             NewerVersionError: when a newer version of this program wrote it.
         """
-        path = Path(path)
-        mark, content = _read(path, MARKER), _read(path, MANIFEST)
-        if mark != marker(content):
+        path = location(path)
+        mark = _read(path, MARKER)
+        inside = named_by(mark)
+        content = _read(path / inside if inside else path, MANIFEST)
+        if mark != marker(content, inside):
             raise DamagedError(
                 f"{path / MARKER} does not fit {MANIFEST}: one of them has flipped bytes or is truncated"
             )
-        return parse(path, content)
+        return replace(parse(path, content), inside=inside)
+
+    @property
+    def folder(self) -> Location:
+        """Where its files are."""
+        return self.path / self.inside if self.inside else self.path
 
     @property
     def total_bytes(self) -> int:
@@ -138,10 +154,10 @@ class Manifest:
             DamagedError: when it is missing or changed.
             KeyError: when the checkpoint never had it.
         """
-        record, content = self.files[name], _read(self.path, name)
+        record, content = self.files[name], _read(self.folder, name)
         if checksum(content) != record.xxh3:
             how = "is truncated" if len(content) < record.bytes else "has flipped bytes"
-            raise DamagedError(f"{self.path / name} {how} (content)")
+            raise DamagedError(f"{self.folder / name} {how} (content)")
         return content
 
     def prove(self, name: str) -> None:
@@ -161,19 +177,42 @@ class Manifest:
         Raises:
             DamagedError: when it is not.
         """
-        record = self.files[name]
+        path = self.folder / name
+        if isinstance(path, RemotePath):
+            self.check_size(name, _listed(self.folder).get(name))
+            return
         try:
-            seen = (self.path / name).stat().st_size
+            seen = path.stat().st_size
         except OSError as error:
-            raise DamagedError(f"{self.path / name} is missing ({error.strerror})") from error
-        if seen != record.bytes:
-            how = "truncated" if seen < record.bytes else "too long"
-            raise DamagedError(f"{self.path / name} is {how}: {seen} bytes, not {record.bytes}")
+            raise DamagedError(f"{path} is missing ({error.strerror})") from error
+        self.check_size(name, seen)
+
+    def check_size(self, name: str, seen: int | None) -> None:
+        """Check the length of a file, None where there is no such file.
+
+        Raises:
+            DamagedError: when it is not what was written.
+        """
+        expected = self.files[name].bytes
+        if seen is None:
+            raise DamagedError(f"{self.folder / name} is missing")
+        if seen != expected:
+            how = "truncated" if seen < expected else "too long"
+            raise DamagedError(f"{self.folder / name} is {how}: {seen} bytes, not {expected}")
 
 
-def marker(manifest: bytes) -> bytes:
-    """Content of the marker that goes with a manifest."""
-    return checksum(manifest).encode() + b"\n"
+def marker(manifest: bytes, inside: str = "") -> bytes:
+    """Content of the marker that goes with a manifest, and says where in the checkpoint that and the files are."""
+    return f"{checksum(manifest)} {inside}".strip().encode() + b"\n"
+
+
+def named_by(mark: bytes) -> str:
+    """Where in a checkpoint the files are, by its marker; nothing for a marker that does not say, or is damaged."""
+    text = mark.decode(errors="replace").strip()
+    try:
+        return _safe(text.partition(" ")[2]) if " " in text else ""
+    except ValueError:
+        return ""
 
 
 def encode(
@@ -204,7 +243,17 @@ def _chunk_json(chunk: Chunk) -> JSON:
     return place | {key: value for key, value in vars(chunk).items() if key != "box"}
 
 
-def _read(folder: Path, name: str) -> bytes:
+def _listed(folder: Location) -> dict[str, int]:
+    """Bytes of the objects in a place of a store, in one listing, as there may be thousands."""
+    if not isinstance(folder, RemotePath):
+        return {}
+    try:
+        return folder.files()
+    except OSError as error:
+        raise unreadable(folder, error) from error
+
+
+def _read(folder: Location, name: str) -> bytes:
     try:
         return (folder / name).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
@@ -212,10 +261,10 @@ def _read(folder: Path, name: str) -> bytes:
             raise DamagedError(f"{folder} has no {MARKER}: it is no checkpoint, or its save was cut off") from error
         raise DamagedError(f"{folder / name} is missing") from error
     except OSError as error:
-        raise DamagedError(f"{folder / name} cannot be read: {error.strerror}") from error
+        raise unreadable(folder / name, error) from error
 
 
-def parse(path: Path, content: bytes) -> Manifest:
+def parse(path: Location, content: bytes) -> Manifest:
     """The manifest from its text, with every number checked against the others."""
     try:
         data = json.loads(content)

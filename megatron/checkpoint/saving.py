@@ -283,8 +283,8 @@ def _check_lengths(folder: Location, files: Mapping[str, FileRecord], lengths: M
         if seen != record.bytes:
             found = "is missing" if seen is None else f"has {seen} bytes"
             raise StorageError(
-                f"{folder / name} {found} where {record.bytes} bytes were written: another process writes to {folder.parent}, "
-                "or not all ranks see the same folder; no checkpoint was written",
+                f"{folder / name} {found} where {record.bytes} bytes were written: another process writes to "
+                f"{folder.parent}, or not all ranks see the same folder; no checkpoint was written",
                 "--save A_FOLDER_OF_ITS_OWN",
             )
 

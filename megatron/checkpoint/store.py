@@ -13,12 +13,12 @@ from typing import Any
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor
-from megatron.checkpoint.publish import abandon
+from megatron.checkpoint.remote import Location
 from megatron.parallel.comm import Group
 
 
 def write(
-    folder: Path,
+    folder: Location,
     tensors: Mapping[str, GlobalTensor],
     state: Mapping[str, Any],
     config: dict[str, Any],
@@ -47,11 +47,11 @@ def write(
     from megatron.checkpoint.saving import CheckpointWriter, Extra, PartsSavePlanner
 
     planner = PartsSavePlanner(tensors)
-    writer = CheckpointWriter(Path(folder), Extra(state, config, files or {}), group.rank)
+    writer = CheckpointWriter(folder, Extra(state, config, files or {}), group.rank)
 
     _together(
         lambda: save(dict(tensors), storage_writer=writer, planner=planner, **_ranks(group)),
-        undo=lambda: abandon(Path(folder)) if writer.has_begun else None,
+        undo=writer.abandon,
     )
 
 

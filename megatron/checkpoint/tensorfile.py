@@ -21,8 +21,9 @@ import xxhash
 from torch import Tensor
 
 from megatron.checkpoint.errors import DamagedError
-from megatron.checkpoint.files import BLOCK, NewFile, checksum
+from megatron.checkpoint.files import BLOCK, checksum, new_file
 from megatron.checkpoint.manifest import ITEM_BYTES, FileRecord, dims
+from megatron.checkpoint.remote import Location
 
 DTYPES = {
     "F64": torch.float64,
@@ -80,7 +81,7 @@ class TensorFileWriter:
         record: length and checksum of the header, for the manifest.
     """
 
-    def __init__(self, path: Path, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> None:
+    def __init__(self, path: Location, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> None:
         """Create the file and write its header.
 
         Args:
@@ -95,7 +96,7 @@ class TensorFileWriter:
         self._entries = list(entries)
         self._next = 0
         self.record = FileRecord(end, len(header), checksum(header))
-        self._file = NewFile(path)
+        self._file = new_file(path)
         try:
             self._file.write(header)
         except OSError as error:

@@ -43,4 +43,4 @@ def _uncovered(manifest: Manifest, file: str, chunks: list[Chunk]) -> Iterator[s
     ends = [record.head, *(chunk.offset + chunk.bytes for chunk in chunks)]
     for end, start in zip(ends, starts):
         if end != start:
-            yield f"{manifest.path / file}: bytes {end} to {start} have no checksum, or two"
+            yield f"{manifest.folder / file}: bytes {end} to {start} have no checksum, or two"

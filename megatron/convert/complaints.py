@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
-from pathlib import Path
 
 from megatron.checkpoint.errors import CheckpointError
+from megatron.checkpoint.remote import Location
 from megatron.config.model import ModelConfig
 from megatron.config.problems import UserError
 from megatron.config.run import RunConfig, TrainingConfig
@@ -15,7 +15,7 @@ from megatron.config.validate import problems
 SHOWN = 8
 
 
-def refuse(where: Path, complaints: Mapping[str, Collection[str]], *fixes: str) -> None:
+def refuse(where: Location, complaints: Mapping[str, Collection[str]], *fixes: str) -> None:
     """Say which names each complaint is about; nothing when no complaint has any.
 
     Raises:
@@ -26,7 +26,7 @@ def refuse(where: Path, complaints: Mapping[str, Collection[str]], *fixes: str) 
         raise CheckpointError(f"{where} {'; it '.join(said)}", *fixes)
 
 
-def refuse_impossible(where: Path, model: ModelConfig) -> None:
+def refuse_impossible(where: Location, model: ModelConfig) -> None:
     """Say what keeps a model that ``where`` describes from being built; nothing when its numbers fit together.
 
     Raises:

@@ -163,10 +163,10 @@ class RunLog:
             say(report.line())
             self._record(report.values())
 
-    def checkpoint(self, path: Path, size: int, seconds: float, blocking: float | None = None) -> None:
+    def checkpoint(self, path: object, size: int, seconds: float, blocking: float | None = None) -> None:
         """Report a checkpoint of ``size`` bytes that took ``seconds``, ``blocking`` of which no step could be taken."""
         if self.enabled:
-            stood = "" if blocking is None else f", training stood still for {blocking:.1f}s"
+            stood = "" if blocking is None else f", training stood still for {blocking:.2f}s"
             say(f"saved {path}: {shown(size)} in {seconds:.1f}s, {shown(size / seconds)}/s{stood}")
             times = {"seconds": seconds, "blocking-seconds": seconds if blocking is None else blocking}
             self._event({"event": "checkpoint", **self._place, "path": str(path), "bytes": size, **times})

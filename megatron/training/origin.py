@@ -11,11 +11,12 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.errors import DamagedError, NewerVersionError, within
+from megatron.checkpoint.errors import DamagedError, NewerVersionError, UnreachableError, within
 from megatron.checkpoint.folder import NAME, Checkpoints
 from megatron.checkpoint.local import LocalCheckpoint, is_local
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.publish import BUILDING, is_complete
+from megatron.checkpoint.publish import is_complete, is_cut_off
+from megatron.checkpoint.remote import Location, location
 from megatron.config.checks.optimizer import schedule_problems
 from megatron.config.compare import compare
 from megatron.config.problems import Problem, UserError
@@ -40,7 +41,7 @@ class Origin:
         notes: what was passed over, and why.
     """
 
-    paths: tuple[Path, ...] = ()
+    paths: tuple[Location, ...] = ()
     hf: Path | None = None
     mode: str = "exact"
     notes: tuple[str, ...] = ()
@@ -63,7 +64,7 @@ def look(options: CheckpointConfig) -> Origin:
     """
     try:
         return _look(options)
-    except NewerVersionError as error:  # not damaged: going on without it would throw good steps away
+    except (NewerVersionError, UnreachableError) as error:  # not damaged: going on without it loses good steps
         raise UserError([Problem("E811", str(error))]) from error
     except OSError as error:
         raise UserError([Problem("E811", f"checkpoints cannot be looked for: {error}")]) from error
@@ -71,17 +72,17 @@ def look(options: CheckpointConfig) -> Origin:
 
 def _look(options: CheckpointConfig) -> Origin:
     save, (load, step) = options.save, _named(options)
-    own = Checkpoints(Path(save)).named() if save is not None else []
+    own = Checkpoints(location(save)).named() if save is not None else []
     asked = is_asked(options)
-    if any(_finished(path) for _, path in own):
+    if any(not is_cut_off(path) for _, path in own):
         mode = options.resume_mode if asked else "exact"
-        return _pick(Path(str(save)), own, step if asked else None, mode, onward=True)
+        return _pick(location(str(save)), own, step if asked else None, mode, onward=True)
     unfinished = tuple(passed_over(path, _problem(path)) for _, path in own)
     if asked and (step is None or save is None):
         return _nothing(options, unfinished)
     if options.load is not None and options.load.startswith(HUGGING_FACE):
         return Origin(hf=Path(options.load.removeprefix(HUGGING_FACE)), mode="weights-only", notes=unfinished)
-    folder = load or Path(str(save))
+    folder = load or location(str(save))
     found = [_itself(folder, step)] if is_complete(folder) else Checkpoints(folder).named()
     return _pick(folder, found, step, options.resume_mode, unfinished)
 
@@ -90,7 +91,7 @@ def is_asked(options: CheckpointConfig) -> bool:
     """Whether a step or a mode that is asked for is meant of the run's own checkpoints, not of those in ``load``."""
     load, _ = _named(options)
     return options.load is None or (
-        options.save is not None and load is not None and load.resolve() == Path(options.save).resolve()
+        options.save is not None and load is not None and load.resolve() == location(options.save).resolve()
     )
 
 
@@ -118,27 +119,27 @@ def _nothing(options: CheckpointConfig, notes: tuple[str, ...]) -> Origin:
     return Origin(notes=(*notes, f"starts from nothing: {options.save} holds no checkpoint"))
 
 
-def _named(options: CheckpointConfig) -> tuple[Path | None, int | None]:
+def _named(options: CheckpointConfig) -> tuple[Location | None, int | None]:
     """The folder of checkpoints in ``load``, and the step that is asked for.
 
     ``load`` may be one checkpoint itself: in a folder of others, by its name; or a copy that is called otherwise.
     """
     if options.load is None or options.load.startswith(HUGGING_FACE):
         return None, options.ckpt_step
-    path = Path(options.load)
+    path = location(options.load)
     one = NAME.fullmatch(path.name)
     return (path.parent, int(one[1])) if one else (path, options.ckpt_step)
 
 
-def _itself(path: Path, step: int | None) -> tuple[int, Path]:
+def _itself(path: Location, step: int | None) -> tuple[int, Location]:
     """A checkpoint under a name of its own, with its iteration; one that cannot be read has that which is wanted."""
     manifest = _open(path)
     return (step or 0 if isinstance(manifest, str) else manifest.state.get("iteration", 0)), path
 
 
 def _pick(
-    folder: Path,
-    named: Sequence[tuple[int, Path]],
+    folder: Location,
+    named: Sequence[tuple[int, Location]],
     step: int | None,
     mode: str,
     notes: tuple[str, ...] = (),
@@ -165,18 +166,13 @@ def _pick(
     raise UserError([_none_usable(folder, named, wanted, step, "--save ANOTHER" if onward else "--load ANOTHER")])
 
 
-def _finished(path: Path) -> bool:
-    """Whether it was a checkpoint once; a save that was cut off has left none."""
-    return path.suffix != BUILDING or is_complete(path)
-
-
-def _problem(path: Path) -> str | None:
+def _problem(path: Location) -> str | None:
     """Why a checkpoint cannot be used, as far as that can be seen without reading its tensors."""
     manifest = _open(path)
     return manifest if isinstance(manifest, str) else None
 
 
-def _open(path: Path) -> Manifest | str:
+def _open(path: Location) -> Manifest | str:
     """A checkpoint's manifest, or why there is none to be trusted.
 
     Raises:
@@ -188,16 +184,20 @@ def _open(path: Path) -> Manifest | str:
         return str(error)
 
 
-def passed_over(path: Path, problem: object) -> str:
+def passed_over(path: Location, problem: object) -> str:
     """A note on a checkpoint that is not taken."""
     return f"passed over {path}: {within(path, problem)}"
 
 
 def _none_usable(
-    folder: Path, named: Sequence[tuple[int, Path]], wanted: Sequence[Path], step: int | None, elsewhere: str
+    folder: Location,
+    named: Sequence[tuple[int, Location]],
+    wanted: Sequence[Location],
+    step: int | None,
+    elsewhere: str,
 ) -> Problem:
     usable = [str(iteration) for iteration, path in named if _problem(path) is None]
-    damaged = [path for path in wanted if _finished(path)]
+    damaged = [path for path in wanted if not is_cut_off(path)]
     instead = tuple(f"--ckpt-step {other}" for other in usable[:1])
     if damaged:
         which = "no checkpoint" if step is None else f"no checkpoint of step {step}"
@@ -267,14 +267,14 @@ def _ranks(saved: Mapping[str, Any], now: int) -> tuple[str, ...]:
     return (f"ranks: checkpoint {before} -> now {now}",) if layout and before != now else ()
 
 
-def _only_weights(path: Path, save: str | None) -> Problem:
+def _only_weights(path: Location, save: str | None) -> Problem:
     elsewhere = "" if save is None else f"--load {save} --save {save}-new "
     fix = f"{elsewhere}--resume-mode weights-only"
     return Problem("E814", f"{path} holds weights, but no run to go on with", (fix,))
 
 
-def is_own(path: Path, options: CheckpointConfig) -> bool:
+def is_own(path: Location, options: CheckpointConfig) -> bool:
     """Whether a checkpoint is the run's: in its ``save`` folder, or in that of a node."""
-    if options.local_save is not None and is_local(path, options.local_save):
+    if options.local_save is not None and isinstance(path, Path) and is_local(path, options.local_save):
         return True
-    return options.save is not None and path.parent.resolve() == Path(options.save).resolve()
+    return options.save is not None and path.parent.resolve() == location(options.save).resolve()

@@ -18,6 +18,7 @@ from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor
+from megatron.checkpoint.remote import Location, location
 from megatron.checkpoint.room import bytes_of, shortage
 from megatron.checkpoint.store import write
 from megatron.config.problems import Problem, UserError
@@ -51,7 +52,7 @@ class Saved:
         warning: what went wrong afterwards.
     """
 
-    path: Path
+    path: Location
     iteration: int
     bytes: int
     seconds: float
@@ -93,13 +94,13 @@ class Job:
             StorageError: when it cannot be written, on every rank alike; the older ones are as they were.
 
         """
-        folder = Checkpoints(Path(str(self.options.save)))
+        folder = Checkpoints(location(str(self.options.save)))
         path = folder.path(self.iteration)
         write(path, self.tensors, self.state, self.config, group, self.files)
         warning = self._make_room(folder, path) if group.rank == 0 else None
         return Saved(path, self.iteration, self.bytes, time.monotonic() - self.started, blocking, warning)
 
-    def _make_room(self, folder: Checkpoints, path: Path) -> str | None:
+    def _make_room(self, folder: Checkpoints, path: Location) -> str | None:
         """Delete what need not be kept; what speaks against it, which is no reason to end a run."""
         try:
             Manifest.open(path)
@@ -267,7 +268,9 @@ class Saver:
     def _skipped(self, under_way: UnderWay | None) -> None:
         """Tell that there is no save because of another one, which may be over on this rank."""
         last = (
-            f"the save of step {under_way.iteration}, {under_way.seconds:.0f}s ago," if under_way else "the last save"
+            f"the save of step {under_way.iteration}, begun {under_way.seconds:.0f}s ago,"
+            if under_way
+            else "the last save"
         )
         interval = self._trainer.config.checkpoint.save_interval or 1
         self._log.warning(

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 from typing import TypeVar
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.lock import hold
+from megatron.checkpoint.remote import location
 from megatron.config.problems import UserError
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
@@ -52,5 +52,5 @@ def claimed(save: str | None, world: Group) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if save is not None:
-            on_first(lambda: stack.enter_context(hold(Path(save))), world)
+            on_first(lambda: stack.enter_context(hold(location(save))), world)
         yield

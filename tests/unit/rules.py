@@ -13,7 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard", "megatron.pipeline"),
+    (
+        *("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard", "megatron.pipeline"),
+        *("megatron.checkpoint.remote", "megatron.checkpoint.retries"),
+    ),
     ("megatron.kernels",),
     ("megatron.parallel",),
     ("megatron.layers", "megatron.pipeline.stage"),
