@@ -14,9 +14,10 @@ import torch.nn.functional as F
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import UserError
-from megatron.config.run import CheckpointConfig, DataConfig, TrainingConfig
+from megatron.config.run import CheckpointConfig, DataConfig, OptimizerConfig, TrainingConfig
 from megatron.data.errors import DataError
 from megatron.data.loader import build_data
+from megatron.layers.dispatch import Route
 from megatron.layers.loss import LossConfig, Vocabulary, linear_cross_entropy
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
@@ -242,6 +243,30 @@ def flipped_bit(rank: int, world_size: int, case: Case) -> str:
     return ""
 
 
+def plan_a_route(rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
+    """Each rank has tokens of its own for four experts; how many it sends, gets, and has for each of its experts."""
+    mesh = Mesh(Layout.from_config(ParallelConfig(expert_model_parallel_size=world_size), world_size), rank)
+    route = Route.plan(torch.tensor(CHOSEN[rank]), 4, 1, mesh.group("ep", "etp"))
+    return route.sent, route.received, route.counts
+
+
+CHOSEN = [[[0, 1], [0, 1], [0, 3]], [[3, 2], [3, 2], [3, 2]]]
+"""Experts of each rank's tokens: rank 0 has the first two."""
+
+PLANNED = [((5, 1), (5, 0), (3, 2)), ((0, 6), (1, 6), (3, 4))]
+"""What comes of them, counted by hand."""
+
+
+def nearly_like_one_process(case: Case, ranks: Sequence[list[RankTrace]]) -> bool:
+    """Up to the rounding of every gradient to bf16 on its way."""
+    steps = [join(step) for step in zip(*ranks)]
+    same = all(d.error <= TOLERANCE_BF16 for d in compare_with_twin(steps, case, gradient_floor=1e-2))
+    return same and not any(step.drifted for step in steps)
+
+
+TOLERANCE_BF16 = 0.02
+
+
 _SHARED_KV = replace(MODEL, num_query_groups=1, qk_layernorm=True, hidden_dropout=0.1, attention_dropout=0.1)
 TP2 = Case(
     replace(_SHARED_KV, z_loss_coeff=1e-3),
@@ -272,6 +297,24 @@ PP2_TP2 = replace(
         pipeline_schedule="interleaved",
     ),
 )
+ZERO1 = replace(DP2, parallel=ParallelConfig(ddp_bucket_size=4000, use_distributed_optimizer=True))
+ZERO2 = replace(
+    DP2,
+    parallel=ParallelConfig(
+        ddp_bucket_size=4000, data_parallel_sharding_strategy="optim_grads", overlap_param_gather=True
+    ),
+    training=TrainingConfig(micro_batch_size=1),
+)
+HSDP = replace(ZERO1, parallel=replace(ZERO1.parallel, num_distributed_optimizer_instances=2), dp=4, samples=8)
+BF16_WIRE = replace(DP2, parallel=replace(DP2.parallel, grad_reduce_in_bf16=True), optimizer=OptimizerConfig("sgd"))
+
+_EXPERTS = replace(
+    MODEL, num_experts=4, add_bias_linear=False, moe_ffn_hidden_size=24, moe_aux_loss_coeff=0.1, moe_z_loss_coeff=0.01
+)
+MOE_EP2 = replace(DP2, model=_EXPERTS, parallel=ParallelConfig(ddp_bucket_size=4000, expert_model_parallel_size=2))
+MOE_TP2 = replace(TP2_SP, model=_EXPERTS)
+MUON_TP2 = replace(TP2, optimizer=OptimizerConfig("muon", adam_eps=1e-5))
+
 FACTORS_OF_STAGES = ("layers.0.*=0.5", "layers.1.*=0.5")
 PP2_FACTORS = replace(PP2, optimizer=replace(PP2.optimizer, lr_factors=FACTORS_OF_STAGES))
 
@@ -289,6 +332,14 @@ DETECTORS: dict[str, Detector] = {
     "pp2": training(PP2),
     "pp2-v": training(PP2_V),
     "pp2-tp2": training(PP2_TP2),
+    "zero1": training(ZERO1),
+    "zero2": training(ZERO2),
+    "hsdp": training(HSDP),
+    "bf16-wire": Detector(2, run_case, (BF16_WIRE,), partial(nearly_like_one_process, BF16_WIRE)),
+    "route": Detector(2, plan_a_route, (), lambda ranks: list(ranks) == PLANNED),
+    "moe-ep2": training(MOE_EP2),
+    "moe-tp2": training(MOE_TP2),
+    "muon-tp2": training(MUON_TP2),
     "factors": Detector(2, factors_of_another_stage, (PP2_FACTORS,), lambda ranks: list(ranks) == [True, True]),
     "timeline": Detector(2, timeline_of_a_step, (PP2,), lambda ranks: list(ranks) == [True, True]),
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),

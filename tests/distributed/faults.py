@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
@@ -149,7 +149,7 @@ def weight_gradient_empty() -> Iterator[None]:
     def run(self: GradSink, chunk: int, microbatch: int) -> None:
         queue = self._queues[chunk, microbatch]
         if microbatch == 1:
-            queue[:] = [(name, Rows(torch.zeros_like(x.wait())), dy) for name, x, dy in queue]
+            queue[:] = [(name, Rows(torch.zeros_like(x.wait())), *rest) for name, x, *rest in queue]
         original(self, chunk, microbatch)
 
     with deferred(), patch.object(GradSink, "run", run):
@@ -296,7 +296,7 @@ def loss_of_every_stage() -> AbstractContextManager[Any]:
     """The loss that is reported is that of one stage times their number."""
     original = step.mean_loss
 
-    def mean_loss(trainer: Trainer, tokens: Tensor) -> Tensor:
-        return original(trainer, tokens) * len(set(trainer.mesh.placement))
+    def mean_loss(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
+        return original(trainer, sums, tokens) * len(set(trainer.mesh.placement))
 
     return patch.object(step, "mean_loss", mean_loss)

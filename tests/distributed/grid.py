@@ -215,8 +215,9 @@ def layouts() -> Iterator[Choice]:
 
 
 def sharings() -> Iterator[Choice]:
-    """Every combination of the values in ``SHARING`` that fits together."""
-    for values in product(*(FACTORS[name] for name in SHARING)):
+    """Every combination of the values in ``SHARING`` that fits together, and of more that the full product has."""
+    sets = FACTORS | {"zero": tuple(ZERO), "ep": (1, 2, 4)}
+    for values in product(*(sets[name] for name in SHARING)):
         c = dict(zip(SHARING, values))
         tp = int(c["tp"][0])
         copies, rest = divmod(tp * c["dp"], c["ep"] * (c["etp"] or tp))  # of every expert

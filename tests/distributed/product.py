@@ -1,8 +1,8 @@
 """The full product of the factors that decide how a model is cut: ``python -m tests.distributed.product``.
 
-Takes more than an hour on two cores, ``--every 7`` ten minutes. Two products: of layouts, every schedule on all grids
-of up to eight ranks; and of models, on few of these. Writes what it found, row by row, to
-``tests/golden/layout_product.txt``.
+Takes more than an hour on two cores, ``--every 7`` ten minutes. Three products: of layouts, every schedule on all grids
+of up to eight ranks; of what replicas cut among themselves and of how experts are dealt out; and of models, on few of
+these. Writes what it found, row by row, to ``tests/golden/layout_product.txt``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from tests.distributed.drive import compare_with_twin, run_on
-from tests.distributed.grid import FACTORS, case_of, label, valid
+from tests.distributed.grid import FACTORS, ZERO, case_of, label, valid
 from tests.distributed.pairwise import Choice
 from tests.distributed.pool import Pool
 
@@ -31,13 +31,32 @@ KINDS = ("loss", "grad_norm", "gradient", "weight")
 Row = tuple[str, ...]
 
 LAYOUTS: dict[str, Sequence[Any]] = {
-    **{name: FACTORS[name] for name in ("schedule", "pp", "vpp", "tp", "dp")},
+    **{name: FACTORS[name] for name in ("schedule", "pp", "vpp", "tp")},
+    "dp": (1, 2),
     "samples": (6,),
     "micro_batch": (1, 2),
     "layers": (3, 5, 8),
     "untied": (False, True),
 }
 """Six, three or two micro-batches, on one to eight stages."""
+
+SHARINGS: dict[str, Sequence[Any]] = {
+    "schedule": ("1f1b", "zb-h1"),
+    "pp": (1, 2),
+    "tp": FACTORS["tp"],
+    "dp": FACTORS["dp"],
+    "zero": tuple(ZERO),
+    "gather": (False, True),
+    "experts": ("none", "balanced"),
+    "ep": (1, 2, 4),
+    "etp": FACTORS["etp"],
+    "optimizer": ("adam", "muon"),
+    "samples": (6, 8),
+    "micro_batch": (1,),
+    "biases": ("no",),
+    "bucket": (4000,),
+}
+"""Six samples on three replicas, eight on the others."""
 
 MODELS: dict[str, Sequence[Any]] = {
     "schedule": ("1f1b", "zb-h1"),
@@ -77,6 +96,14 @@ def layouts() -> Iterator[Choice]:
     return combinations(LAYOUTS)
 
 
+def sharings() -> Iterator[Choice]:
+    """The product of ``SHARINGS``: 1F1B on one rank, ZB-H1 on two; adam gathers at once, Muon while it computes."""
+    for c in combinations(SHARINGS):
+        in_step = (c["schedule"] == "1f1b") == (c["pp"] == 1) and (c["samples"] == 6) == (c["dp"] == 3)
+        if in_step and c["gather"] == (c["optimizer"] == "muon" and c["zero"] != "0"):
+            yield c
+
+
 def models() -> Iterator[Choice]:
     """The product of ``MODELS``: 1F1B on one rank, ZB-H1 on two; and one kind of biases with each norm."""
     for c in combinations(MODELS):
@@ -111,6 +138,7 @@ def run(pool: Pool, choices: Sequence[Choice]) -> Findings:
 
 TABLES = {
     "layouts": (layouts, LAYOUTS, ("schedule", "pp", "vpp", "tp")),
+    "sharings": (sharings, SHARINGS, ("schedule", "pp", "tp", "dp", "zero")),
     "models": (models, MODELS, ("schedule", "pp", "tp")),
 }
 """By name: the choices, their factors, and those by which rows are told apart."""

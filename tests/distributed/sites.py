@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ ROOT = Path(comm.__file__).parents[2]
 TENSOR_OPS = ("all_reduce", "all_gather", "reduce_scatter")
 OBJECT_OPS = ("all_gather_objects", "broadcast_object")
 CHANNEL_OPS = ("start_send", "start_receive")
-OPS = (*TENSOR_OPS, *(f"start_{op}" for op in TENSOR_OPS), *OBJECT_OPS, *CHANNEL_OPS)
+ROWS_OP = "all_to_all_rows"
+OPS = (*TENSOR_OPS, *(f"start_{op}" for op in TENSOR_OPS), "start_all_to_all", ROWS_OP, *OBJECT_OPS, *CHANNEL_OPS)
 Operation = Callable[..., Any]
 
 
@@ -95,9 +96,9 @@ def watching() -> Iterator[set[Site]]:
     """The sites at which this rank really communicates while the body runs."""
     seen: set[Site] = set()
 
-    def note(site: Site, original: Operation, value: Any, road: Group | Channel, *rest: Any, **named: Any) -> Any:
+    def note(site: Site, original: Operation, *arguments: Any, **named: Any) -> Any:
         seen.add(site)
-        return original(value, road, *rest, **named)
+        return original(*arguments, **named)
 
     with _intercepted(note):
         yield seen
@@ -108,12 +109,12 @@ def broken(target: Site, how: str) -> Iterator[None]:
     """Break one site while the body runs, in one of the ways of :func:`mutations`."""
     before: dict[Channel, Tensor] = {}
 
-    def mutate(site: Site, original: Operation, value: Any, road: Group | Channel, *rest: Any, **named: Any) -> Any:
+    def mutate(site: Site, original: Operation, value: Any, road: Any, *rest: Any, **named: Any) -> Any:
         if site != target:
             return original(value, road, *rest, **named)
         if isinstance(road, Channel):
             return _tamper(site.op, original, value, road, Message(MESSAGES[how], before, road))
-        return MUTATIONS[how](site.op, original, value, road, *rest, **named)
+        return (ROWS if site.op == ROWS_OP else MUTATIONS)[how](site.op, original, value, road, *rest, **named)
 
     with _intercepted(mutate):
         yield
@@ -123,6 +124,8 @@ def mutations(op: str) -> list[str]:
     """The ways to break a call of ``op``. Python objects are not summed: sending them can only be left out."""
     if op in CHANNEL_OPS:
         return list(MESSAGES)
+    if op == ROWS_OP:
+        return list(ROWS)
     return ["removed"] if op in OBJECT_OPS else list(MUTATIONS)
 
 
@@ -157,6 +160,22 @@ def _as_returned(name: str, result: torch.Tensor) -> torch.Tensor | Pending:
 
 MUTATIONS: dict[str, Operation] = {"removed": _removed, "doubled": _doubled, "mis-scaled": _mis_scaled}
 """Of collectives."""
+
+
+def _rows_kept(name: str, original: Operation, x: Tensor, sent: Any, received: Sequence[int], group: Group) -> Tensor:
+    """Nothing is sent: this rank's own rows stand for those that would come, as far as there are any."""
+    out = x.new_zeros((sum(received), *x.shape[1:]))
+    out[: len(x)] = x[: len(out)]
+    return out
+
+
+def _misrouted(name: str, original: Operation, *arguments: Any) -> Tensor:
+    """Every row is taken for its neighbour."""
+    return original(*arguments).roll(1, 0)
+
+
+ROWS: dict[str, Operation] = {"removed": _rows_kept, "misrouted": _misrouted, "mis-scaled": _mis_scaled}
+"""Of exchanges in which ranks send each other different numbers of rows."""
 
 MESSAGES: dict[str, Callable[[Tensor, Tensor | None], Tensor]] = {
     "removed": lambda x, before: torch.zeros_like(x),
@@ -207,10 +226,11 @@ def _intercepted(handler: Operation) -> Iterator[None]:
     originals = {name: getattr(comm, name) for name in OPS}
 
     def wrap(name: str, original: Operation) -> Operation:
-        def wrapper(value: Any, road: Group | Channel, *rest: Any, **named: Any) -> Any:
+        def wrapper(value: Any, road: Any, *rest: Any, **named: Any) -> Any:
+            way = next(x for x in (road, *rest) if isinstance(x, Group | Channel))
             caller = sys._getframe(1)
             path = Path(caller.f_code.co_filename)
-            alone = isinstance(road, Group) and road.size == 1
+            alone = isinstance(way, Group) and way.size == 1
             if alone or not path.is_relative_to(ROOT / "megatron") or path == Path(comm.__file__):
                 return original(value, road, *rest, **named)
             site = Site(str(path.relative_to(ROOT)), caller.f_lineno, name)

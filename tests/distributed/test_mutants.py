@@ -15,7 +15,7 @@ import pytest
 
 from megatron.training.setup import build
 from megatron.training.verify import RankTrace, join
-from tests.distributed import faults
+from tests.distributed import faults, faults_of_shares
 from tests.distributed.detect import DETECTORS, Detector
 from tests.distributed.drive import Case, run_case
 from tests.distributed.grid import RECOMPUTE
@@ -121,6 +121,17 @@ FAULTS: dict[str, tuple[str, Callable[[], AbstractContextManager[Any]]]] = {
     "loss of every stage": ("pp2", faults.loss_of_every_stage),
     "norms not summed, on stages": ("pp2-tp2", faults.replicas_not_summed),
     "local row in dropout, on stages": ("pp2-tp2", faults.dropout_by_local_row),
+    "shard off by one": ("zero1", faults_of_shares.shard_off_by_one),
+    "shard off by one, gradients cut": ("zero2", faults_of_shares.shard_off_by_one),
+    "share counted by all its copies": ("dp2", faults_of_shares.shares_counted_by_all_copies),
+    "share counted by both instances": ("hsdp", faults_of_shares.shares_counted_by_all_copies),
+    "gather of one bucket forgotten": ("zero1", faults_of_shares.gather_of_one_bucket_forgotten),
+    "experts summed over all replicas": ("moe-ep2", faults_of_shares.experts_summed_over_all_replicas),
+    "choices of experts counted locally": ("moe-tp2", faults_of_shares.choices_counted_locally),
+    "padding in the norm": ("dp2", faults_of_shares.padding_in_the_norm),
+    "padding in the norm, state cut": ("zero1", faults_of_shares.padding_in_the_norm),
+    "a micro-batch dropped where gradients are cut": ("zero2", faults_of_shares.one_microbatch_dropped),
+    "a spare buffer not zeroed": ("zero2", faults_of_shares.lent_buffers_not_zeroed),
 }
 """The detector that must notice it, and the fault."""
 
@@ -134,6 +145,17 @@ def run_faulty(rank: int, world_size: int, name: str) -> Any:
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_known_fault_is_noticed(pool: Pool, name: str) -> None:
     assert verdict(pool, DETECTORS[FAULTS[name][0]], run_faulty, name) == "wrong"
+
+
+def run_with_dirty_padding(rank: int, world_size: int, case: Case) -> list[RankTrace]:
+    with faults_of_shares.dirty_padding():
+        return run_case(rank, world_size, case)
+
+
+@pytest.mark.parametrize("name", ["dp2", "zero1", "hsdp"])
+def test_what_lies_between_gradients_matters_nowhere(pool: Pool, name: str) -> None:
+    detector = DETECTORS[name]
+    assert verdict(pool, detector, run_with_dirty_padding, *detector.args) == "right"
 
 
 def test_a_forgotten_weight_gradient_is_an_error(pool: Pool) -> None:
