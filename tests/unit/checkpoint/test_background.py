@@ -1,0 +1,140 @@
+"""A copy in the host's memory, and a thread: what is written is what was there when the copy was made."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from concurrent.futures import wait
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint.background import ALIGNMENT, Staging, in_background
+from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.parts import GlobalTensor, Part
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.room import bytes_of
+from megatron.checkpoint.store import write
+from tests.unit.checkpoint.samples import ALONE, partition, same, samples
+
+
+def parts_of(seed: int) -> dict[str, GlobalTensor]:
+    """Random tensors in random parts: views with odd strides, and what gives them when it is asked."""
+    draw, entries = random.Random(seed), {}
+    for name, sample in samples(seed).items():
+        entry = sample.entry(partition(sample.view, draw, draw.randint(1, 5)))
+        late = tuple(Part(part.box, part.resolve) if draw.random() < 0.5 else part for part in entry.parts)
+        entries[name] = GlobalTensor(entry.shape, entry.view, entry.dtype, late)
+    return entries
+
+
+@given(st.integers(0, 2**32))
+@settings(max_examples=40, derandomize=True, deadline=None)
+def test_the_copy_is_equal_to_the_bit_and_nothing_changes_it(seed: int) -> None:
+    tensors = parts_of(seed)
+    before = {name: [part.resolve().clone() for part in tensor.parts] for name, tensor in tensors.items()}
+    copies = Staging(tensors).copy(tensors)
+    for tensor in tensors.values():
+        for part in tensor.parts:
+            part.resolve().fill_(13)
+    assert copies.keys() == tensors.keys()
+    for name, copy in copies.items():
+        assert [part.box for part in copy.parts] == [part.box for part in tensors[name].parts]
+        assert all(same(part.resolve(), old) for part, old in zip(copy.parts, before[name], strict=True))
+
+
+def test_the_memory_is_taken_once_and_is_as_large_as_the_parts() -> None:
+    tensors = parts_of(3)
+    staging = Staging(tensors)
+    count = sum(len(tensor.parts) for tensor in tensors.values())
+    assert bytes_of(tensors) <= staging.bytes < bytes_of(tensors) + ALIGNMENT * count
+    places = [[p.resolve().data_ptr() for t in staging.copy(tensors).values() for p in t.parts] for _ in range(2)]
+    assert places[0] == places[1]
+
+
+def test_other_sizes_are_refused() -> None:
+    small = {"a": GlobalTensor((4,), (4,), torch.float32, (Part(whole((4,)), torch.zeros(4)),))}
+    large = {"a": GlobalTensor((40,), (40,), torch.float32, (Part(whole((40,)), torch.zeros(40)),))}
+    with pytest.raises(ValueError, match="a does not fit into the memory"):
+        Staging(small).copy(large)
+
+
+def test_a_checkpoint_of_the_copy_has_the_same_bytes(tmp_path: Path) -> None:
+    tensors = {name: sample.entry([whole(sample.view)]) for name, sample in samples(5).items()}
+    write(tmp_path / "plain", tensors, {}, {}, ALONE)
+    copies = Staging(tensors).copy(tensors)
+    in_background(lambda: write(tmp_path / "copied", copies, {}, {}, ALONE), "save").result(60)
+    names = sorted(path.relative_to(tmp_path / "plain") for path in (tmp_path / "plain").rglob("*") if path.is_file())
+    assert len(names) == 3
+    for name in names:
+        assert (tmp_path / "plain" / name).read_bytes() == (tmp_path / "copied" / name).read_bytes()
+
+
+def anonymous() -> int:
+    """Bytes of memory of this process that belong to no file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("RssAnon"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="RssAnon is Linux's")
+def test_the_memory_it_takes_is_bounded(tmp_path: Path) -> None:
+    """That of the parts at the start, and less than a tenth more while it is written."""
+    write(tmp_path / "first", parts_whole(1 << 10), {}, {}, ALONE)  # what is imported at the first save
+    tensors = parts_whole(6 << 20)
+    size, before = bytes_of(tensors), anonymous()
+    staging = Staging(tensors)
+    assert abs(anonymous() - before - size) < 0.05 * size
+    for number in range(2):
+        copies = staging.copy(tensors)
+        future = in_background(partial(write, tmp_path / f"save-{number}", copies, {}, {}, ALONE), "save")
+        seen = [anonymous()]
+        while not wait([future], 0.005).done:
+            seen.append(anonymous())
+        future.result()
+        assert max(seen) - before < 1.1 * size
+    found = CheckpointReader(Manifest.open(tmp_path / "save-1")).read("t0")
+    assert same(found, tensors["t0"].parts[0].resolve())
+
+
+def parts_whole(rows: int) -> dict[str, GlobalTensor]:
+    """Four tensors of so many elements, transposed in memory so that they cannot be written as they lie."""
+    made = {f"t{i}": torch.rand(rows // 64, 64).mT.contiguous().mT for i in range(4)}
+    return {
+        name: GlobalTensor(tuple(t.shape), tuple(t.shape), t.dtype, (Part(whole(tuple(t.shape)), t),))
+        for name, t in made.items()
+    }
+
+
+def test_work_goes_on_beside_the_caller() -> None:
+    go, seen = threading.Event(), []
+
+    def work() -> str:
+        go.wait(10)
+        seen.append(threading.current_thread().name)
+        return "done"
+
+    future = in_background(work, "save of step 3")
+    time.sleep(0.05)
+    assert not future.done()
+    go.set()
+    assert (future.result(10), seen) == ("done", ["save of step 3"])
+
+
+def test_what_it_raises_comes_with_the_result() -> None:
+    def work() -> None:
+        raise MemoryError("none left")
+
+    with pytest.raises(MemoryError, match="none left"):
+        in_background(work, "save").result(10)
+
+
+def test_nothing_waits_for_it_at_the_end() -> None:
+    threads = []
+    in_background(lambda: threads.append(threading.current_thread()), "save").result(10)
+    assert threads[0].daemon

@@ -1,0 +1,252 @@
+"""Saving in the loop: by a thread beside the steps, skipped, waited for, refused by the disk.
+
+A disk is as slow as a test wants: the thread waits, before it writes, until the run is where the test wants it.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.manifest import Manifest
+from megatron.config.run import RunConfig
+from megatron.training import saving
+from tests.runs import before_step, differences, full_disk, records, saved_steps, spoil_step, start, tiny_run
+
+EVERY_2 = "--save {0}/saved --save-interval 2"
+ASYNC = f"{EVERY_2} --async-save"
+
+
+def run_of(folder: Path, flags: str = ASYNC) -> RunConfig:
+    """A run of 6 steps that saves every 2."""
+    return tiny_run(folder, flags.format(folder))
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of the same run, saved at once."""
+    folder = tmp_path_factory.mktemp("plain")
+    assert start(run_of(folder, EVERY_2)).status == 0
+    return folder / "saved"
+
+
+def same_as(plain: Path, folder: Path, *steps: int) -> bool:
+    """Whether these checkpoints, and no others, are there, and are those that were saved at once, to the bit."""
+    names = [f"iter_{step:07d}" for step in steps]
+    equal = all(differences(plain / name, folder / "saved" / name) == [] for name in names)
+    return saved_steps(folder / "saved") == [*steps] and equal
+
+
+@contextmanager
+def before_writing(act: Callable[[int], None]) -> Iterator[None]:
+    """Call ``act`` with the step before each checkpoint is written, where it is written."""
+    original = saving.write
+
+    def write(folder: Path, *arguments: Any) -> None:
+        act(int(folder.name[5:]))
+        original(folder, *arguments)
+
+    with patch.object(saving, "write", write):
+        yield
+
+
+@contextmanager
+def all_of(*contexts: Any) -> Iterator[None]:
+    """All of them at once."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield
+
+
+@contextmanager
+def written_when(step: int, begins: int) -> Iterator[None]:
+    """The checkpoint of ``step`` is written when step ``begins`` begins, and that waits until there is one, or none."""
+    begun, written = threading.Event(), threading.Event()
+    real = saving.in_background
+
+    def in_background(work: Callable[[], Any], name: str) -> Any:
+        future = real(work, name)
+        future.add_done_callback(lambda _: written.set())
+        return future
+
+    def wait_for_it(_: object) -> None:
+        begun.set()
+        assert written.wait(30)
+
+    def hold(iteration: int) -> None:
+        assert iteration != step or begun.wait(30)
+
+    with (
+        before_writing(hold),
+        before_step(begins, wait_for_it),
+        patch.object(saving, "in_background", in_background),
+    ):
+        yield
+
+
+def slowly(seconds: float, *at: int) -> Any:
+    """A disk that takes so long for the checkpoints of these steps."""
+    return before_writing(lambda step: time.sleep(seconds if step in at else 0.0))
+
+
+def disk_with(*free: int) -> Any:
+    """A disk that has so many bytes left, each time it is asked; the last for ever."""
+    answers = iter(free)
+    return patch.object(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(answers, free[-1])))
+
+
+def warnings(told: str) -> list[str]:
+    return [line for line in told.splitlines() if line.startswith("warning: ")]
+
+
+def test_a_checkpoint_is_of_its_step_however_late_it_is_written(plain: Path, tmp_path: Path) -> None:
+    """Two more steps are taken, and change every weight, before a byte of it is written."""
+    told = start(run_of(tmp_path), written_when(2, begins=5))
+    assert told.status == 0
+    assert same_as(plain, tmp_path, 2, 6)
+    (skipped,) = warnings(told.err)
+    assert skipped.startswith("warning: step 4 is not saved: the save of step 2, begun ")
+    assert "  fix: --save-interval 4\n" in told.err
+    told_at = [told.out.index(text) for text in ("\n4/6 ", "saved/iter_0000002: ", "\n6/6 ", "saved/iter_0000006: ")]
+    assert told_at == sorted(told_at)
+
+
+def test_steps_are_taken_while_a_slow_disk_writes(plain: Path, tmp_path: Path) -> None:
+    told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), slowly(3.0, 4))
+    assert told.status == 0
+    assert same_as(plain, tmp_path, 4, 6)
+    first = next(r for r in records(tmp_path, "event") if r["event"] == "checkpoint")
+    taken = [r["time"] for r in records(tmp_path) if r["iteration"] == 6]
+    assert first["seconds"] > 3.0 > 3 * first["blocking-seconds"]
+    assert taken[0] < first["time"]
+
+
+def test_the_last_one_is_waited_for_with_a_word(plain: Path, tmp_path: Path) -> None:
+    event = all_of(slowly(0.5, 6), patch.object(saving, "LINE_SECONDS", 0.2))
+    told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 100")), event)
+    assert told.status == 0
+    assert same_as(plain, tmp_path, 6)
+    assert told.out.count("waiting for the checkpoint of step 6: 0s so far") == 2
+    assert ", training stood still for 0." in told.out
+
+
+def test_the_last_one_waits_for_the_one_before(plain: Path, tmp_path: Path) -> None:
+    told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), slowly(0.7, 4))
+    assert (told.status, warnings(told.err)) == (0, [])
+    assert same_as(plain, tmp_path, 4, 6)
+
+
+def test_a_full_disk_costs_a_save_and_not_the_run(plain: Path, tmp_path: Path) -> None:
+    told = start(run_of(tmp_path), all_of(full_disk(2), written_when(2, begins=4)))
+    assert told.status == 0
+    assert same_as(plain, tmp_path, 4, 6)
+    (warning,) = warnings(told.err)
+    assert warning.startswith(f"warning: step 2 is not saved: {tmp_path}/saved/iter_0000002.tmp/")
+    assert warning.endswith("the disk is full (rank 0); no checkpoint was written")
+
+
+def test_a_full_disk_at_the_end_is_an_error(plain: Path, tmp_path: Path) -> None:
+    told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), full_disk(6))
+    assert told.status == 1
+    assert told.err.startswith(f"error: {tmp_path}/saved/iter_0000006.tmp/")
+    assert "the disk is full (rank 0); no checkpoint was written" in told.err
+    assert saved_steps(tmp_path / "saved") == [4]
+    assert start(run_of(tmp_path)).status == 0
+    assert differences(plain / "iter_0000006", tmp_path / "saved/iter_0000006") == []
+
+
+@pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
+def test_a_run_does_not_begin_without_room_for_a_checkpoint(tmp_path: Path, flags: str) -> None:
+    told = start(run_of(tmp_path, flags), disk_with(10))
+    assert (told.status, told.samples) == (2, {})
+    assert told.err.startswith(f"error: E816 {tmp_path}/saved: a checkpoint takes 0.0")
+    assert told.err.count("E816") == 1
+
+
+@pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
+def test_without_room_there_is_no_save_until_there_is(plain: Path, tmp_path: Path, flags: str) -> None:
+    """Asked at the start and at each save, twice where there is none: what is left over is removed before."""
+    told = start(run_of(tmp_path, flags.replace("interval 2", "interval 4")), disk_with(1 << 30, 10, 10, 1 << 30))
+    assert told.status == 0
+    assert same_as(plain, tmp_path, 6)
+    (warning,) = warnings(told.err)
+    assert warning.startswith(f"warning: step 4 is not saved: E816 {tmp_path}/saved: a checkpoint takes ")
+
+
+@pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
+def test_without_room_at_the_end_there_is_an_error(tmp_path: Path, flags: str) -> None:
+    told = start(run_of(tmp_path, flags.replace("interval 2", "interval 100")), disk_with(1 << 30, 10))
+    assert told.status == 1
+    assert told.err.startswith(f"error: E816 {tmp_path}/saved: ")
+
+
+def test_a_run_that_fails_waits_for_the_save_under_way(plain: Path, tmp_path: Path) -> None:
+    event = all_of(slowly(0.5, 2), before_step(3, spoil_step))
+    told = start(run_of(tmp_path), event)
+    assert told.status == 1
+    assert same_as(plain, tmp_path, 2)
+    assert f"saved {tmp_path}/saved/iter_0000002: " in told.out
+    assert "not finite" in told.err or "non-finite" in told.err
+
+
+def wait_on(event: threading.Event) -> None:
+    assert event.wait(30)
+
+
+def test_but_not_for_ever(tmp_path: Path) -> None:
+    go = threading.Event()
+    event = all_of(
+        before_writing(lambda step: wait_on(go)),
+        before_step(3, spoil_step),
+        patch.object(saving, "GRACE_SECONDS", 0.2),
+    )
+    started = time.monotonic()
+    assert start(run_of(tmp_path), event).status == 1
+    assert time.monotonic() - started < 20
+    assert saved_steps(tmp_path / "saved") == []
+    go.set()
+
+
+def test_an_error_that_no_disk_explains_ends_the_run(tmp_path: Path) -> None:
+    def fail(step: int) -> None:
+        raise ZeroDivisionError("a bug")
+
+    told = start(run_of(tmp_path), before_writing(fail))
+    assert told.status == 1
+    assert "ZeroDivisionError: a bug" in told.err
+
+
+def test_older_ones_stay_where_the_new_one_cannot_be_opened(tmp_path: Path) -> None:
+    original = Manifest.open
+
+    def open_(path: Path) -> Manifest:
+        if path.name == "iter_0000006":
+            raise DamagedError(f"{path} is truncated")
+        return original(path)
+
+    config = run_of(tmp_path, f"{ASYNC} --keep-last 1".replace("interval 2", "interval 4"))
+    told = start(config, patch.object(Manifest, "open", open_))
+    assert told.status == 0
+    assert f"older checkpoints are not deleted: {tmp_path}/saved/iter_0000006 is truncated" in told.err
+    assert saved_steps(tmp_path / "saved") == [4, 6]
+
+
+def test_older_ones_go_when_the_new_one_is_whole(tmp_path: Path) -> None:
+    assert start(run_of(tmp_path, f"{ASYNC} --keep-last 1")).status == 0
+    assert saved_steps(tmp_path / "saved") == [6]
+
+
+def test_without_a_folder_nothing_is_taken_for_it(tmp_path: Path) -> None:
+    with patch.object(saving, "Staging", side_effect=AssertionError):
+        assert start(tiny_run(tmp_path, "--async-save")).status == 0
