@@ -72,8 +72,8 @@ def spoil_step(trainer: Trainer) -> None:
     """Make the output of this rank's first block NaN until the step is counted."""
     step = trainer.iteration
 
-    def spoil(module: torch.nn.Module, inputs: Any, output: Tensor) -> Tensor | None:
-        return output * float("nan") if trainer.iteration == step else None
+    def spoil(module: torch.nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]) -> Any:
+        return (output[0] * float("nan"), output[1]) if trainer.iteration == step else None
 
     chunk = next(iter(trainer.chunks.values()))
     block = next(module for name, module in chunk.named_modules() if is_layer(name))

@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from megatron.parallel.ownership import slots
-from megatron.parallel.shard import Box
+from megatron.parallel.ownership import Share, slots
+from megatron.parallel.shard import Box, ShardSpec
 from megatron.training.metrics import StepMetrics
 from megatron.training.setup import Trainer
 from megatron.training.step import train_step
@@ -100,16 +100,26 @@ def trace_steps(trainer: Trainer, steps: int) -> list[RankTrace]:
 def trace_step(trainer: Trainer, metrics: StepMetrics) -> RankTrace:
     """Note the step just taken. No communication."""
     t = trainer
-    grads = {name: hold(t, name, gradient) for name, gradient in t.buckets.grads.items()}
-    weights = {name: hold(t, name, master) for name, master in t.optimizer.masters.items()}
-    return RankTrace(metrics.loss.item(), metrics.grad_norm.item(), grads, weights)
+
+    def held(tensors: Mapping[str, Tensor]) -> dict[str, list[Held]]:
+        firsts = {name: t.mesh.copies(*t.specs[name].reduce_axes).rank == 0 for name in tensors}
+        return {name: hold(t.specs[name], t.buckets.shares[name], x, firsts[name]) for name, x in tensors.items()}
+
+    return RankTrace(metrics.loss.item(), metrics.grad_norm.item(), held(t.buckets.grads), held(t.optimizer.masters))
 
 
-def hold(trainer: Trainer, name: str, share: Tensor) -> list[Held]:
-    """What a rank has of a parameter's gradient or weight, with the values where this rank answers for them."""
-    spec, flat, out = trainer.specs[name], share.detach().cpu(), []
-    first = trainer.mesh.copies(*spec.reduce_axes).rank == 0
-    for slot in slots(spec, trainer.buckets.shares[name]):
+def hold(spec: ShardSpec, share: Share, tensor: Tensor, first: bool) -> list[Held]:
+    """What a rank has of a parameter's gradient or weight, with the values where this rank answers for them.
+
+    Args:
+        spec: of the parameter.
+        share: what of it this rank updates.
+        tensor: the values of that share.
+        first: of the ranks that have the same share.
+
+    """
+    flat, out = tensor.detach().cpu(), []
+    for slot in slots(spec, share):
         values = slot.of(flat).clone()
         digest = hashlib.blake2b(values.flatten().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
         mine = first and slot.piece.replicas[0] == spec.tp_rank and not spec.copy

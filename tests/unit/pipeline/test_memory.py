@@ -71,11 +71,11 @@ class WatchedSink(GradSink):
 
     ledger: Ledger
 
-    def add(self, name: str, x: Rows, dy: Rows) -> Tensor | None:
+    def add(self, name: str, x: Rows, dy: Rows, rows: Sequence[int] | None = None) -> Tensor | None:
         if self._deferred_to is not None:
-            for rows in (x, dy):
-                self.ledger.note(rows.shard, queued=True)
-        return super().add(name, x, dy)
+            for queued in (x, dy):
+                self.ledger.note(queued.shard, queued=True)
+        return super().add(name, x, dy, rows)
 
 
 Build = Callable[[Sequence[int], int, WatchedSink], dict[int, nn.Module]]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from megatron.parallel.ownership import Share
 from megatron.parallel.shard import Init, Shard, ShardSpec
 from megatron.training.verify import RankTrace, compare, hold, in_forward_order, join
 
@@ -18,7 +19,7 @@ def trace(spec: ShardSpec, *, loss: float = 1.0, first_replica: bool = True, err
     local = torch.full(spec.local_shape, float("nan"))
     for piece in spec.pieces:
         local.view(spec.local_view)[piece.local.slices] = ROWS.view(spec.view)[piece.place.slices] + error
-    held = {"weight": hold(spec, local, first_replica)}
+    held = {"weight": hold(spec, Share(0, local.numel()), local, first_replica)}
     return RankTrace(loss, 2.0, held, held)
 
 
