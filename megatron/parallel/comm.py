@@ -3,7 +3,8 @@
 Every operation takes a :class:`Group`, works along dimension 0 and does nothing in a group of one. The
 ``start_`` forms return a :class:`Pending`, whose ``wait`` gives the result. Names that changed between
 torch 2.10 and 2.13 are resolved here once. How long a rank is stopped by a collective on tensors, the group's
-stopwatch counts: the whole of one that is waited for at once, the wait alone of one that was started before.
+meter counts: the whole of one that is waited for at once, the wait alone of one that was started before; and how
+many bytes it sends.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.ranges import COMMUNICATION, span
-from megatron.parallel.stopwatch import Stopwatch
+from megatron.parallel.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, Meter
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 T = TypeVar("T")
 BUBBLE = "bubble"
 """The name under which a rank's waits for others of its pipeline are counted."""
+PIPELINE = "pp"
+"""The name under which the bytes are counted that it sends them."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -38,14 +41,14 @@ class Group:
         rank: index of this process among them.
         handle: the process group; None for a group of one, which needs no torch.distributed.
         axes: of the rank grid along which they differ, as a name: ``tp``, ``dp``, ``world`` for all.
-        meter: counts the time that this rank waits, by ``axes``; the groups of a mesh share one.
+        meter: counts the time that this rank waits, and what it sends, by ``axes``; the groups of a mesh share one.
     """
 
     ranks: tuple[int, ...] = (0,)
     rank: int = 0
     handle: dist.ProcessGroup | None = None
     axes: str = field(default="world", compare=False)
-    meter: Stopwatch = field(default_factory=Stopwatch, compare=False, repr=False)
+    meter: Meter = field(default_factory=Meter, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -56,6 +59,10 @@ class Group:
         """Count the time inside, a range in profiles, as waiting for the other ranks, on the device of ``x``."""
         return span(COMMUNICATION + self.axes, self.meter.span(self.axes, x.is_cuda))
 
+    def sends(self, operation: str, count: float) -> None:
+        """Count the bytes that a rank sends of ``count`` in a ring."""
+        self.meter.sends(PIPELINE if self.axes == BUBBLE else self.axes, operation, count * (self.size - 1) / self.size)
+
 
 @dataclass(frozen=True)
 class Channel:
@@ -65,13 +72,13 @@ class Channel:
         source: global rank of the sender.
         target: of the receiver.
         handle: the process group that has the communicator.
-        meter: counts, as ``BUBBLE``, how long this rank waits for what comes.
+        meter: counts, as ``BUBBLE``, how long this rank waits for what comes, and, as ``PIPELINE``, what it sends.
     """
 
     source: int
     target: int
     handle: dist.ProcessGroup | None = field(default=None, compare=False)
-    meter: Stopwatch = field(default_factory=Stopwatch, compare=False, repr=False)
+    meter: Meter = field(default_factory=Meter, compare=False, repr=False)
 
     def waiting(self, x: Tensor) -> AbstractContextManager[None]:
         """Count the time inside as in :meth:`Group.waiting`."""
@@ -103,6 +110,7 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
     """:func:`all_reduce`, not waited for."""
     if group.size == 1:
         return Pending(x, None, group)
+    group.sends(ALL_REDUCE, 2 * x.nbytes)
     return Pending(x, dist.all_reduce(x, _OPS[op], group.handle, async_op=True), group)
 
 
@@ -114,6 +122,7 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pend
         out = _rows_like(x, x.shape[0] * group.size)
     elif not x.is_cuda:  # NCCL gathers in place; of gloo nobody says so
         x = x.clone()
+    group.sends(ALL_GATHER, out.nbytes)
     return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True), group)
 
 
@@ -122,6 +131,7 @@ def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending(x, None, group)
     out = _rows_like(x, x.shape[0] // group.size)
+    group.sends(REDUCE_SCATTER, x.nbytes)
     return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True), group)
 
 
@@ -130,6 +140,7 @@ def start_all_to_all(x: Tensor, group: Group) -> Pending:
     if group.size == 1:
         return Pending(x, None, group)
     out = torch.empty_like(x)
+    group.sends(ALL_TO_ALL, x.nbytes)
     return Pending(out, dist.all_to_all_single(out, x.contiguous(), group=group.handle, async_op=True), group)
 
 
@@ -138,6 +149,8 @@ def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], gro
     if group.size == 1:
         return x
     out = _rows_like(x, sum(received))
+    leaving = sum(sent) - sent[group.rank]
+    group.meter.sends(group.axes, ALL_TO_ALL, leaving * x[:1].nbytes)
     with group.waiting(x):
         dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group.handle)
     return out
@@ -145,6 +158,7 @@ def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], gro
 
 def start_send(x: Tensor, channel: Channel) -> Pending:
     """Send ``x``, which must stay as it is until it is there; the other end receives in the order of sending."""
+    channel.meter.sends(PIPELINE, SEND, x.nbytes)
     return Pending(x, dist.isend(x, channel.target, channel.handle), channel)
 
 
@@ -156,6 +170,7 @@ def start_receive(out: Tensor, channel: Channel) -> Pending:
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
     """Reduce ``x`` in place over the group (``sum`` or ``max``); every rank gets the same bits."""
     if group.size > 1:
+        group.sends(ALL_REDUCE, 2 * x.nbytes)
         with group.waiting(x):
             dist.all_reduce(x, _OPS[op], group.handle)
     return x
@@ -166,6 +181,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = _rows_like(x, x.shape[0] * group.size)
+    group.sends(ALL_GATHER, out.nbytes)
     with group.waiting(x):
         _all_gather(out, x.contiguous(), group=group.handle)
     return out
@@ -176,6 +192,7 @@ def reduce_scatter(x: Tensor, group: Group) -> Tensor:
     if group.size == 1:
         return x
     out = _rows_like(x, x.shape[0] // group.size)
+    group.sends(REDUCE_SCATTER, x.nbytes)
     with group.waiting(x):
         _reduce_scatter(out, x.contiguous(), group=group.handle)
     return out

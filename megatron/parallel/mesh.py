@@ -15,7 +15,7 @@ from megatron.config.launch import Launch
 from megatron.config.problems import Problem, UserError
 from megatron.parallel.comm import BUBBLE, Channel, Group
 from megatron.parallel.layout import DENSE_AXES, Layout
-from megatron.parallel.stopwatch import Stopwatch
+from megatron.parallel.traffic import Meter
 from megatron.pipeline.comms import channels
 
 AXES_IN_USE: tuple[tuple[str, ...], ...] = (
@@ -74,7 +74,7 @@ class Mesh:
         named = {self._name(axes): len(parts[0]) for axes, parts in partitions.items()}
         edges = channels(placement)
         waits = [name for name, size in named.items() if size > 1] + [BUBBLE] * bool(edges)
-        self.meter = Stopwatch(waits)
+        self.meter = Meter(waits)
         self._groups = {axes: self._create(parts, self._name(axes)) for axes, parts in partitions.items()}
         blocks = [g[i : i + kv_copies] for g in layout.groups(("tp",)) for i in range(0, len(g), kv_copies)]
         self._kv_sharers = self._create(blocks, "tp")

@@ -1,0 +1,124 @@
+"""Bytes on the wire, counted where they are sent, against closed formulas."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import pytest
+
+from megatron.config.arguments import parse
+from megatron.config.batch import microbatches
+from megatron.config.run import RunConfig
+from megatron.config.traffic import replica_traffic
+from megatron.optim.schedule import Rates
+from megatron.parallel.traffic import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND
+from megatron.training.setup import build
+from megatron.training.step import train_step
+from tests.distributed.pool import Pool
+
+Sent = dict[tuple[str, str], float]
+LENGTH, HIDDEN, LAYERS = 16, 32, 2
+MODEL = (
+    f"--mock-data --vocab-size 256 --train-iters 1 --device cpu --num-layers {LAYERS} --hidden-size {HIDDEN} "
+    f"--seq-length {LENGTH} --normalization RMSNorm --disable-bias-linear --ddp-bucket-size 9000"
+)
+SCALARS = 2 * 8
+"""Bytes of the tokens of a step, and of their loss, which replicas add up."""
+
+
+def config_of(flags: str, ranks: int) -> RunConfig:
+    return parse([*MODEL.split(), *flags.split()], {"RANK": "0", "WORLD_SIZE": str(ranks)}).config
+
+
+def step(rank: int, world_size: int, every: tuple[str, ...]) -> list[Sent]:
+    """What this rank sends in a step, by axes and operation."""
+    found = []
+    for flags in every:
+        trainer = build(config_of(flags, world_size), rank, world_size)
+        meter = trainer.mesh.meter
+        meter.take_sent()
+        train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
+        trainer.optimizer.weights.wait()
+        found.append(meter.take_sent())
+    return found
+
+
+def of_axes(sent: Sent, axes: str) -> dict[str, float]:
+    return {operation: count for (where, operation), count in sent.items() if where == axes}
+
+
+def ring(count: float, ranks: int) -> float:
+    return count * (ranks - 1) / ranks
+
+
+ZERO = "--data-parallel-sharding-strategy"
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads --num-distributed-optimizer-instances 2")
+REPLICAS = (
+    *(f"{ZERO} {strategy} --global-batch-size 12" for strategy in STRATEGIES),
+    *(f"{ZERO} {strategy} --global-batch-size 8 --bf16 --grad-reduce-in-bf16" for strategy in STRATEGIES),
+    f"{ZERO} optim --overlap-param-gather --no-overlap-grad-reduce --global-batch-size 4 --bf16 --optimizer muon",
+)
+
+
+def test_replicas_send_what_the_formulas_say(pool: Pool) -> None:
+    found = pool.run(4, step, REPLICAS)
+    for number, flags in enumerate(REPLICAS):
+        expected: dict[str, float] = defaultdict(float, replica_traffic(config_of(flags, 4), 4))
+        expected[ALL_REDUCE] += 2 * ring(SCALARS, 4)
+        for rank in found:
+            assert of_axes(rank[number], "dp") == pytest.approx(expected, rel=1e-12), flags
+
+
+def test_the_formulas_are_those_of_textbooks() -> None:
+    """For P parameters in fp32: 2 P (n-1)/n elements without ZeRO and with ZeRO-1, and m + 1 times half of it."""
+    config = config_of("--global-batch-size 12", 4)
+    assert microbatches(config.training, 4) == 3
+    whole = ring(4 * config.model.num_parameters(), 4)
+    expected = {"no_shard": {ALL_REDUCE: 2 * whole}, "optim": {REDUCE_SCATTER: whole, ALL_GATHER: whole}}
+    expected["optim_grads"] = {REDUCE_SCATTER: 3 * whole, ALL_GATHER: whole}
+    for strategy, formula in expected.items():
+        told = replica_traffic(config_of(f"{ZERO} {strategy} --global-batch-size 12", 4), 4)
+        assert told == pytest.approx(formula, rel=0.03), strategy  # what alignment adds
+
+
+def test_stages_send_activations_down_and_their_gradients_up(pool: Pool) -> None:
+    count = 6
+    found = pool.run(2, step, (f"--pipeline-model-parallel-size 2 --global-batch-size {count}",))
+    assert [of_axes(rank[0], "pp")[SEND] for rank in found] == [count * LENGTH * HIDDEN * 4] * 2
+
+
+def test_tensor_parallel_ranks_send_activations(pool: Pool) -> None:
+    flags = "--tensor-model-parallel-size 2 --global-batch-size 1 --untie-embeddings-and-output-weights"
+    found = pool.run(2, step, (flags, f"{flags} --sequence-parallel"))
+    activation = LENGTH * HIDDEN * 4
+    losses = 2 * ring(3 * LENGTH * 4, 2)  # of each token: largest logit, sum, logit of the label
+    for plain, sequence in found:
+        # Forward after attention, MLP and embedding; backward before attention, MLP and output layer.
+        assert of_axes(plain, "tp") == {ALL_REDUCE: 2 * ring((4 * LAYERS + 2) * activation, 2) + losses}
+        both = of_axes(sequence, "tp")
+        # The input of a column-parallel layer is gathered once more for the gradient of its weight.
+        assert both[REDUCE_SCATTER] == ring((4 * LAYERS + 2) * activation, 2)
+        assert both[ALL_GATHER] == ring((4 * LAYERS + 2 + 2 * LAYERS) * activation, 2)
+
+
+def test_tokens_travel_to_their_experts_and_back(pool: Pool) -> None:
+    """Every token goes to all experts, so that what leaves a rank is known without knowing what the router does."""
+    experts, held = 4, 2
+    flags = (
+        f"--num-experts {experts} --moe-router-topk {experts} --expert-model-parallel-size 2 --moe-ffn-hidden-size 16 "
+        f"--global-batch-size 4 {ZERO}"
+    )
+    every = tuple(f"{flags} {strategy}" for strategy in ("no_shard", "optim", "optim_grads"))
+    found = pool.run(4, step, every)
+    rows = LENGTH * held  # of each rank, for the experts that the other one has
+    ways = 4 * rows * HIDDEN * 4  # there and back, and the gradients of both
+    counts = 2 * held * 8 // 2
+    for number, case in enumerate(every):
+        for rank in found:
+            assert of_axes(rank[number], "ep") == {ALL_TO_ALL: LAYERS * (ways + counts)}
+            expected = replica_traffic(config_of(case, 4), 4)
+            both = defaultdict(float, of_axes(rank[number], "dp"))
+            for operation, count in of_axes(rank[number], "edp").items():
+                both[operation] += count
+            both[ALL_REDUCE] -= 2 * ring(SCALARS, 4)
+            assert {o: n for o, n in both.items() if n} == pytest.approx(expected, rel=1e-12), case
