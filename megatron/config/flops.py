@@ -4,8 +4,9 @@ Only matrix products count, as everywhere in the field: ``[m, k] x [k, n]`` is 2
 embeddings and the optimizer are left out. All numbers are FLOPs per token, averaged over a sequence.
 
 A weight is multiplied three times per token (forward, and in backward for the gradients of its input and of itself), so
-it costs 6 FLOPs; one of an expert costs them only for the tokens that chose it. Queries of width ``q`` (heads x channels, often the hidden size) that meet ``k`` keys cost 2qk for the
-scores and 2qk for the values, three times over: 12qk per layer.
+it costs 6 FLOPs; one of an expert costs them for the tokens that chose it. Queries of width ``q`` (heads x channels,
+often the hidden size) that meet ``k`` keys cost 2qk for the scores and 2qk for the values, three times over: 12qk per
+layer.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ def recomputed_products(model: ModelConfig, training: TrainingConfig, place: int
 def matmul_parameters(model: ModelConfig) -> int:
     """N of ``6N + 12Lhs``: the weights of matrix products, which are the linear layers and the output layer.
 
-    Not in it: experts that a token did not choose, the embeddings of tokens and positions (rows are looked up; a tied one counts once, as the output layer),
-    biases, norms, and the padding of the vocabulary.
+    Not in it: experts that a token did not choose, the embeddings of tokens and positions (rows are looked up; a tied
+    one counts once, as the output layer), biases, norms, and the padding of the vocabulary.
     """
     return model.hidden_size * (model.num_layers * sum(_widths(model).values()) + model.vocab)
 

@@ -221,7 +221,7 @@ BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
 
 
 EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-"""Transformers 5 stacks matrices of experts that its files hold one by one, gate above up; Mixtral's names are others."""
+"""Transformers 5 stacks matrices of experts that its files hold one by one, gate above up; Mixtral has other names."""
 
 
 class _TheirWeights:

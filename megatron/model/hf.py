@@ -32,7 +32,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Box, ShardSpec
 
 Row = tuple[str, str, tuple[tuple[str, str], ...]]
-"""Our name, the axes of our view, and per tensor of theirs its name and axes; ``{i}`` is the layer, ``{e}`` an expert."""
+"""Our name, the axes of our view, and per tensor of theirs name and axes; ``{i}`` is the layer, ``{e}`` the expert."""
 
 _GPT2: tuple[Row, ...] = (
     ("embedding.word_embeddings.weight", "v h", (("transformer.wte.weight", "v, h"),)),

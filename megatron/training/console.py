@@ -21,6 +21,9 @@ class Column:
 WORTH_TELLING = 0.005
 """A share that a line of whole percents shows."""
 
+WORDS_OF_ROUTERS = {"load_balancing_loss": "balance", "seq_load_balancing_loss": "balance", "z_loss": "router z"}
+"""What the losses of routers are called here."""
+
 SLOW = 0.03
 """Excess of a rank's own time over the median rank's from which on the line names it."""
 
@@ -49,6 +52,7 @@ def progress_line(record: TrainRecord, yardstick: Yardstick, width: int | None =
         Column(step_time(record.seconds_per_step), 2, 4),
         Column(speed(record, yardstick), 2, 2),
     ]
+    columns += [Column(f"{WORDS_OF_ROUTERS[name]} {loss(x)}", 1, 7) for name, x in record.router_losses.items()]
     if mfu is not None:
         columns.append(Column(f"MFU {mfu:.1%}", 2, 3))
     columns += [*_waits(record), *_ranks(record)]

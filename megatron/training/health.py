@@ -1,4 +1,4 @@
-"""What a step did to every layer: gradients, updates, activations and attention logits, the same on every layout."""
+"""What a step did to every layer: gradients, updates, activations, logits, experts; the same on every layout."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.layers.attention import CoreAttention
 from megatron.layers.attention_logits import largest_logit
+from megatron.layers.router import Router, Routing
 from megatron.parallel import comm
 from megatron.parallel.microbatch import MicroBatch
 from megatron.parallel.ownership import Share, slots
@@ -20,7 +21,8 @@ from megatron.training.metrics import StepMetrics
 from megatron.training.setup import Trainer
 
 EMBEDDING, HEAD = "embedding", "head"
-GRADIENT, ZEROS, ELEMENTS, WEIGHT, BEFORE, CHANGE, OUTPUT, OUTPUTS = range(8)
+COLUMNS = 8
+GRADIENT, ZEROS, ELEMENTS, WEIGHT, BEFORE, CHANGE, OUTPUT, OUTPUTS = range(COLUMNS)
 """Columns of what is summed for each layer: squares of the gradient, of the weight (after the step and before) and of
 its change; zeros and elements of the gradient; squares and elements of the layer's output. Outputs that all
 tensor-parallel ranks have count on each, which their mean does not show; parameters count once."""
@@ -36,7 +38,8 @@ class HealthRecord:
         consumed_tokens: tokens of all steps so far.
         layers: ``grad-norm`` (before clipping), ``zeros-share`` (of the gradient's elements), ``params-norm`` (after
             the step), ``update-ratio`` (norm of the step's change over that of the weights before it),
-            ``activation-rms`` (of the layer's output), ``attention-logit`` (the largest).
+            ``activation-rms`` (of the layer's output), ``attention-logit`` (the largest), and with experts
+            ``expert-load`` (tokens of the busiest expert over the mean of all).
         totals: over all layers, by the names under which they are kept.
     """
 
@@ -66,6 +69,7 @@ class HealthRecord:
             f" | update {update}, most {self._most('update-ratio', exponent)}"
             f" | activations {self._most('activation-rms', plain)}"
             f" | attention logit {self._most('attention-logit', plain)}"
+            + (f" | busiest expert {self._most('expert-load', plain)}" if "expert-load" in self.layers else "")
         )
 
     def _most(self, quantity: str, written: Callable[[float], str]) -> str:
@@ -84,6 +88,7 @@ class Vitals:
         before: the masters before the step, in the memory of the host.
         sums: fp64 ``[layers, 8]``, this rank's share of what is summed.
         logits: fp64 ``[layers]``, the largest attention logit on this rank.
+        chosen: fp64 ``[layers, experts]``, how many of this rank's tokens chose each expert.
     """
 
     trainer: Trainer
@@ -91,14 +96,17 @@ class Vitals:
     before: dict[str, Tensor]
     sums: Tensor
     logits: Tensor
+    chosen: Tensor
     _seen: dict[tuple[str, int], MicroBatch] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
 
     def begin(self) -> None:
-        """Put hooks on the embedding, the blocks and the cores of attention."""
+        """Put hooks on the embedding, the blocks, the cores of attention and the routers."""
         for name, module in (named for chunk in self.trainer.chunks.values() for named in chunk.named_modules()):
             if isinstance(module, CoreAttention):
                 self._handles.append(module.register_forward_hook(self._attended(layer_of(name))))
+            elif isinstance(module, Router):
+                self._handles.append(module.register_forward_hook(self._routed(layer_of(name))))
             elif name in self.rows:
                 self._handles.append(module.register_forward_hook(self._put_out(name)))
 
@@ -109,6 +117,14 @@ class Vitals:
                 row, window = self.rows[layer], module.config.window_size
                 logit = largest_logit(q_SBND, k_SBGD, window, scene.batch.documents)
                 self.logits[row] = torch.maximum(self.logits[row], logit)
+
+        return note
+
+    def _routed(self, layer: str) -> Any:
+        def note(module: Router, inputs: tuple[Any, ...], output: Routing) -> None:
+            if self._is_new(f"router of {layer}", inputs[1]):
+                experts = self.chosen.shape[1]
+                self.chosen[self.rows[layer]] += torch.bincount(output.experts.flatten(), minlength=experts)
 
         return note
 
@@ -142,11 +158,15 @@ class Vitals:
         t = self.trainer
         for name, share in t.buckets.counted().items():
             self.sums[self.rows[layer_of(name)]] += self._of_parameter(name, share)
-        sums = comm.all_reduce(self.sums, t.mesh.world)
+        sums, chosen = comm.all_reduce(torch.cat([self.sums, self.chosen], 1), t.mesh.world).tensor_split([COLUMNS], 1)
         shown = self.logits.where(~self.logits.isnan(), torch.inf)  # a maximum over ranks may pass over a NaN
         logits = comm.all_reduce(shown, t.mesh.world, op="max")
         place = t.iteration, t.consumed_samples, t.consumed_samples * t.config.training.seq_length
-        return HealthRecord(*place, *summarize(list(self.rows), sums, logits, metrics))
+        layers, totals = summarize(list(self.rows), sums, logits, metrics)
+        if chosen.numel():
+            busiest = (chosen.amax(1) / chosen.mean(1))[1:-1].tolist()
+            layers["expert-load"] = dict(zip([*self.rows][1:-1], busiest))
+        return HealthRecord(*place, layers, totals)
 
     def _of_parameter(self, name: str, share: Share) -> Tensor:
         """The columns of the elements that this rank counts, fp64 ``[8]``."""
@@ -170,9 +190,10 @@ def watch(trainer: Trainer) -> Vitals:
     t = trainer
     rows = [EMBEDDING, *(f"layers.{i}" for i in range(t.config.model.num_layers)), HEAD]
     before = {name: master.detach().to("cpu", copy=True) for name, master in t.optimizer.masters.items()}
-    sums = torch.zeros(len(rows), 8, dtype=torch.float64, device=t.device)
+    sums = torch.zeros(len(rows), COLUMNS, dtype=torch.float64, device=t.device)
+    chosen = sums.new_zeros(len(rows), t.config.model.num_experts or 0)
     logits = torch.full((len(rows),), -torch.inf, dtype=torch.float64, device=t.device)
-    vitals = Vitals(t, {name: row for row, name in enumerate(rows)}, before, sums, logits)
+    vitals = Vitals(t, {name: row for row, name in enumerate(rows)}, before, sums, logits, chosen)
     vitals.begin()
     return vitals
 

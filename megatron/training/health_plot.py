@@ -26,6 +26,7 @@ PANELS = {
     "attention-logit": "largest attention logit",
     "params-norm": "norm of the weights",
     "zeros-share": "share of zeros in the gradient",
+    "expert-load": "tokens of the busiest expert / mean",
 }
 """By quantity, what stands above its map."""
 
@@ -51,12 +52,17 @@ def draw_health(metrics: Path, title: str, out: Path) -> bool:
     maps = read_health(metrics)
     if not maps:
         return False
-    with picture(out, 11, 8.4, grid=False) as figure:
+    panels = {kind: label for kind, label in PANELS.items() if kind in maps or kind != "expert-load"}
+    rows = -(-len(panels) // 2)
+    with picture(out, 11, 2.8 * rows, grid=False) as figure:
         figure.suptitle(f"{title}: health of every layer", x=0.01, ha="left", fontweight="bold")
-        for axes, (kind, label) in zip(figure.subplots(3, 2).flat, PANELS.items()):
+        places = list(figure.subplots(rows, 2).flat)
+        for axes, (kind, label) in zip(places, panels.items()):
             axes.set_title(label, loc="left", fontsize=10)
             if kind in maps:
                 _draw(figure, axes, maps[kind])
+        for axes in places[len(panels) :]:
+            axes.set_axis_off()
     return True
 
 

@@ -7,9 +7,9 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ class StepMetrics:
         skipped: nonzero if the update was skipped.
         loss_scale: scale the step ran with.
         nonfinite: nonzero if a gradient was not finite; other reasons for a skip are spikes.
+        router: losses of the routers of experts, by their metric's name; the same names in every step.
     """
 
     loss: Tensor
@@ -40,6 +41,7 @@ class StepMetrics:
     skipped: Tensor
     loss_scale: Tensor
     nonfinite: Tensor
+    router: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 class StepWindow:
@@ -77,6 +79,7 @@ class StepWindow:
         self._timing_option, self._recorded = timing_option, recorded
         self._steps: list[Tensor] = []
         self._samples: list[int] = []
+        self._router: tuple[str, ...] = ()
         self._meet()
         self.world.meter.take()  # what was waited for before the first step
         self.timers.watch.take()
@@ -84,7 +87,8 @@ class StepWindow:
 
     def add(self, step: StepMetrics, samples: int) -> None:
         """Note a step of ``samples`` samples. Does not wait for the device."""
-        scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale, step.nonfinite)
+        scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale, step.nonfinite, *step.router.values())
+        self._router = tuple(step.router)
         self._steps.append(torch.stack([x.detach().to(self.device, torch.float64) for x in scalars]))
         self._samples.append(samples)
 
@@ -117,16 +121,15 @@ class StepWindow:
         """
         if not self._steps:
             raise ValueError("no step since the last log line: read the window only after add")
-        losses, norms, skips, scales, nonfinite = torch.stack(self._steps, dim=1).tolist()
+        losses, norms, skips, scales, nonfinite, *router = torch.stack(self._steps, dim=1).tolist()
         now = self._count()
         steps, samples, seconds = len(self._steps), sum(self._samples), now - self._since
-        finite = [loss for loss in losses if math.isfinite(loss)]
         first = iteration - steps + 1
         record = TrainRecord(
             iteration=iteration,
             consumed_samples=consumed_samples,
             consumed_tokens=consumed_samples * self.seq_length,
-            loss=sum(finite) / len(finite) if finite else math.nan,
+            loss=_mean_of_finite(losses),
             grad_norm=norms[-1],
             learning_rate=float(rates.lr),
             learning_rate_decoupled=None if rates.decoupled_lr is None else float(rates.decoupled_lr),
@@ -138,6 +141,7 @@ class StepWindow:
             skipped=tuple(first + i for i, skip in enumerate(skips) if skip),
             spikes=tuple(first + i for i, skip in enumerate(skips) if skip and not nonfinite[i]),
             samples_digest=samples_digest,
+            router_losses={name: _mean_of_finite(values) for name, values in zip(self._router, router)},
             goodput=self.goodput.value(),
             run_seconds=self.goodput.run_seconds(),
             starts=self.goodput.starts,
@@ -186,6 +190,12 @@ class StepWindow:
     def _wait(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
+
+
+def _mean_of_finite(values: list[float]) -> float:
+    """NaN where there is none."""
+    finite = [x for x in values if math.isfinite(x)]
+    return sum(finite) / len(finite) if finite else math.nan
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:

@@ -63,6 +63,7 @@ class TrainRecord:
         run_seconds: since the run's first start.
         starts: of the run so far.
         spikes: iterations among those skipped whose gradient was finite, but out of line.
+        router_losses: of the routers of experts, without their coefficients, by their metric's name: mean as the loss.
         learning_rate_decoupled: of the embeddings and the output layer in the last step, where they have their own.
         samples_digest: of all samples consumed so far, as hexadecimal digits.
     """
@@ -96,6 +97,7 @@ class TrainRecord:
     spikes: tuple[int, ...] = ()
     samples_digest: str | None = None
     learning_rate_decoupled: float | None = None
+    router_losses: Mapping[str, float] = field(default_factory=dict)
 
     def place(self) -> dict[str, int]:
         """How far the run is."""
@@ -113,6 +115,7 @@ class TrainRecord:
         return {
             **self.place(),
             "lm loss": self.loss,
+            **self.router_losses,
             "grad-norm": self.grad_norm,
             "learning-rate": self.learning_rate,
             "weight-decay": self.weight_decay,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -42,12 +42,13 @@ def train_step(
     t.buckets.start_step(len(batches))
     with t.timers("forward-backward"):
         t.compute(batches, scale / tokens.clamp(min=1.0))
-    loss = mean_loss(t, tokens)
+    sums = take_sums(t)
+    loss, router = mean_loss(t, sums, tokens), router_losses(t, sums, tokens)
     t.optimizer.finish(t.timers)
     with t.timers("optimizer"):
         outcome = update(rates, scale, loss) if update else t.optimizer.update(rates, scale, loss, t.timers)
     t.scaler.update(outcome.nonfinite)  # a spike is no overflow
-    return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite)
+    return StepMetrics(loss, outcome.grad_norm, outcome.skipped, scale, outcome.nonfinite, router)
 
 
 @torch.no_grad()
@@ -58,7 +59,7 @@ def evaluate(trainer: Trainer, split: str = "valid") -> Tensor:
         batches = t.evaluation_batches(split, index)
         tokens += count_tokens(batches, t.mesh.replicas)
         t.compute(batches, None)
-    return mean_loss(t, tokens).where(tokens > 0, torch.nan)
+    return mean_loss(t, take_sums(t), tokens).where(tokens > 0, torch.nan)
 
 
 def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
@@ -67,13 +68,37 @@ def count_tokens(batches: Sequence[MicroBatch], replicas: Group) -> Tensor:
     return comm.all_reduce(local, replicas)
 
 
-def mean_loss(trainer: Trainer, tokens: Tensor) -> Tensor:
+def take_sums(trainer: Trainer) -> dict[str, Tensor]:
+    """What this rank's chunks have added up since they were asked last, in fp64."""
+    sums: dict[str, Tensor] = {}
+    for chunk in trainer.chunks.values():
+        for name, value in chunk.sums.take().items():
+            sums[name] = sums[name] + value.double() if name in sums else value.double()
+    return sums
+
+
+def mean_loss(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> Tensor:
     """The loss sums that the last stages collected, over all replicas, per token; 0 where no token counts.
 
     Every stage but the last adds zeros, so all ranks have the same bits, whatever the order of summing. Those that are
     done with the pipeline wait for the rest of it here.
     """
-    sums = [chunk.sums.take().get("lm loss") for chunk in trainer.chunks.values()]
-    local = sum((x.double() for x in sums if x is not None), torch.zeros_like(tokens))
-    of_stage = comm.all_reduce(local, trainer.mesh.replicas)
+    of_stage = comm.all_reduce(sums.get("lm loss", torch.zeros_like(tokens)), trainer.mesh.replicas)
     return comm.all_reduce(of_stage, trainer.mesh.pipeline) / tokens.clamp(min=1.0)
+
+
+def router_losses(trainer: Trainer, sums: Mapping[str, Tensor], tokens: Tensor) -> dict[str, Tensor]:
+    """The losses of routers that are in use, each a mean over tokens and layers, under Megatron-LM's names.
+
+    As there, coefficients are taken out again: a perfect balance is 1. Each rank has a part of every loss, also of a
+    sequence that several ranks share.
+    """
+    m = trainer.config.model
+    names = {"aux_loss": "load_balancing_loss", "seq_aux_loss": "seq_load_balancing_loss"}
+    balance = names.get(m.moe_router_load_balancing_type, "")
+    used = {balance: m.moe_aux_loss_coeff if balance else 0.0, "z_loss": m.moe_z_loss_coeff or 0.0}
+    if m.num_experts is None or not any(used.values()):
+        return {}
+    local = sums.get("router losses", tokens.new_zeros(2))
+    means = comm.all_reduce(local, trainer.mesh.world) / (tokens.clamp(min=1.0) * m.num_layers)
+    return {name: mean / coefficient for mean, (name, coefficient) in zip(means, used.items()) if coefficient}

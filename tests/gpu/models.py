@@ -15,7 +15,7 @@ from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch
 from megatron.training.metrics import StepMetrics
 from megatron.training.setup import Trainer, build
-from megatron.training.step import count_tokens, mean_loss
+from megatron.training.step import count_tokens, mean_loss, take_sums
 
 SHAPES = {
     "gpt": "--position-embedding-type learned_absolute --normalization LayerNorm --activation gelu_tanh",
@@ -98,7 +98,7 @@ def gradients(trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, d
     t.buckets.start_step(len(here))
     t.compute(here, 1.0 / tokens)
     t.optimizer.finish()
-    return mean_loss(t, tokens).item(), {name: grad.double().cpu() for name, grad in t.buckets.grads.items()}
+    return mean_loss(t, take_sums(t), tokens).item(), {name: grad.double().cpu() for name, grad in t.buckets.grads.items()}
 
 
 def distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:

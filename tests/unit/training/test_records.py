@@ -33,7 +33,9 @@ def everything() -> TrainRecord:
     """A record that has something to say in every field."""
     values: dict[str, Any] = {field.name: 1 for field in fields(TrainRecord)}
     timings = {name: Timing(2.0, 1.0, (1.0, 2.0)) for name in PHASES}
-    return TrainRecord(**values | {"communication": {"tp": 1.0}, "timings": timings, "skipped": (1,), "spikes": (1,)})
+    router = dict.fromkeys(("load_balancing_loss", "seq_load_balancing_loss", "z_loss"), 1.0)
+    values |= {"communication": {"tp": 1.0}, "timings": timings, "router_losses": router}
+    return TrainRecord(**values | {"skipped": (1,), "spikes": (1,)})
 
 
 def test_every_metric_of_training_is_documented() -> None:
