@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megatron.checkpoint.remote import RemotePath, location
+
 if TYPE_CHECKING:
     from megatron.convert.conversions import Converted
 
@@ -34,6 +36,18 @@ def size(text: str) -> int:
     return int(float(match[1]) * UNITS[match[2] or "B"])
 
 
+def folder(text: str) -> Path:
+    """A folder on a disk.
+
+    Raises:
+        ArgumentTypeError: when it is in an object store, where nothing can be looked at before it gets its name.
+    """
+    path = location(text)
+    if isinstance(path, RemotePath):
+        raise argparse.ArgumentTypeError(f"{text} is in an object store; write to a folder, and copy that")
+    return path
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The flags."""
     parser = argparse.ArgumentParser(
@@ -43,10 +57,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--load-hf", type=Path, metavar="DIR", help="folder with config.json and .safetensors files")
-    source.add_argument("--load", type=Path, metavar="CKPT", help="--save folder of a run, or one checkpoint in it")
+    source.add_argument(
+        "--load", type=location, metavar="CKPT", help="--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN"
+    )
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--save", type=Path, metavar="CKPT", help="gets a checkpoint of step 0, weights only")
-    target.add_argument("--save-hf", type=Path, metavar="DIR", help="folder to write; must not exist, or be empty")
+    target.add_argument("--save", type=folder, metavar="CKPT", help="gets a checkpoint of step 0, weights only")
+    target.add_argument("--save-hf", type=folder, metavar="DIR", help="folder to write; must not exist, or be empty")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="which checkpoint of --load (the newest valid one)")
     parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (what the run computed in)")
     parser.add_argument("--max-shard-size", type=size, metavar="SIZE", help="of a weights file (5GB)")

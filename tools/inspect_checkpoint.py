@@ -1,6 +1,7 @@
 """Look into checkpoints: ``python tools/inspect_checkpoint.py ls SAVE | verify PATH | show PATH [PATTERN] | diff A B``.
 
 PATH is a checkpoint such as SAVE/iter_0000100, or a folder of them: then its newest complete one (all, for verify).
+Either may be in an object store: s3://BUCKET/RUN.
 Memory is that of a chunk or two, however large the checkpoint.
 """
 
@@ -13,13 +14,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatch
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.errors import CheckpointError, NewerVersionError, within
 from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.manifest import MARKER, Manifest
 from megatron.checkpoint.publish import is_complete
+from megatron.checkpoint.remote import Location, RemotePath, location
 
 if TYPE_CHECKING:
     from megatron.checkpoint.reader import CheckpointReader
@@ -39,9 +40,16 @@ def listing(args: argparse.Namespace) -> int:
         print(f"no checkpoint in {args.folder}")
     for item in found:
         size = amount(item.manifest.total_bytes) if item.manifest else "-"
-        age = ago(time.time() - item.path.stat().st_mtime)
+        age = ago(time.time() - written(item.path))
         print(f"{item.path.name:18} step {item.iteration:<8} {size:>9}  {age:>12}  {item.problem or 'complete'}")
     return EQUAL
+
+
+def written(path: Location) -> float:
+    """When a checkpoint was completed, or last changed; seconds since 1970."""
+    if not isinstance(path, RemotePath):
+        return path.stat().st_mtime
+    return (path / MARKER).modified() if is_complete(path) else time.time()
 
 
 def verify(args: argparse.Namespace) -> int:
@@ -58,7 +66,7 @@ def verify(args: argparse.Namespace) -> int:
     return max([verified(path) for path in paths])
 
 
-def verified(path: Path) -> int:
+def verified(path: Location) -> int:
     """Verify one checkpoint, and say what was found."""
     from megatron.checkpoint.verify import damage
 
@@ -170,7 +178,7 @@ def differing_tensor(a: CheckpointReader, b: CheckpointReader, name: str) -> str
     return f"tensor {name}: {types}max abs {found.largest:.3g}, relative {found.relative:.3g}"
 
 
-def newest(path: Path) -> Manifest:
+def newest(path: Location) -> Manifest:
     """A checkpoint, or the newest complete one of a folder of them; says which newer ones were passed over.
 
     Raises:
@@ -182,7 +190,7 @@ def newest(path: Path) -> Manifest:
     return manifest
 
 
-def existing(path: Path) -> Checkpoints:
+def existing(path: Location) -> Checkpoints:
     """A folder, looked at as one of checkpoints.
 
     Raises:
@@ -225,20 +233,20 @@ def parser() -> argparse.ArgumentParser:
     command = commands.add_parser(
         "ls", help="list a folder of checkpoints; complete: all files in full length (bytes: verify)"
     )
-    command.add_argument("folder", type=Path, metavar="SAVE")
+    command.add_argument("folder", type=location, metavar="SAVE")
     command.set_defaults(run=listing)
     command = commands.add_parser(
         "verify", help="every byte against the checksums; exit status 1 when damaged, 2 when there is nothing to read"
     )
-    command.add_argument("path", type=Path, metavar="PATH")
+    command.add_argument("path", type=location, metavar="PATH")
     command.set_defaults(run=verify)
     command = commands.add_parser("show", help="tensors, state and options, or values of tensors")
-    command.add_argument("path", type=Path, metavar="PATH")
+    command.add_argument("path", type=location, metavar="PATH")
     command.add_argument("pattern", nargs="?", metavar="PATTERN", help="whole names, such as 'layers.0.*' or '*bias'")
     command.set_defaults(run=show)
     command = commands.add_parser("diff", help="compare two; exit status 1 when they differ, 2 when one is unreadable")
-    command.add_argument("a", type=Path, metavar="A")
-    command.add_argument("b", type=Path, metavar="B")
+    command.add_argument("a", type=location, metavar="A")
+    command.add_argument("b", type=location, metavar="B")
     command.set_defaults(run=diff)
     return top
 
@@ -248,7 +256,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         print(f"inspect_checkpoint: {error}", file=sys.stderr)
         return UNREADABLE
 

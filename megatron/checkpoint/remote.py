@@ -58,6 +58,11 @@ class RemotePath:
         return self.uri.partition("://")[0]
 
     @property
+    def bucket(self) -> str:
+        """The part of the store that it is in; nothing where none is named."""
+        return self.uri.partition("://")[2].partition("/")[0]
+
+    @property
     def name(self) -> str:
         """What comes after the last slash; nothing for a bucket."""
         return PurePosixPath(self._inside).name

@@ -16,6 +16,7 @@ from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor, Part
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.remote import Location
 from megatron.checkpoint.store import write
 from megatron.config.compare import unknown_options
 from megatron.config.hf import SPECIAL_IDS, read_config
@@ -52,7 +53,7 @@ AVERAGE = "optim.ema."
 """What the name of a weight's moving average begins with in a checkpoint."""
 
 
-def open_checkpoint(path: Path, step: int | None = None) -> tuple[Manifest, list[str]]:
+def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, list[str]]:
     """A checkpoint by its own folder, or the newest valid one (or that of ``step``) of a ``--save`` folder.
 
     Returns:

@@ -12,6 +12,7 @@ from megatron.checkpoint.files import sync_folder
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import remove
+from megatron.checkpoint.remote import on_disk
 from megatron.config.hf import CONFIG
 from megatron.config.model import ModelConfig
 from megatron.convert.check import Difference, check
@@ -44,7 +45,7 @@ def from_hf(folder: Path, save: Path, report: Report, checked: bool = True) -> C
     checkpoints = Checkpoints(save)
     if checkpoints.named():
         raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
-    path = checkpoints.path(0)
+    path = on_disk(checkpoints.path(0))
     unchecked = path.with_name(f"{path.name}.unchecked")  # no checkpoint by name
     import_hf(folder, unchecked, report)
     try:

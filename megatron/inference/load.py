@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.remote import Location, location
 from megatron.config.checks import layout
 from megatron.config.hf import CONFIG
 from megatron.config.model import ModelConfig
@@ -87,7 +88,7 @@ def open_pretrained(load: str, step: int | None = None, average: bool = False) -
     if load in ("", HUGGING_FACE):
         raise InferenceError(f"--load '{load}' names no folder", "--load CHECKPOINTS", f"--load {HUGGING_FACE}DIR")
     if not load.startswith(HUGGING_FACE):
-        return _from_checkpoint(Path(load), step, average)
+        return _from_checkpoint(location(load), step, average)
     if step is not None:
         raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
     if average:
@@ -95,7 +96,7 @@ def open_pretrained(load: str, step: int | None = None, average: bool = False) -
     return _from_hugging_face(Path(load.removeprefix(HUGGING_FACE)))
 
 
-def _from_checkpoint(path: Path, step: int | None, average: bool) -> Pretrained:
+def _from_checkpoint(path: Location, step: int | None, average: bool) -> Pretrained:
     if (path / CONFIG).is_file() and not Checkpoints(path).named():
         seen = f"--load {path} is a Hugging Face model, no folder of checkpoints"
         raise InferenceError(seen, f"--load {HUGGING_FACE}{path}")

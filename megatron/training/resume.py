@@ -12,6 +12,8 @@ from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.local import LocalCheckpoint
 from megatron.checkpoint.local_loading import bring_together
 from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.remote import Location
+from megatron.checkpoint.remote import Location, location
 from megatron.config.hf import SPECIAL_IDS
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import CheckpointConfig, DataConfig
@@ -40,15 +42,22 @@ def choose(options: CheckpointConfig, world: Group) -> Origin:
 
     """
     if options.local_save is None:
-        return on_first(lambda: look(options), world)
-    origin: Origin | UserError
+        return on_first(partial(look, options), world)
+    return with_local(on_first(partial(_origin_or_refusal, options), world), options, world)
+
+
+def _origin_or_refusal(options: CheckpointConfig) -> Origin | UserError:
+    """What the run begins with, or why there is nothing for it in ``save`` and ``load``, which the nodes may mend.
+
+    Raises:
+        UserError: for what is no reason to go on from something else: a store that does not answer, a newer version.
+    """
     try:
-        origin = on_first(lambda: look(options), world)
+        return look(options)
     except UserError as error:
-        if not {problem.code for problem in error.problems} <= {"E811", "E812"}:
+        if error.__cause__ is not None or not {problem.code for problem in error.problems} <= {"E811", "E812"}:
             raise
-        origin = error
-    return with_local(origin, options, world)
+        return error
 
 
 def begin(trainer: Trainer, origin: Origin) -> list[str]:
@@ -93,7 +102,7 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
     raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
 
 
-Candidate = LocalCheckpoint | Path
+Candidate = LocalCheckpoint | Location
 
 
 def _opened(trainer: Trainer, candidate: Candidate, notes: list[str]) -> tuple[Manifest, dict[str, bytes]]:
@@ -103,7 +112,7 @@ def _opened(trainer: Trainer, candidate: Candidate, notes: list[str]) -> tuple[M
         DamagedError: when it cannot be used, on every rank.
     """
     t = trainer
-    if isinstance(candidate, Path):
+    if not isinstance(candidate, LocalCheckpoint):
         return on_first(partial(_manifest_and_files, candidate), t.mesh.world)
     if t.local is None:
         raise ValueError("there are local checkpoints, but no local_save")
@@ -115,14 +124,14 @@ def _opened(trainer: Trainer, candidate: Candidate, notes: list[str]) -> tuple[M
     return manifest, on_first(partial(carried_by, manifest), t.mesh.world)
 
 
-def _manifest_and_files(path: Path) -> tuple[Manifest, dict[str, bytes]]:
+def _manifest_and_files(path: Location) -> tuple[Manifest, dict[str, bytes]]:
     manifest = Manifest.open(path)
     return manifest, carried_by(manifest)
 
 
-def _path_of(trainer: Trainer, candidate: Candidate) -> Path:
-    if isinstance(candidate, Path) or trainer.local is None:
-        return Path(str(candidate))
+def _path_of(trainer: Trainer, candidate: Candidate) -> Location:
+    if not isinstance(candidate, LocalCheckpoint) or trainer.local is None:
+        return location(str(candidate))
     return Checkpoints(trainer.local.folder).path(candidate.iteration)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from os.path import exists, isdir, isfile  # unlike pathlib's they answer for a name of any length
 from pathlib import Path
 
+from megatron.checkpoint.remote import Location, RemotePath, location, missing_library
 from megatron.config.problems import Problem, did_you_mean
 from megatron.config.run import HUGGING_FACE, RunConfig
 
@@ -26,8 +27,10 @@ def load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     if c.load is None or str(c.load).startswith(HUGGING_FACE) or _one_folder(config) or holds_checkpoints(c.save):
         return
-    folder = Path(str(c.load))
-    if not isdir(folder):
+    folder = location(str(c.load))
+    if isinstance(folder, RemotePath):
+        yield from _store("E801", "--load", folder, world_size)
+    elif not isdir(folder):
         beside = folder.parent.iterdir() if isdir(folder.parent) else ()
         guess = did_you_mean(folder.name, sorted(path.name for path in beside if isdir(path)))
         fixes = (f"--load {folder.parent / guess}",) if guess else ("drop --load",)
@@ -47,7 +50,10 @@ def save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if config.checkpoint.save == "":
         yield Problem("E802", "--save '' names no folder", ("--save checkpoints", "drop --save"))
         return
-    folder = Path(str(config.checkpoint.save))
+    folder = location(str(config.checkpoint.save))
+    if isinstance(folder, RemotePath):
+        yield from _store("E802", "--save", folder, world_size)
+        return
     there = next(path for path in (folder, *folder.parents) if exists(path))
     if not isdir(there):
         yield Problem("E802", f"--save {folder}: {there} is no folder", (f"--save {there}-checkpoints",))
@@ -59,6 +65,21 @@ def save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     elif isfile(folder / MEGATRON_LM):
         sentence = f"--save {folder} holds checkpoints of Megatron-LM"
         yield Problem("E802", sentence, (f"--save {folder}-new",))
+
+
+def _store(code: str, option: str, place: RemotePath, world_size: int) -> Iterator[Problem]:
+    """What speaks against a place in an object store, as far as it can be said without asking the store."""
+    missing = missing_library(place)
+    if missing is not None:
+        yield Problem(code, f"{option} {missing[0]}", (missing[1],))
+    elif not place.bucket:
+        yield Problem(code, f"{option} {place.scheme}:// names no bucket", (f"{option} {place.scheme}://BUCKET/RUN",))
+    elif place.scheme == "memory" and world_size > 1:
+        sentence = f"{option} {place}: {world_size} ranks have no memory in common"
+        yield Problem(code, sentence, (f"{option} A_FOLDER_THAT_ALL_RANKS_SHARE",))
+    elif code == "E802" and _step(place) is not None:
+        sentence = f"{option} {place} names one checkpoint; the folder of all is wanted"
+        yield Problem(code, sentence, (f"{option} {place.parent}",))
 
 
 def local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -74,7 +95,7 @@ def local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.save is None:
         sentence = "--local-save without --save: what is on the nodes' own disks is lost with them"
         yield Problem("E804", sentence, ("--save checkpoints", "drop --local-save"))
-    elif Path(c.local_save).resolve() == Path(c.save).resolve():
+    elif Path(c.local_save).resolve() == location(c.save).resolve():
         sentence = f"--local-save {c.local_save} is the --save folder"
         yield Problem("E804", sentence, ("--local-save /dev/shm/checkpoints", "drop --local-save"))
     if c.local_save_interval is None:
@@ -93,9 +114,9 @@ def resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
     elif c.resume_mode == "weights-only" and c.save is not None and (c.load is None or _one_folder(config)):
         sentence = f"weights-only starts a new run, and --save {c.save} would be the old one's folder"
         yield Problem("E803", sentence, (f"--load {c.load or c.save} --save {c.save}-new", "--resume-mode exact"))
-    elif c.load is not None and c.ckpt_step is not None and _step(Path(c.load)) not in (None, c.ckpt_step):
+    elif c.load is not None and c.ckpt_step is not None and _step(location(c.load)) not in (None, c.ckpt_step):
         sentence = f"--load {c.load} and --ckpt-step {c.ckpt_step} name two checkpoints"
-        yield Problem("E803", sentence, (f"--load {Path(c.load).parent}", "--set checkpoint.ckpt_step=null"))
+        yield Problem("E803", sentence, (f"--load {location(c.load).parent}", "--set checkpoint.ckpt_step=null"))
 
 
 def _hugging_face(config: RunConfig) -> Iterator[Problem]:
@@ -109,10 +130,18 @@ def _hugging_face(config: RunConfig) -> Iterator[Problem]:
 
 
 def holds_checkpoints(folder: str | None) -> bool:
-    """Whether a folder holds one called like a checkpoint, or is one."""
+    """Whether a folder holds one called like a checkpoint, or is one.
+
+    A store that does not answer may hold some; whoever looks for them next says what is wrong.
+    """
     if folder is None or str(folder).startswith(HUGGING_FACE):
         return False
-    path = Path(str(folder))
+    path = location(str(folder))
+    if isinstance(path, RemotePath):
+        try:
+            return any(_step(each) is not None for each in (path, *path.folders()))
+        except OSError:
+            return True
     return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
 
 
@@ -121,11 +150,11 @@ def _one_folder(config: RunConfig) -> bool:
     c = config.checkpoint
     if c.load is None or c.save is None:
         return False
-    load = Path(str(c.load)).resolve()
-    return Path(str(c.save)).resolve() == (load if _step(load) is None else load.parent)
+    load = location(str(c.load)).resolve()
+    return location(str(c.save)).resolve() == (load if _step(load) is None else load.parent)
 
 
-def _step(folder: Path) -> int | None:
+def _step(folder: Location) -> int | None:
     """The step of a folder that is one checkpoint, by its name."""
     match = re.fullmatch(r"iter_(\d+)", folder.name)
     return int(match[1]) if match else None

@@ -1,0 +1,248 @@
+"""An object store on this machine that speaks as much of S3 as checkpoints need, and fails as it is told to.
+
+Objects are bytes in memory. Signatures are not looked at. Buckets are there as soon as somebody writes to them, but
+those called ``missing...`` never are.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import socket
+import struct
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import count
+from threading import Lock, Thread
+from urllib.parse import parse_qs, unquote, urlsplit
+from xml.sax.saxutils import escape, unescape
+
+PAGE = 3
+"""Entries of a listing in one answer: few, so that going on is part of every test."""
+
+Fault = Callable[["Request"], str | None]
+"""What goes wrong with a request: None, a status such as ``503``, ``reset``, ``truncated``, ``corrupt`` or ``slow``."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """What was asked: ``number`` counts all requests from 0, ``kind`` is such as ``PUT``, ``UploadPart``, ``List``."""
+
+    number: int
+    kind: str
+    key: str
+
+
+@dataclass
+class Store:
+    """What a server holds, and how it behaves."""
+
+    objects: dict[str, bytes] = field(default_factory=dict)
+    uploads: dict[str, dict[int, bytes]] = field(default_factory=dict)
+    fault: Fault = lambda request: None
+    requests: list[Request] = field(default_factory=list)
+    largest: int = 0
+    lock: Lock = field(default_factory=Lock)
+    numbers: Iterator[int] = field(default_factory=count)
+
+    @property
+    def kinds(self) -> Counter[str]:
+        """How often each kind of request came."""
+        return Counter(request.kind for request in self.requests)
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One request after the other of a connection."""
+
+    protocol_version = "HTTP/1.1"
+    store: Store
+
+    def log_message(self, *_: object) -> None:
+        """Nothing."""
+
+    def do_GET(self) -> None:
+        self.handle_one("GET")
+
+    def do_HEAD(self) -> None:
+        self.handle_one("HEAD")
+
+    def do_PUT(self) -> None:
+        self.handle_one("PUT")
+
+    def do_POST(self) -> None:
+        self.handle_one("POST")
+
+    def do_DELETE(self) -> None:
+        self.handle_one("DELETE")
+
+    def handle_one(self, method: str) -> None:
+        url = urlsplit(self.path)
+        key, query = unquote(url.path).strip("/"), {k: v[0] for k, v in parse_qs(url.query, True).items()}
+        body = self.body()
+        kind = self.kind(method, key, query)
+        with self.store.lock:
+            request = Request(next(self.store.numbers), kind, key)
+            self.store.requests.append(request)
+            self.store.largest = max(self.store.largest, len(body))
+        fault = self.store.fault(request)
+        if fault == "slow":
+            time.sleep(0.3)
+        elif fault == "reset":
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.close_connection = True
+            self.connection.close()
+            return
+        elif fault is not None and fault.isdigit():
+            code = {"403": "AccessDenied", "503": "SlowDown"}.get(fault, "InternalError")
+            self.error(int(fault), code)
+            return
+        with self.store.lock:
+            status, headers, content = self.answer(kind, key, query, body)
+        if fault == "corrupt" and content:
+            content = content[:-1] + bytes([content[-1] ^ 1])
+        self.reply(status, headers, content, cut=fault == "truncated", head=method == "HEAD")
+
+    def kind(self, method: str, key: str, query: dict[str, str]) -> str:
+        if method == "POST":
+            return "Create" if "uploads" in query else "Complete" if "uploadId" in query else "DeleteMany"
+        if "uploadId" in query:
+            return "UploadPart" if method == "PUT" else "Abort"
+        return "List" if method == "GET" and "/" not in key else method
+
+    def answer(self, kind: str, key: str, query: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and content of what went well."""
+        s = self.store
+        if key.startswith("missing"):
+            return 404, {}, b"<Error><Code>NoSuchBucket</Code><Message>no such bucket</Message></Error>"
+        if kind == "List":
+            return 200, {}, self.listing(key, query)
+        if kind in ("GET", "HEAD"):
+            return self.content(key)
+        if kind == "PUT":
+            s.objects[key] = body
+        elif kind == "Create":
+            upload = f"upload{next(s.numbers)}"
+            s.uploads[upload] = {}
+            text = f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId></InitiateMultipartUploadResult>"
+            return 200, {}, text.encode()
+        elif kind == "UploadPart":
+            s.uploads[query["uploadId"]][int(query["partNumber"])] = body
+        elif kind == "Complete":
+            parts = s.uploads.pop(query["uploadId"])
+            s.objects[key] = b"".join(parts[int(n)] for n in re.findall(rb"<PartNumber>(\d+)<", body))
+            return 200, {}, b'<CompleteMultipartUploadResult><ETag>"x"</ETag></CompleteMultipartUploadResult>'
+        elif kind == "DeleteMany":
+            for name in re.findall(rb"<Key>([^<]+)</Key>", body):
+                s.objects.pop(f"{key}/{unescape(name.decode())}", None)
+            return 200, {}, b"<DeleteResult></DeleteResult>"
+        elif kind == "Abort":
+            s.uploads.pop(query["uploadId"], None)
+        elif kind == "DELETE":
+            s.objects.pop(key, None)
+        return 204 if kind in ("DELETE", "Abort") else 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
+
+    def content(self, key: str) -> tuple[int, dict[str, str], bytes]:
+        found = self.store.objects.get(key)
+        if found is None:
+            return 404, {}, b"<Error><Code>NoSuchKey</Code><Message>no such key</Message></Error>"
+        headers = {"ETag": '"x"', "Last-Modified": "Sun, 01 Nov 2026 00:00:00 GMT"}
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked is None:
+            return 200, headers, found
+        first, last = int(asked[1]), min(int(asked[2]), len(found) - 1)
+        if first > last:
+            return 416, {}, b"<Error><Code>InvalidRange</Code><Message>range</Message></Error>"
+        return 206, headers | {"Content-Range": f"bytes {first}-{last}/{len(found)}"}, found[first : last + 1]
+
+    def listing(self, bucket: str, query: dict[str, str]) -> bytes:
+        prefix, delimiter = query.get("prefix", ""), query.get("delimiter", "")
+        names: dict[str, int] = {}
+        for name, content in sorted(self.store.objects.items()):
+            key = name.partition("/")[2]
+            if name.startswith(f"{bucket}/{prefix}"):
+                rest = key[len(prefix) :]
+                inner = bool(delimiter) and delimiter in rest
+                names[prefix + rest.split(delimiter)[0] + delimiter if inner else key] = -1 if inner else len(content)
+        later = [item for item in names.items() if item[0] > query.get("continuation-token", "")]
+        rows = [self.row(name, size) for name, size in later[:PAGE]]
+        more = len(later) > PAGE
+        token = f"<NextContinuationToken>{escape(later[PAGE - 1][0])}</NextContinuationToken>" if more else ""
+        head = f"<Name>{bucket}</Name><KeyCount>{len(rows)}</KeyCount><IsTruncated>{str(more).lower()}</IsTruncated>"
+        return f"<ListBucketResult>{head}{token}{''.join(rows)}</ListBucketResult>".encode()
+
+    def row(self, name: str, size: int) -> str:
+        if size < 0:
+            return f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>"
+        dates = "<LastModified>2026-11-01T00:00:00.000Z</LastModified>"
+        return f'<Contents><Key>{escape(name)}</Key>{dates}<ETag>"x"</ETag><Size>{size}</Size></Contents>'
+
+    def body(self) -> bytes:
+        """What was sent; S3's libraries may send it in signed pieces."""
+        if "chunked" not in self.headers.get("Transfer-Encoding", ""):
+            raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        else:
+            raw = b""
+            while size := int(self.rfile.readline().split(b";")[0], 16):
+                raw += self.rfile.read(size)
+                self.rfile.readline()
+            self.rfile.readline()
+        if "aws-chunked" not in self.headers.get("Content-Encoding", ""):
+            return raw
+        plain = b""
+        while raw:
+            line, _, raw = raw.partition(b"\r\n")
+            size = int(line.split(b";")[0], 16)
+            plain, raw = plain + raw[:size], raw[size + 2 :]
+            if not size:
+                break
+        return plain
+
+    def error(self, status: int, code: str) -> None:
+        self.reply(status, {}, f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode())
+
+    def reply(self, status: int, headers: dict[str, str], content: bytes, cut: bool = False, head: bool = False) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Type", "application/xml")
+        if status != 204:
+            self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if head:
+            return
+        if cut and content:
+            content, self.close_connection = content[: len(content) // 2], True
+        self.wfile.write(content)
+
+
+@contextmanager
+def serving() -> Iterator[tuple[str, Store]]:
+    """A server on a free port of this machine: its address and its store."""
+    store = Store()
+    handler = type("Bound", (Handler,), {"store": store})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    server.daemon_threads = True
+    Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}", store
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def settings(address: str) -> dict[str, object]:
+    """What s3fs needs to know of a server: that address and no other, keys that mean nothing, no repetition unseen."""
+    quick = {"retries": {"max_attempts": 0}, "connect_timeout": 5, "read_timeout": 5}
+    return {"endpoint_url": address, "key": "none", "secret": "none", "config_kwargs": quick}
+
+
+def environment(address: str) -> dict[str, str]:
+    """The same for a process of its own, whose other settings of S3 it must not see."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("AWS_", "FSSPEC_"))}
+    return kept | {"FSSPEC_S3": json.dumps(settings(address)), "AWS_EC2_METADATA_DISABLED": "true"}
