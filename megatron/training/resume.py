@@ -12,7 +12,6 @@ from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.local import LocalCheckpoint
 from megatron.checkpoint.local_loading import bring_together
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.remote import Location
 from megatron.checkpoint.remote import Location, location
 from megatron.config.hf import SPECIAL_IDS
 from megatron.config.problems import Problem, UserError
