@@ -8,8 +8,6 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,6 +20,7 @@ from megatron.checkpoint.manifest import Manifest
 from megatron.config.run import RunConfig
 from megatron.training import saving
 from tests.runs import before_step, differences, full_disk, records, saved_steps, spoil_step, start, tiny_run
+from tests.saves import all_of, before_writing, slowly, wait_on, written_when
 
 EVERY_2 = "--save {0}/saved --save-interval 2"
 ASYNC = f"{EVERY_2} --async-save"
@@ -45,59 +44,6 @@ def same_as(plain: Path, folder: Path, *steps: int) -> bool:
     names = [f"iter_{step:07d}" for step in steps]
     equal = all(differences(plain / name, folder / "saved" / name) == [] for name in names)
     return saved_steps(folder / "saved") == [*steps] and equal
-
-
-@contextmanager
-def before_writing(act: Callable[[int], None]) -> Iterator[None]:
-    """Call ``act`` with the step before each checkpoint is written, where it is written."""
-    original = saving.write
-
-    def write(folder: Path, *arguments: Any) -> None:
-        act(int(folder.name[5:]))
-        original(folder, *arguments)
-
-    with patch.object(saving, "write", write):
-        yield
-
-
-@contextmanager
-def all_of(*contexts: Any) -> Iterator[None]:
-    """All of them at once."""
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
-
-
-@contextmanager
-def written_when(step: int, begins: int) -> Iterator[None]:
-    """The checkpoint of ``step`` is written when step ``begins`` begins, and that waits until there is one, or none."""
-    begun, written = threading.Event(), threading.Event()
-    real = saving.in_background
-
-    def in_background(work: Callable[[], Any], name: str) -> Any:
-        future = real(work, name)
-        future.add_done_callback(lambda _: written.set())
-        return future
-
-    def wait_for_it(_: object) -> None:
-        begun.set()
-        assert written.wait(30)
-
-    def hold(iteration: int) -> None:
-        assert iteration != step or begun.wait(30)
-
-    with (
-        before_writing(hold),
-        before_step(begins, wait_for_it),
-        patch.object(saving, "in_background", in_background),
-    ):
-        yield
-
-
-def slowly(seconds: float, *at: int) -> Any:
-    """A disk that takes so long for the checkpoints of these steps."""
-    return before_writing(lambda step: time.sleep(seconds if step in at else 0.0))
 
 
 def disk_with(*free: int) -> Any:
@@ -198,10 +144,6 @@ def test_a_run_that_fails_waits_for_the_save_under_way(plain: Path, tmp_path: Pa
     assert same_as(plain, tmp_path, 2)
     assert f"saved {tmp_path}/saved/iter_0000002: " in told.out
     assert "not finite" in told.err or "non-finite" in told.err
-
-
-def wait_on(event: threading.Event) -> None:
-    assert event.wait(30)
 
 
 def test_but_not_for_ever(tmp_path: Path) -> None:
