@@ -14,7 +14,8 @@ from pathlib import Path
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     (
-        *("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard", "megatron.pipeline"),
+        *("megatron.config", "megatron.parallel.layout", "megatron.parallel.shard", "megatron.parallel.ownership"),
+        "megatron.pipeline",
         *("megatron.checkpoint.remote", "megatron.checkpoint.retries"),
     ),
     ("megatron.kernels",),
@@ -44,6 +45,7 @@ TORCH_FREE = (
     "megatron.config",
     "megatron.parallel.layout",
     "megatron.parallel.shard",
+    "megatron.parallel.ownership",
     "megatron.optim.schedule",
     *(f"megatron.pipeline.{part}" for part in PURE_PIPELINE),
 )
