@@ -194,7 +194,7 @@ def large_logits(rank: int, world_size: int) -> tuple[float, torch.Tensor]:
     rows = weight.shape[0] // world_size
     mine = weight[rank * rows : (rank + 1) * rows].clone()
     sink = GradSink()
-    sink.bind({"weight": torch.zeros_like(mine)}, lambda name: None)
+    sink.bind({"weight": torch.zeros_like(mine)}.__getitem__, lambda name: None)
     vocabulary = Vocabulary(rank * rows, rows, mesh.tp)
     x.requires_grad_()
     mask = torch.ones(x.shape[0], dtype=torch.float64)

@@ -76,10 +76,12 @@ MOMENTS: dict[str, dict[str, Any]] = {
     "bf16": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"},
 }
 
+_MUON: dict[str, Any] = {"optimizer": "muon", "muon_num_ns_steps": 2}  # each a sum over TP of every matrix
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     **{rule: {"optimizer": rule} for rule in choices("optimizer")},
+    "muon": _MUON,
     "muon, fused": {
-        "optimizer": "muon",
+        **_MUON,
         "muon_split_qkv": False,
         "muon_nesterov": True,
         "muon_scale_mode": "unit_rms_norm",

@@ -1,0 +1,182 @@
+"""What replicas cut among themselves, against what PyTorch has for it: DDP and FSDP2 with AdamW, in fp64.
+
+The reference is a transformer written here with stock modules, whose parameters have our names and arrangement.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.parallel import DistributedDataParallel
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import OptimizerConfig, TrainingConfig
+from megatron.parallel.microbatch import MicroBatch
+from megatron.training.setup import build
+from megatron.training.step import train_step
+from tests.distributed.drive import LR, MODEL, RATES, Case, batches_of
+from tests.distributed.pool import Pool
+
+CLIP = 0.5
+STEPS = 5
+
+
+class Block(nn.Module):
+    """Attention and an MLP, each after a norm and beside a residual stream."""
+
+    def __init__(self, c: ModelConfig) -> None:
+        super().__init__()
+        h, self.heads = c.hidden_size, c.num_attention_heads
+        self.input_layernorm, self.pre_mlp_layernorm = nn.LayerNorm(h), nn.LayerNorm(h)
+        self.self_attention = nn.ModuleDict({"linear_qkv": nn.Linear(h, 3 * h), "linear_proj": nn.Linear(h, h)})
+        self.mlp = nn.ModuleDict({"linear_fc1": nn.Linear(h, c.ffn), "linear_fc2": nn.Linear(c.ffn, h)})
+
+    def forward(self, x: Tensor) -> Tensor:
+        qkv = self.self_attention["linear_qkv"](self.input_layernorm(x))
+        q, k, v = qkv.unflatten(-1, (self.heads, 3, -1)).permute(3, 0, 2, 1, 4)
+        seen = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.self_attention["linear_proj"](seen)
+        up = F.gelu(self.mlp["linear_fc1"](self.pre_mlp_layernorm(x)), approximate="tanh")
+        return x + self.mlp["linear_fc2"](up)
+
+
+class Plain(nn.Module):
+    """The transformer; its forward is the summed loss of a micro-batch, over labels that count."""
+
+    def __init__(self, c: ModelConfig, rows: int) -> None:
+        super().__init__()
+        self.vocabulary = c.vocab
+        tables = {"word_embeddings": rows, "position_embeddings": c.max_position_embeddings or 0}
+        self.embedding = nn.ModuleDict({name: nn.Embedding(n, c.hidden_size) for name, n in tables.items()})
+        self.layers = nn.ModuleList(Block(c) for _ in range(c.num_layers))
+        self.final_layernorm = nn.LayerNorm(c.hidden_size)
+        self.output_layer = nn.Linear(c.hidden_size, rows, bias=False)
+
+    def forward(self, batch: MicroBatch) -> Tensor:
+        positions = torch.arange(batch.tokens.shape[1])
+        x = self.embedding["word_embeddings"](batch.tokens) + self.embedding["position_embeddings"](positions)
+        for layer in self.layers:
+            x = layer(x)
+        logits = self.output_layer(self.final_layernorm(x))[..., : self.vocabulary]
+        losses = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten(), reduction="none")
+        return (losses * batch.loss_mask.flatten()).sum()
+
+
+def sharded(plain: Plain, instances: int) -> nn.Module:
+    """Weights, gradients and state are cut, within each of so many groups of ranks."""
+    from torch.distributed.fsdp import fully_shard
+
+    world = torch.distributed.get_world_size()
+    shape, names = ((world,), ("shard",)) if instances == 1 else ((instances, world // instances), ("copy", "shard"))
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    for layer in plain.layers:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(plain, mesh=mesh)
+
+
+def whole(x: Any) -> Tensor:
+    """All of a tensor that may be cut over ranks."""
+    found: Tensor = x.detach().full_tensor() if hasattr(x, "full_tensor") else x.detach()
+    return found
+
+
+def run_beside(rank: int, world_size: int, cases: Sequence[Case], instances: int | None) -> list[float]:
+    """Errors of loss, gradient norm and weights over all steps of runs of the same model, the largest of each kind.
+
+    Args:
+        rank: this one.
+        world_size: ranks.
+        cases: of ours.
+        instances: of FSDP2's, None for DDP.
+
+    """
+    trainers = [build(case.config(), rank, world_size) for case in cases]
+    params, o = trainers[0].params, cases[0].optimizer
+    plain = Plain(cases[0].model, len(params["embedding.word_embeddings.weight"])).double()
+    plain.load_state_dict({name: p.detach().clone() for name, p in params.items()})
+    model = DistributedDataParallel(plain) if instances is None else sharded(plain, instances)
+    adam = adamw(plain, o)
+    worst = [0.0, 0.0, 0.0]
+    for step in range(STEPS):
+        batches = batches_of(trainers[0], cases[0], step)
+        tokens = torch.stack([b.loss_mask.sum() for b in batches]).sum().double()
+        torch.distributed.all_reduce(tokens)
+        adam.zero_grad()
+        loss = model(joined(batches)) / tokens
+        (loss * world_size).backward()  # both average over ranks
+        torch.distributed.all_reduce(loss.detach_())
+        norm = whole(nn.utils.clip_grad_norm_(plain.parameters(), o.clip_grad))
+        adam.step()
+        for trainer in trainers:
+            metrics = train_step(trainer, batches, RATES)
+            trainer.optimizer.weights.wait()
+            weights = max(weight_errors(trainer.params, plain))
+            errors = relative(metrics.loss, loss), relative(metrics.grad_norm, norm), weights
+            worst = [max(pair) for pair in zip(worst, errors)]
+    return worst
+
+
+def adamw(plain: Plain, o: OptimizerConfig) -> torch.optim.AdamW:
+    """Weight decay for matrices only."""
+    matrices, others = ([p for p in plain.parameters() if (p.dim() > 1) == matrix] for matrix in (True, False))
+    groups = [{"params": matrices, "weight_decay": RATES.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=LR, betas=(o.adam_beta1, o.adam_beta2), eps=o.adam_eps)
+
+
+def joined(batches: Sequence[MicroBatch]) -> MicroBatch:
+    """The micro-batches as one."""
+    names = ("tokens", "labels", "loss_mask", "sample_ids")
+    return replace(batches[0], **{name: torch.cat([getattr(b, name) for b in batches]) for name in names})
+
+
+def relative(ours: Tensor, theirs: Tensor) -> float:
+    return abs(ours.item() / theirs.item() - 1.0)
+
+
+def weight_errors(ours: Mapping[str, Tensor], plain: Plain) -> Iterator[float]:
+    for name, theirs in plain.named_parameters():
+        full = whole(theirs)
+        yield ((ours[name].detach() - full).norm() / full.norm()).item()
+
+
+def case_of(dp: int, **parallel: Any) -> Case:
+    """Gelu, learned positions, biases, an output layer of its own: what :class:`Plain` is."""
+    return Case(
+        replace(MODEL, untie_embeddings_and_output_weights=True),
+        ParallelConfig(ddp_bucket_size=4000, **parallel),
+        training=TrainingConfig(micro_batch_size=1),
+        optimizer=OptimizerConfig(clip_grad=CLIP, adam_eps=1e-5),
+        dp=dp,
+        samples=2 * dp,
+    )
+
+
+ONE = {"use_distributed_optimizer": True}
+TWO = {"data_parallel_sharding_strategy": "optim_grads", "overlap_param_gather": True}
+TWICE = {"num_distributed_optimizer_instances": 2}
+
+BESIDE: dict[str, tuple[tuple[Case, ...], int | None]] = {
+    "DDP on two": ((case_of(2), case_of(2, **ONE), case_of(2, **TWO)), None),
+    "DDP on three": ((case_of(3), case_of(3, **ONE), case_of(3, **TWO)), None),
+    "FSDP2 on two": ((case_of(2, **ONE), case_of(2, **TWO)), 1),
+    "FSDP2 on three": ((case_of(3, **ONE), case_of(3, **TWO)), 1),
+    "FSDP2 on four, two copies": ((case_of(4, **ONE, **TWICE), case_of(4, **TWO, **TWICE)), 2),
+}
+"""Ours, and the copies of what FSDP2 cuts. Of one shape of a mesh one test: DTensor remembers groups that are gone."""
+
+TOLERANCE = 1e-11
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_trains_like_what_pytorch_has(pool: Pool, name: str) -> None:
+    cases, instances = BESIDE[name]
+    for errors in pool.run(cases[0].world_size, run_beside, cases, instances, timeout=60.0, check_collectives=False):
+        assert max(errors) < TOLERANCE, errors
