@@ -15,6 +15,7 @@ from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.local import NODE, LocalCheckpoint, Nodes, folder_of
 from megatron.checkpoint.local_loading import find, manifest_of
 from megatron.checkpoint.lock import hold
+from megatron.checkpoint.remote import location
 from megatron.checkpoint.room import bytes_of
 from megatron.config.launch import Launch
 from megatron.config.problems import Problem, UserError
@@ -125,9 +126,9 @@ def _refuse_others(found: list[LocalCheckpoint], options: CheckpointConfig) -> N
     Raises:
         UserError: when there are some.
     """
-    save = Path(str(options.save)).resolve()
+    save = location(str(options.save)).resolve()
     for checkpoint in found:
-        if checkpoint.run is None or Path(checkpoint.run).resolve() != save:
+        if checkpoint.run is None or location(checkpoint.run).resolve() != save:
             sentence = (
                 f"--local-save {options.local_save} holds the checkpoint of step {checkpoint.iteration} of another "
                 f"run, which saves to {checkpoint.run}"

@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 
 from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.exchange import Tier
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.local import LocalCheckpoint
 from megatron.checkpoint.local_loading import bring_together
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.remote import Location, location
+from megatron.checkpoint.remote import Location
 from megatron.config.hf import SPECIAL_IDS
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import CheckpointConfig, DataConfig
@@ -113,10 +114,8 @@ def _opened(trainer: Trainer, candidate: Candidate, notes: list[str]) -> tuple[M
     t = trainer
     if not isinstance(candidate, LocalCheckpoint):
         return on_first(partial(_manifest_and_files, candidate), t.mesh.world)
-    if t.local is None:
-        raise ValueError("there are local checkpoints, but no local_save")
     try:
-        manifest, told = bring_together(t.local, candidate, to_fill(t, held(t)))
+        manifest, told = bring_together(_tier(t), candidate, to_fill(t, held(t)))
     except OSError as error:
         raise DamagedError(f"it cannot be brought together: {error}") from error
     notes += told
@@ -128,10 +127,16 @@ def _manifest_and_files(path: Location) -> tuple[Manifest, dict[str, bytes]]:
     return manifest, carried_by(manifest)
 
 
+def _tier(trainer: Trainer) -> Tier:
+    if trainer.local is None:
+        raise ValueError("there are local checkpoints, but no local_save")
+    return trainer.local
+
+
 def _path_of(trainer: Trainer, candidate: Candidate) -> Location:
-    if not isinstance(candidate, LocalCheckpoint) or trainer.local is None:
-        return location(str(candidate))
-    return Checkpoints(trainer.local.folder).path(candidate.iteration)
+    if not isinstance(candidate, LocalCheckpoint):
+        return candidate
+    return Checkpoints(_tier(trainer).folder).path(candidate.iteration)
 
 
 def recorded_files(data: DataConfig, vocab_size: int) -> dict[str, Path | bytes]:

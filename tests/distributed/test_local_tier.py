@@ -1,0 +1,238 @@
+"""Checkpoints on the nodes' own disks: whatever is lost of them, a run goes on from the newest whole one, or says why.
+
+Four ranks are two nodes here, each with a folder of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron.checkpoint.manifest import MANIFEST, Manifest
+from megatron.checkpoint.store import write
+from megatron.config.run import RunConfig
+from megatron.parallel.mesh import everyone
+from megatron.training.checkpointing import state, to_write
+from megatron.training.resume import begin, choose
+from megatron.training.setup import build
+from tests.distributed.pool import Pool
+from tests.distributed.resume import ACTIONS
+from tests.runs import Told, before_step, differences, start, steps, tiny_run
+
+ZERO = "--use-distributed-optimizer"
+TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+LOCAL, DURABLE = 5, 4
+"""Steps of the newest checkpoints of a run that was killed at step 6."""
+
+
+def run_of(folder: Path, flags: str = ZERO, save_interval: int = 2, world_size: int = 4) -> RunConfig:
+    """A run of 6 steps that writes to the nodes' folders after every step."""
+    local = f"--local-save {folder}/node{{node}} --local-save-interval 1"
+    return tiny_run(folder, f"--save {folder}/saved --save-interval {save_interval} {local} {flags}", world_size)
+
+
+@contextmanager
+def on_nodes(rank: int, per_node: int) -> Iterator[None]:
+    """This rank is on a machine of ``per_node`` ranks, as torchrun says it."""
+    with patch.dict(os.environ, {"LOCAL_WORLD_SIZE": str(per_node), "LOCAL_RANK": str(rank % per_node)}):
+        yield
+
+
+def run_rank(rank: int, world_size: int, config: RunConfig, per_node: int, killed_at: int = 0) -> Told:
+    """One rank of a run, which is killed before a step."""
+
+    @contextmanager
+    def around() -> Any:
+        with ExitStack() as stack:
+            stack.enter_context(on_nodes(rank, per_node))
+            if killed_at:
+                stack.enter_context(before_step(killed_at, ACTIONS["kill"]))
+            yield
+
+    return start(config, around(), rank, world_size)
+
+
+def go_on(pool: Pool, config: RunConfig, per_node: int = 2, killed_at: int = 0, world_size: int = 4) -> Told:
+    """What rank 0 told of a run that ends well, or is killed."""
+    told = pool.run(world_size, run_rank, config, per_node, killed_at, check_collectives=False, timeout=180)
+    assert {t.status for t in told} == {None if killed_at else 0}, [t.err for t in told]
+    return told[0]
+
+
+@pytest.fixture(scope="module")
+def killed(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """The folder of a run that was killed at step 6, a copy of it, and beside it the folder of one that was not."""
+    base = tmp_path_factory.mktemp("tier")
+    go_on(pool, run_of(base / "run"), killed_at=6)
+    go_on(pool, run_of(base / "whole"))
+    shutil.copytree(base / "run", base / "copy")
+    return base / "run", base / "whole"
+
+
+@pytest.fixture
+def run(killed: tuple[Path, Path]) -> Path:
+    """The folder of the killed run, as it was then; where it lies is written in its checkpoints."""
+    shutil.rmtree(killed[0])
+    shutil.copytree(killed[0].with_name("copy"), killed[0])
+    return killed[0]
+
+
+def of(run: Path, node: int, name: str = "") -> Path:
+    """What a node has of the newest local checkpoint."""
+    return run / f"node{node}/iter_{LOCAL:07d}" / name
+
+
+def tensors(rank: int) -> str:
+    return f"tensors_{rank:05d}.safetensors"
+
+
+def flip(path: Path) -> None:
+    """Another last byte."""
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def lose_both_folders(run: Path) -> None:
+    for node in (0, 1):
+        shutil.rmtree(run / f"node{node}")
+
+
+def flip_both(run: Path) -> None:
+    for node in (0, 1):
+        flip(of(run, node, tensors(2)))
+
+
+def lose_both(run: Path) -> None:
+    of(run, 0, tensors(2)).unlink()
+    cut(of(run, 1, tensors(2)))
+
+
+def lose_durable(run: Path) -> None:
+    shutil.rmtree(run / "saved")
+    shutil.rmtree(run / "node1")
+
+
+def damage_durable(run: Path) -> None:
+    for path in (run / "saved").glob("iter_*"):
+        flip(path / MANIFEST)
+
+
+OTHER = "another copy is used"
+FAULTS: dict[str, tuple[Callable[[Path], Any], int, str]] = {
+    "nothing": (lambda run: None, LOCAL, "the nodes have a checkpoint of step 5; the newest is of step 4 in --save"),
+    "node 0 lost": (lambda run: shutil.rmtree(run / "node0"), LOCAL, "node0/iter_0000005"),
+    "node 1 lost": (lambda run: shutil.rmtree(run / "node1"), LOCAL, "node0/iter_0000005"),
+    "a file lost": (lambda run: of(run, 0, tensors(1)).unlink(), LOCAL, "node0/iter_0000005"),
+    "a file and the copy of another": (
+        lambda run: (of(run, 0, tensors(1)).unlink(), of(run, 1, tensors(3)).unlink()),
+        LOCAL,
+        "node0/iter_0000005",
+    ),
+    "a flipped byte": (
+        lambda run: flip(of(run, 0, tensors(1))),
+        LOCAL,
+        f"node 0: {tensors(1)} has flipped bytes (tensor ",
+    ),
+    "a flipped manifest": (lambda run: flip(of(run, 1, MANIFEST)), LOCAL, "node 1: passed over"),
+    "both copies lost": (
+        lose_both,
+        DURABLE,
+        f"passed over ./node0/iter_0000005: no node has {tensors(2)}; 2 of 2 nodes have some of it",
+    ),
+    "both copies flipped": (
+        flip_both,
+        DURABLE,
+        f"no node has {tensors(2)} as it was written (node 0: {tensors(2)} has",
+    ),
+    "all nodes lost": (lose_both_folders, DURABLE, "saved/iter_0000004"),
+    "no durable one": (lose_durable, LOCAL, "the nodes have a checkpoint of step 5; there is none in --save"),
+    "all durable ones damaged": (damage_durable, LOCAL, "no checkpoint in ./saved can be used"),
+}
+SHORT = {"node 1 lost", "a file and the copy of another", "a flipped byte", "both copies lost", "no durable one"}
+
+
+@pytest.mark.parametrize(
+    "fault", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in FAULTS]
+)
+def test_a_run_goes_on_from_the_newest_whole_checkpoint(
+    pool: Pool, killed: tuple[Path, Path], run: Path, fault: str
+) -> None:
+    act, step, said = FAULTS[fault]
+    act(run)
+    told = go_on(pool, run_of(run))
+    text = told.out.replace(str(run), ".")
+    assert said in text, text
+    assert f"resumed from ./{'node0' if step == LOCAL else 'saved'}/iter_{step:07d}: step {step}," in text
+    assert (OTHER in text) == (fault == "a flipped byte")
+    assert steps(run) == steps(killed[1])
+    assert differences(run / "saved/iter_0000006", killed[1] / "saved/iter_0000006") == []
+    for node in (0, 1):  # both are whole again, and nothing else is left
+        assert [path.name for path in (run / f"node{node}").glob("iter*")] == ["iter_0000006"]
+        Manifest.open(run / f"node{node}/iter_0000006")
+
+
+def resave(rank: int, world_size: int, config: RunConfig, per_node: int, folder: Path) -> list[str]:
+    """Begin, and write what was loaded into a folder; returns the notes."""
+    with on_nodes(rank, per_node), patch.dict(os.environ, {"RANK": str(rank), "WORLD_SIZE": str(world_size)}):
+        origin = choose(config.checkpoint, everyone(rank, world_size))
+        trainer = build(config, rank, world_size, fresh=origin.fresh)
+        notes = begin(trainer, origin)
+        write(folder, to_write(trainer), state(trainer), {}, trainer.mesh.world)
+    return notes
+
+
+@pytest.mark.parametrize(("flags", "world", "per_node"), [("", 2, 2), ("", 2, 1), (TP2, 4, 1), (f"{TP2} {ZERO}", 4, 2)])
+def test_on_any_other_layout_and_nodes(pool: Pool, tmp_path: Path, flags: str, world: int, per_node: int) -> None:
+    """From two nodes of TP 2 x DP 2, whose second one is lost. Where nodes come to be, they have nothing at first."""
+    go_on(pool, run_of(tmp_path, TP2, save_interval=LOCAL), killed_at=6)
+    durable = tmp_path / "saved/iter_0000005"
+    durable.rename(tmp_path / "durable")
+    shutil.rmtree(tmp_path / "node1")
+    config = run_of(tmp_path, flags, save_interval=LOCAL, world_size=world)
+    notes = pool.run(world, resave, config, per_node, tmp_path / "again", check_collectives=False)[0]
+    assert any(f"resumed from {tmp_path}/node0/iter_0000005: step 5" in note for note in notes)
+    assert differences(tmp_path / "again", tmp_path / "durable") == []
+
+
+def test_one_node_keeps_checkpoints_and_says_what_that_is_worth(pool: Pool, tmp_path: Path) -> None:
+    told = go_on(pool, run_of(tmp_path, world_size=2), world_size=2, killed_at=4)
+    assert "--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it" in told.out
+    told = go_on(pool, run_of(tmp_path, world_size=2), world_size=2)
+    assert f"resumed from {tmp_path}/node0/iter_0000003: step 3" in told.out
+
+
+def refused(pool: Pool, config: RunConfig) -> str:
+    told = pool.run(4, run_rank, config, 2, 0, check_collectives=False)
+    assert all(t.status for t in told)
+    return "".join(t.err for t in told)
+
+
+def test_nodes_that_share_a_folder_are_refused(pool: Pool, tmp_path: Path) -> None:
+    local = f"--local-save {tmp_path}/local --local-save-interval 1"
+    text = refused(pool, tiny_run(tmp_path, f"--save {tmp_path}/saved {local}", 4))
+    assert f"{tmp_path}/local is in use by process" in text
+    assert f"--local-save {tmp_path}/local/{{node}}" in text
+
+
+def test_checkpoints_of_another_run_are_refused(pool: Pool, run: Path) -> None:
+    config = tiny_run(run, f"--save {run}/other --local-save {run}/node{{node}} --local-save-interval 1 {ZERO}", 4)
+    text = refused(pool, config)
+    assert f"holds the checkpoint of step 5 of another run, which saves to {run}/saved" in text
+    assert of(run, 0, MANIFEST).exists()
+
+
+def test_a_step_before_what_the_nodes_have_is_refused(pool: Pool, run: Path) -> None:
+    shutil.rmtree(run / "saved/iter_0000004")
+    assert "E813" in refused(pool, run_of(run, f"{ZERO} --ckpt-step 2"))

@@ -1,0 +1,227 @@
+"""Which of what the nodes have makes up a checkpoint; and one node alone, whose saves are cut off everywhere."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron.checkpoint.errors import DamagedError, NewerVersionError, StorageError
+from megatron.checkpoint.exchange import Tier
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.local import Held, LocalCheckpoint, Nodes, folder_of, held_in, is_local, put_together, sources
+from megatron.checkpoint.local_loading import bring_together, find
+from megatron.checkpoint.local_saving import keep_only, write_local
+from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest, marker
+from megatron.checkpoint.saving import Extra
+from tests.unit.checkpoint.samples import ALONE, all_of, save
+from tests.unit.checkpoint.test_faults import content, is_whole, watched
+
+RUN = "runs/a"
+
+
+def test_a_folder_is_a_nodes() -> None:
+    assert folder_of("/disk/{node}/a", 3) == Path("/disk/3/a")
+    assert folder_of("/disk/a", 3) == Path("/disk/a")
+    for path, pattern, expected in [
+        ("/disk/3/a/iter_0000001", "/disk/{node}/a", True),
+        ("/disk/3/a/iter_0000001", "/disk//{node}/a/", True),
+        ("/disk/x/a/iter_0000001", "/disk/{node}/a", False),
+        ("/disk/3/a/b/iter_0000001", "/disk/{node}/a", False),
+        ("/disk/3.a/iter_0000001", "/disk/3.a", True),
+        ("/disk/3xa/iter_0000001", "/disk/3.a", False),
+    ]:
+        assert is_local(Path(path), pattern) == expected, path
+
+
+def test_ranks_and_their_neighbours() -> None:
+    nodes = Nodes.counted([0, 0, 4, 4, 8, 8])
+    assert nodes.of == (0, 0, 1, 1, 2, 2)
+    assert (nodes.count, nodes.are_even) == (3, True)
+    assert [nodes.neighbour(rank, 1) for rank in range(6)] == [2, 3, 4, 5, 0, 1]  # rank + ranks per node
+    assert [nodes.neighbour(rank, -1) for rank in range(6)] == [4, 5, 0, 1, 2, 3]
+    assert [rank for rank in range(6) if nodes.leads(rank)] == [0, 2, 4]
+    cyclic = Nodes.counted([7, 5, 7, 5])
+    assert cyclic.ranks(0) == [1, 3]
+    assert [cyclic.neighbour(rank, 1) for rank in range(4)] == [1, 0, 3, 2]
+    assert not Nodes.counted([0, 0, 1]).are_even
+
+
+def held(iteration: int, mark: str, *files: str) -> Held:
+    return Held(iteration, mark, RUN, frozenset(files))
+
+
+def test_nodes_with_the_same_mark_have_parts_of_one_save() -> None:
+    found = put_together([[held(3, "x", "a"), held(2, "y", "a")], [held(3, "z", "b")], [held(3, "x", "c")]])
+    assert [(c.iteration, c.mark, sorted(c.files)) for c in found] == [(3, "x", [0, 2]), (3, "z", [1]), (2, "y", [0])]
+    assert found[0].missing(["a", "b", "c"]) == ["b"]
+    assert put_together([[], []]) == []
+
+
+names = st.frozensets(st.sampled_from("abc"))
+
+
+@settings(max_examples=100, derandomize=True, deadline=None)
+@given(st.lists(names, min_size=1, max_size=4), st.lists(names, min_size=4, max_size=4), st.data())
+def test_each_file_comes_from_the_nearest_good_copy(
+    there: list[frozenset[str]], needed: list[frozenset[str]], data: st.DataObject
+) -> None:
+    """Against a walk around the ring, one node after the other."""
+    count = len(there)
+    copies = [(node, name) for node in range(count) for name in there[node]]
+    bad = dict.fromkeys(data.draw(st.lists(st.sampled_from(copies))) if copies else [], "flipped")
+    checkpoint = LocalCheckpoint(1, "x", RUN, dict(enumerate(there)))
+    needs = dict(enumerate(needed[:count]))
+    expected: dict[tuple[int, str], int] | None = {}
+    for node in range(count):
+        for name in needs[node]:
+            ring = [(node + step) % count for step in range(count)]
+            good = [n for n in ring if name in there[n] and (n, name) not in bad]
+            if not good:
+                expected = None
+            elif expected is not None:
+                expected[node, name] = good[0]
+    if expected is None:
+        with pytest.raises(DamagedError, match="no node has"):
+            sources(checkpoint, needs, bad)
+    else:
+        assert sources(checkpoint, needs, bad) == expected
+
+
+def test_what_a_folder_holds(tmp_path: Path) -> None:
+    runs = Checkpoints(tmp_path)
+    for iteration in (1, 2, 3, 4):
+        save(runs.path(iteration), content(iteration))
+    (runs.path(4) / MARKER).write_text("0" * 16)
+    (runs.path(3) / "tensors_00000.safetensors").unlink()
+    runs.path(2).rename(tmp_path / "iter_0000002.tmp")  # whole, and lacks nothing but its name
+    found, notes = held_in(tmp_path)
+    assert [(h.iteration, len(h.files)) for h in found] == [(3, 1), (2, 2), (1, 2)]
+    assert found[0].mark == marker((runs.path(3) / MANIFEST).read_bytes()).decode()
+    (note,) = notes
+    assert note.startswith(f"passed over {runs.path(4)}: {MARKER} does not fit {MANIFEST}") or "COMPLETE" in note
+    assert held_in(tmp_path / "none") == ([], [])
+
+
+def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
+    path = Checkpoints(tmp_path).path(1)
+    save(path, content(1))
+    text = (path / MANIFEST).read_bytes().replace(b'"version":1', b'"version":9')
+    (path / MANIFEST).write_bytes(text)
+    (path / MARKER).write_bytes(marker(text))
+    with pytest.raises(NewerVersionError):
+        held_in(tmp_path)
+
+
+def tier(folder: Path) -> Tier:
+    return Tier(folder, Nodes((0,)), ALONE)
+
+
+def step(folder: Path, iteration: int) -> None:
+    """Save as a run does, and delete the one before."""
+    extra = Extra({"iteration": iteration}, {"checkpoint": {"save": RUN}}, {"tokenizer/tokenizer.json": b"{}"})
+    write_local(tier(folder), iteration, all_of(content(iteration)), extra)
+    assert keep_only(tier(folder), iteration) is None
+
+
+def newest(folder: Path) -> int:
+    """The step of the checkpoint that a start takes, which is whole."""
+    (first, *_), _ = find(tier(folder))
+    manifest, notes = bring_together(tier(folder), first, all_of(content(0)))
+    assert notes == []
+    assert is_whole(manifest, first.iteration)
+    return first.iteration
+
+
+def test_one_node_alone(tmp_path: Path) -> None:
+    for iteration in (1, 2):
+        step(tmp_path, iteration)
+        assert newest(tmp_path) == iteration
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000002"]
+    Manifest.open(tmp_path / "iter_0000002")
+
+
+def calls_of_a_step(folder: Path) -> list[str]:
+    calls: list[str] = []
+    step(folder, 1)
+    with watched(lambda name, number, args: calls.append(name)):
+        step(folder, 2)
+    shutil.rmtree(folder)
+    return calls
+
+
+def killed_in_a_step(folder: Path, target: int) -> None:
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if number == target:
+            if name == "write":
+                os.pwrite(args[0], memoryview(args[1])[: len(args[1]) // 2], os.lseek(args[0], 0, os.SEEK_CUR))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    child = os.fork()
+    if not child:
+        with watched(before):
+            step(folder, 2)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+def check_kills(folder: Path, targets: list[int]) -> None:
+    seen = []
+    for target in targets:
+        step(folder, 1)
+        killed_in_a_step(folder, target)
+        seen.append(newest(folder))
+        step(folder, 3)
+        assert newest(folder) == 3
+        assert [path.name for path in folder.iterdir()] == ["iter_0000003"]
+        shutil.rmtree(folder)
+    assert seen == sorted(seen)  # at first the old one, and from some call on the new one
+    assert {seen[0], seen[-1]} == {1, 2}
+
+
+def test_killed_in_a_save(tmp_path: Path) -> None:
+    count, draw = len(calls_of_a_step(tmp_path / "calls")), random.Random(3)
+    check_kills(tmp_path / "run", sorted({0, count - 1, *draw.sample(range(count), 6)}))
+
+
+@pytest.mark.slow
+def test_killed_at_every_call_of_a_save(tmp_path: Path) -> None:
+    check_kills(tmp_path / "run", [*range(len(calls_of_a_step(tmp_path / "calls")))])
+
+
+def test_every_call_of_a_save_fails(tmp_path: Path) -> None:
+    """The old checkpoint stays, nothing else does, and the next save works; or nobody needed the call."""
+    calls = calls_of_a_step(tmp_path / "calls")
+    for target, name in enumerate(calls):
+        if name == "close":
+            continue
+        folder = tmp_path / f"fail{target}"
+
+        def before(name: str, number: int, args: tuple[Any, ...], target: int = target) -> None:
+            if number == target:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        step(folder, 1)
+        with watched(before):
+            extra = Extra({}, {"checkpoint": {"save": RUN}}, {"tokenizer/tokenizer.json": b"{}"})
+            try:
+                write_local(tier(folder), 2, all_of(content(2)), extra)
+                warning = keep_only(tier(folder), 2)
+                assert warning is None or "older local checkpoints are not deleted" in warning
+                expected = 2
+            except StorageError as error:
+                expected, text = 1, str(error)
+        assert newest(folder) == expected, name
+        if expected == 1:
+            assert "the disk is full (rank 0); no local checkpoint was written" in text
+            assert [path.name for path in folder.iterdir()] == ["iter_0000001"]
+        step(folder, 3)
+        assert [path.name for path in folder.iterdir()] == ["iter_0000003"]
