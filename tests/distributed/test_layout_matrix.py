@@ -31,6 +31,7 @@ from tests.distributed.drive import (
 )
 from tests.distributed.grid import (
     DOCUMENTS,
+    EXPERTS,
     FACTORS,
     LAYOUT,
     MAX_RANKS,
@@ -71,6 +72,19 @@ GQA = replace(
     activation="swiglu",
 )
 MQA = replace(MODEL, num_query_groups=1, untie_embeddings_and_output_weights=True, window_size=5, z_loss_coeff=1e-3)
+MIXED = replace(
+    GQA,
+    attention_dropout=0.0,
+    add_bias_linear=False,
+    **EXPERTS["balanced"] | {"moe_shared_expert_intermediate_size": 32},
+)
+CUT = replace(
+    TP2_SP,
+    data_parallel_sharding_strategy="optim_grads",
+    overlap_param_gather=True,
+    expert_model_parallel_size=2,
+    ddp_bucket_size=4000,
+)
 RECOMPUTING = TrainingConfig(micro_batch_size=1, recompute_granularity="selective")
 
 
@@ -192,6 +206,7 @@ LONG = [
     pytest.param(Case(GQA, TP4_SP, dp=2, steps=20, training=RECOMPUTING), id="tp4-sp-dp2-gqa-dropout-recompute"),
     pytest.param(Case(MQA, TP4, steps=20, training=TrainingConfig(micro_batch_size=2)), id="tp4-mqa-untied"),
     pytest.param(Case(MODEL, TP2_SP, dp=2, steps=20, documents=DOCUMENTS["all"]), id="tp2-sp-dp2-documents"),
+    pytest.param(Case(MIXED, CUT, dp=2, steps=20, training=RECOMPUTING), id="tp2-sp-dp2-ep2-zero2"),
 ]
 
 
@@ -202,7 +217,7 @@ def test_twenty_steps(pool: Pool, case: Case) -> None:
     assert steps[-1].drifted == []
 
 
-@pytest.mark.parametrize("case", LONG[:1])
+@pytest.mark.parametrize("case", [LONG[0], LONG[-1]])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
 def test_two_equal_runs_are_equal_to_the_bit(pool: Pool, case: Case, dtype: str) -> None:
     case = replace(case, steps=5, precision=PrecisionConfig(params_dtype=dtype))

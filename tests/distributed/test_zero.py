@@ -1,0 +1,107 @@
+"""What replicas cut among themselves changes no bit, where the order of summing stays the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.config.model import ModelConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.run import OptimizerConfig, PrecisionConfig, TrainingConfig
+from megatron.training.verify import StepTrace
+from tests.distributed.drive import MODEL, Case, compare_with_twin, run_on
+from tests.distributed.grid import EXPERTS
+from tests.distributed.pool import Pool
+
+STAGE_1: dict[str, Any] = {"data_parallel_sharding_strategy": "optim"}
+STAGE_2: dict[str, Any] = {"data_parallel_sharding_strategy": "optim_grads"}
+TP2_SP: dict[str, Any] = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2: dict[str, Any] = {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zb-h1"}
+SHARED = replace(MODEL, num_query_groups=1, qk_layernorm=True)
+MIXED = replace(MODEL, add_bias_linear=False, **EXPERTS["balanced"])
+
+
+def case(dp: int, model: ModelConfig = MODEL, samples: int | None = None, **parallel: Any) -> Case:
+    """Micro-batches of one sample, two on each replica unless somebody says how many; small buckets."""
+    return Case(
+        model,
+        ParallelConfig(ddp_bucket_size=4000, **parallel),
+        training=TrainingConfig(micro_batch_size=1),
+        optimizer=OptimizerConfig(adam_eps=1e-5),
+        dp=dp,
+        samples=samples or 2 * dp,
+    )
+
+
+CASES = {
+    "two": case(2),
+    "three": case(3),
+    "four": case(4),
+    "two, TP": case(2, SHARED, **TP2_SP),
+    "two, one large bucket": replace(case(2), parallel=ParallelConfig(overlap_grad_reduce=False)),
+    "two, pipeline": case(2, SHARED, **PP2),
+    "four, experts": case(4, MIXED, expert_model_parallel_size=2),
+    "two, experts and TP": case(2, MIXED, expert_model_parallel_size=2, expert_tensor_parallel_size=1, **TP2_SP),
+}
+
+
+def strategy(case: Case, **parallel: Any) -> Case:
+    """The same, cut in another way."""
+    return replace(case, parallel=replace(case.parallel, **parallel))
+
+
+def check_same(ours: Sequence[StepTrace], reference: Sequence[StepTrace]) -> None:
+    """To the bit."""
+    for a, b in zip(ours, reference, strict=True):
+        assert a.drifted == b.drifted == []
+        assert (a.loss, a.grad_norm) == (b.loss, b.grad_norm)
+        for got, expected in ((a.grads, b.grads), (a.weights, b.weights)):
+            assert [name for name in expected if not torch.equal(got[name], expected[name])] == []
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["at once", "overlapped"])
+@pytest.mark.parametrize("name", CASES)
+def test_stage_1_changes_no_bit(pool: Pool, name: str, gather: bool) -> None:
+    dtype = "fp32" if gather else "fp64"
+    whole = replace(CASES[name], precision=PrecisionConfig(params_dtype=dtype))
+    check_same(run_on(pool, strategy(whole, **STAGE_1, overlap_param_gather=gather)), run_on(pool, whole))
+
+
+IN_BF16 = {
+    "masters": OptimizerConfig(adam_eps=1e-5),
+    "remainders": OptimizerConfig(adam_eps=1e-5, store_param_remainders=True),
+    "moments in bf16": OptimizerConfig(adam_eps=1e-5, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", ema_decay=0.9),
+    "lion": OptimizerConfig("lion", exp_avg_dtype="bf16", clip_grad=0.0),
+}
+
+
+@pytest.mark.parametrize("name", IN_BF16)
+def test_stage_1_changes_no_bit_of_weights_in_bf16(pool: Pool, name: str) -> None:
+    """Whose masters, remainders and rounded moments are cut; what is rounded at random is by its place in the model."""
+    whole = replace(CASES["three"], precision=PrecisionConfig(params_dtype="bf16"), optimizer=IN_BF16[name])
+    check_same(run_on(pool, strategy(whole, **STAGE_1, overlap_param_gather=True)), run_on(pool, whole))
+
+
+@pytest.mark.parametrize("gather", [False, True], ids=["at once", "overlapped"])
+def test_stage_2_on_two_replicas_changes_no_bit_of_one_microbatch(pool: Pool, gather: bool) -> None:
+    """Two numbers have one sum. With several micro-batches stage 2 adds up sums, where the others sum up what added."""
+    whole = case(2, SHARED, samples=2)
+    ours, reference = run_on(pool, strategy(whole, **STAGE_2, overlap_param_gather=gather)), run_on(pool, whole)
+    assert [s.grad_norm for s in ours] == pytest.approx([s.grad_norm for s in reference], rel=1e-14, abs=0.0)
+    assert all(torch.equal(ours[0].weights[n], w) for n, w in reference[0].weights.items())
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, STAGE_1, STAGE_2, STAGE_1 | {"num_distributed_optimizer_instances": 2}], ids=str
+)
+def test_gradients_that_travel_as_bf16(pool: Pool, parallel: dict[str, Any]) -> None:
+    """Every addend is rounded once, to 8 bits; where the sum travels on, it is too. All copies stay the same."""
+    rounded = replace(case(4, grad_reduce_in_bf16=True, **parallel), optimizer=OptimizerConfig("sgd"), steps=1)
+    steps = run_on(pool, rounded)
+    assert [step.drifted for step in steps] == [[]]
+    errors = [d.error for d in compare_with_twin(steps, rounded, gradient_floor=1e-2) if d.kind == "gradient"]
+    assert 1e-5 < max(errors) < 2 * 2.0**-8
