@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+from megatron.checkpoint.folder import Checkpoints
 from megatron.training import saving
 from tests.runs import before_step
 
@@ -63,6 +64,20 @@ def written_when(step: int, begins: int) -> Iterator[None]:
     """The checkpoint of ``step``, the first, is written when step ``begins`` begins, which waits until it is over."""
     begun = threading.Event()
     held = before_writing(lambda iteration: wait_on(begun) if iteration == step else None)
+    with over_before(begins), before_step(begins, lambda _: begun.set()), held:
+        yield
+
+
+@contextmanager
+def deleted_when(begins: int) -> Iterator[None]:
+    """The first save is over, on the rank that deletes older checkpoints, when step ``begins`` begins."""
+    begun, real = threading.Event(), Checkpoints.retain
+
+    def retain(*arguments: Any, **named: Any) -> Any:
+        wait_on(begun)
+        return real(*arguments, **named)
+
+    held = patch.object(Checkpoints, "retain", retain)
     with over_before(begins), before_step(begins, lambda _: begun.set()), held:
         yield
 

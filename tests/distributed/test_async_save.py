@@ -22,7 +22,7 @@ from megatron.parallel.comm import Group
 from megatron.parallel.mesh import Mesh
 from tests.distributed.pool import Pool, RankError
 from tests.runs import Told, differences, full_disk, saved_steps, start, tiny_run
-from tests.saves import all_of, over_before, slowly, written_when
+from tests.saves import all_of, deleted_when, over_before, slowly, written_when
 
 RANKS = 2
 LAYOUTS = {
@@ -60,6 +60,7 @@ def impatient(mesh: Mesh) -> Group:
 EVENTS = {
     "": nullcontext,
     "slow": partial(written_when, 2, 5),
+    "slow to delete": partial(deleted_when, 5),
     "full disk": lambda: all_of(full_disk(2), over_before(4)),
     "too slow": lambda: all_of(slowly(3.0, 2), over_before(4)),
     "patient": lambda: over_before(4),
@@ -107,6 +108,13 @@ def test_all_skip_a_save_while_one_rank_still_writes(pool: Pool, tmp_path: Path,
     assert equal(tmp_path, plain, 2, 6)
     assert "warning: step 4 is not saved: the save of step 2, begun " in ranks[0].err
     assert ranks[1].err == ""
+
+
+def test_all_skip_a_save_while_one_rank_still_deletes(pool: Pool, tmp_path: Path, plain: Path) -> None:
+    """The others are done with theirs long before."""
+    ranks = pool.run(RANKS, run_rank, run_of(tmp_path), "slow to delete")
+    assert [told.status for told in ranks] == [0, 0]
+    assert equal(tmp_path, plain, 2, 6)
 
 
 @pytest.mark.parametrize("full", range(RANKS))
