@@ -184,4 +184,6 @@ def _saves(config: RunConfig) -> str:
     if c.keep_last is not None:
         row += f"; the last {c.keep_last:,} are kept" if c.keep_last > 1 else "; the last is kept"
         row += f", and those of every {c.keep_every:,} steps" if c.keep_every else ""
+    if c.local_save is not None:
+        row += f"; on the nodes every {_counted(c.local_save_interval or 1, 'step', 'steps')}, to {c.local_save}"
     return row

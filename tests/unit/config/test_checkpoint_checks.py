@@ -48,6 +48,7 @@ def notes(flags: str) -> tuple[str, ...]:
         "--save new --load ckpt/iter_0000100 --ckpt-step 100",
         "--load ckpt --ckpt-step 0",
         "--load other --resume-mode new-schedule",
+        "--save new --local-save /disk/{node}/a --local-save-interval 10",
         "--save ckpt --load gone",  # where the run once began; it goes on from its own
         "--save ckpt --lr-warmup-samples 200",  # which depends on where the run is: judged when that is known
         "--load ckpt/iter_0000100 --lr-warmup-samples 200",
@@ -57,6 +58,29 @@ def notes(flags: str) -> tuple[str, ...]:
 )
 def test_what_goes_together_is_accepted(flags: str) -> None:
     assert told(flags) == []
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--local-save here --local-save-interval 5", "--local-save without --save:"),
+        ("--save new --local-save here", "--local-save without --local-save-interval"),
+        ("--save new --local-save ./new --local-save-interval 5", "--local-save ./new is the --save folder"),
+        ("--save new --local-save 'a/{host}' --local-save-interval 5", "{host} stands for nothing"),
+        ("--save new --local-save '' --local-save-interval 5", "--local-save '' names no folder"),
+    ],
+)
+def test_the_second_place_needs_a_first_one(flags: str, words: str) -> None:
+    (problem,) = told(flags)
+    assert problem.code == "E804"
+    assert words in problem.sentence
+    assert problem.fixes
+
+
+def test_steps_that_only_the_nodes_would_have_are_told() -> None:
+    local = "--save new --local-save here --local-save-interval 5"
+    assert any(note.startswith("--local-save without --save-interval") for note in notes(local))
+    assert not any("--local-save" in note for note in notes(f"{local} --save-interval 100"))
 
 
 @pytest.mark.parametrize("flags", ["", "--save other", "--save new --load other"])

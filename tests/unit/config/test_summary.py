@@ -77,6 +77,8 @@ def test_checkpoints_are_described_where_there_are_any() -> None:
     kept = rows(*argv, "--keep-last", "3", "--keep-every", "50000", ranks=1)["saves"]
     assert kept.endswith(" to ckpt; the last 3 are kept, and those of every 50,000 steps")
     assert rows("--save", "ckpt", "--keep-last", "1", ranks=1)["saves"].endswith("to ckpt; the last is kept")
+    local = ("--local-save", "/disk/{node}", "--local-save-interval", "50")
+    assert rows("--save", "ckpt", *local, ranks=1)["saves"].endswith("; on the nodes every 50 steps, to /disk/{node}")
 
 
 def test_the_ramp_is_shown_and_long_ones_are_cut() -> None:

@@ -1,0 +1,204 @@
+"""Saves to the nodes' own disks by four ranks on two nodes: cut off, refused, and files on their way between ranks."""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch.distributed as dist
+
+from megatron.checkpoint import exchange as exchange_module
+from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.errors import DamagedError, StorageError
+from megatron.checkpoint.exchange import Parcel, Tier, exchange
+from megatron.checkpoint.local import Nodes
+from megatron.checkpoint.local_loading import bring_together, find
+from megatron.checkpoint.local_saving import keep_only, write_local
+from megatron.checkpoint.parts import GlobalTensor
+from megatron.checkpoint.saving import Extra
+from megatron.checkpoint.store import read
+from megatron.parallel.comm import Group
+from megatron.parallel.shard import Box
+from tests.distributed.pool import Pool, RankError
+from tests.unit.checkpoint.samples import Sample
+from tests.unit.checkpoint.test_faults import content, watched
+
+WORLD = 4
+NODES = Nodes((0, 0, 1, 1))
+
+
+def everyone(rank: int) -> Group:
+    return Group(tuple(range(WORLD)), rank, dist.group.WORLD)
+
+
+def tier(folder: Path, rank: int) -> Tier:
+    return Tier(folder / f"node{NODES.of[rank]}", NODES, everyone(rank))
+
+
+def quarters(rank: int, sample: Sample) -> list[Box]:
+    """A quarter of the rows of a sample is this rank's."""
+    return [Box((0, 3 * rank, 0), (2, 3, 5))]
+
+
+def parts(rank: int, value: float) -> dict[str, GlobalTensor]:
+    return {name: sample.entry(quarters(rank, sample)) for name, sample in content(value).items()}
+
+
+def step(rank: int, world: int, folder: Path, iteration: int) -> None:
+    """Save as a run does, and delete the one before."""
+    extra = Extra({"iteration": iteration}, {"checkpoint": {"save": "a"}}, {"tokenizer/tokenizer.json": b"{}"})
+    write_local(tier(folder, rank), iteration, parts(rank, iteration), extra)
+    assert keep_only(tier(folder, rank), iteration) is None
+
+
+def killed(rank: int, world: int, folder: Path, victim: int, target: int) -> None:
+    """The second save, in which one rank is killed before a call to the system, and in the middle of a write."""
+
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if rank == victim and number == target:
+            if name == "write":
+                os.pwrite(args[0], memoryview(args[1])[: len(args[1]) // 2], os.lseek(args[0], 0, os.SEEK_CUR))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    with watched(before):
+        step(rank, world, folder, 2)
+
+
+def calls(rank: int, world: int, folder: Path) -> int:
+    count = 0
+
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        count += 1
+
+    with watched(before):
+        step(rank, world, folder, 2)
+    return count
+
+
+def newest(rank: int, world: int, folder: Path) -> int:
+    """The step of the newest checkpoint that the nodes have all of, of which this rank gets another part."""
+    found, _ = find(tier(folder, rank))
+    for checkpoint in found:
+        tensors = {
+            n: s.empty([whole(s.view)] if rank == 3 else [Box((0, 1, 0), (2, 4, 5))]) for n, s in content(0).items()
+        }
+        try:
+            manifest, _ = bring_together(tier(folder, rank), checkpoint, tensors)
+        except DamagedError:
+            continue
+        read(manifest, tensors, everyone(rank))
+        assert all(sample.is_in(tensors[name]) for name, sample in content(checkpoint.iteration).items())
+        return checkpoint.iteration
+    return 0
+
+
+def check_kill(pool: Pool, folder: Path, victim: int, target: int) -> int:
+    pool.run(WORLD, step, folder, 1)
+    with pytest.raises(RankError, match=f"rank {victim} of 4 failed .* killed by SIGKILL"):
+        pool.run(WORLD, killed, folder, victim, target)
+    (found,) = {*pool.run(WORLD, newest, folder)}
+    pool.run(WORLD, step, folder, 3)
+    assert {*pool.run(WORLD, newest, folder)} == {3}
+    assert [path.name for path in folder.glob("node*/iter*")] == ["iter_0000003"] * 2
+    shutil.rmtree(folder)
+    return found
+
+
+def test_a_rank_is_killed_in_a_save(pool: Pool, tmp_path: Path) -> None:
+    pool.run(WORLD, step, tmp_path / "calls", 1)
+    counts, draw = pool.run(WORLD, calls, tmp_path / "calls"), random.Random(7)
+    assert check_kill(pool, tmp_path / "run", 3, draw.randrange(counts[3])) in (1, 2)
+    assert check_kill(pool, tmp_path / "run", 0, counts[0] - 1) == 2
+
+
+@pytest.mark.slow
+def test_a_rank_is_killed_at_every_call_of_a_save(pool: Pool, tmp_path: Path) -> None:
+    pool.run(WORLD, step, tmp_path / "calls", 1)
+    counts = pool.run(WORLD, calls, tmp_path / "calls")
+    for victim in (0, 1, 2):
+        found = [check_kill(pool, tmp_path / "run", victim, target) for target in range(counts[victim])]
+        assert {*found} <= {1, 2}
+
+
+def refused(rank: int, world: int, folder: Path, failing: int, call: str, at: int) -> str:
+    """What is raised where a rank's disk is full from its ``at``-th ``call`` on."""
+    count = 0
+
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        nonlocal count
+        count += name == call
+        if rank == failing and name == call and count > at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    try:
+        with watched(before):
+            step(rank, world, folder, 2)
+    except StorageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(("failing", "call", "at"), [(0, "write", 0), (1, "open", 1), (3, "write", 3), (2, "mkdir", 0)])
+def test_a_full_disk_on_one_rank_is_told_to_all(pool: Pool, tmp_path: Path, failing: int, call: str, at: int) -> None:
+    pool.run(WORLD, step, tmp_path, 1)
+    (text,) = {*pool.run(WORLD, refused, tmp_path, failing, call, at)}
+    assert f": the disk is full (rank {failing}); no local checkpoint was written" in text
+    assert f"node{NODES.of[failing]}/iter_0000002" in text
+    assert [path.name for path in tmp_path.glob("node*/iter*")] == ["iter_0000001"] * 2
+    assert pool.run(WORLD, newest, tmp_path) == [1] * WORLD
+
+
+BLOCK = 1000
+
+
+def ring(rank: int, world: int, folder: Path, sizes: list[int], act: Callable[[int], None] | None) -> str:
+    """Each rank's file goes to the next rank; what the disk said."""
+    sent, received = folder / f"{rank}.out", folder / f"{rank}.in"
+    sent.write_bytes(random.Random(rank).randbytes(sizes[rank]))
+    if act is not None:
+        act(rank)
+    before = (rank - 1) % world
+    with patch.object(exchange_module, "BLOCK_BYTES", BLOCK):
+        error = exchange(
+            Parcel(sent, (rank + 1) % world, sizes[rank]), Parcel(received, before, sizes[before]), everyone(rank)
+        )
+    if error is not None:
+        return f"{type(error).__name__} {os.path.basename(error.filename or '')}"
+    return "" if received.read_bytes() == random.Random(before).randbytes(sizes[before]) else "other bytes"
+
+
+@pytest.mark.parametrize("sizes", [[0, 1, BLOCK - 1, BLOCK], [BLOCK + 1, 3 * BLOCK, 0, 2 * BLOCK + 7]])
+def test_files_around_a_ring(pool: Pool, tmp_path: Path, sizes: list[int]) -> None:
+    (tmp_path / "2.in.part").write_bytes(b"of a start before")
+    assert pool.run(WORLD, ring, tmp_path, sizes, None) == [""] * WORLD
+    assert not [*tmp_path.glob("*.part")]
+
+
+def broken(rank: int, world: int, folder: Path, sizes: list[int], what: str) -> str:
+    """A ring in which rank 1 cannot read its file, or cannot write what it is sent."""
+
+    def act(number: int) -> None:
+        if number == 1 and what == "source":
+            os.truncate(folder / "1.out", 10)
+        elif number == 1:
+            (folder / "1.in.part").mkdir()
+
+    return ring(rank, world, folder, sizes, act)
+
+
+@pytest.mark.parametrize("what", ["source", "target"])
+def test_a_disk_that_refuses_one_rank_stops_no_other(pool: Pool, tmp_path: Path, what: str) -> None:
+    told = pool.run(WORLD, broken, tmp_path, [2 * BLOCK] * WORLD, what)
+    other = "other bytes" if what == "source" else ""  # zeros came, which nobody keeps once rank 1 has told
+    assert told[1].startswith(("OSError 1.out", "FileExistsError 1.in.part", "IsADirectoryError"))
+    assert told[2] == other
+    assert (told[0], told[3]) == ("", "")
