@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.config.model import ModelConfig
 from megatron.config.run import OptimizerConfig, TrainingConfig
 from megatron.parallel.microbatch import MicroBatch
-from tests.parity.families import Tensors, copy_into, everything_in_double, from_gpt2, from_llama
+from tests.parity.families import Tensors, copy_into, everything_in_double, from_experts, from_gpt2, from_llama
 from tests.solo import Solo, random_batch, tiny
 
 transformers = pytest.importorskip("transformers")
@@ -55,6 +55,8 @@ class Case:
             sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
             sizes |= {"intermediate_size": 48, "max_position_embeddings": 64, "tie_word_embeddings": False}
             sizes |= {"layer_norm_eps" if self.family == "StableLm" else "rms_norm_eps": EPSILON}
+        if "num_experts" in self.ours:
+            sizes |= {"num_local_experts": self.ours["num_experts"], "experts_implementation": "eager"}
         config = getattr(transformers, f"{self.family}Config")(
             **({"vocab_size": 101, "attn_implementation": "sdpa", "use_cache": False} | sizes | self.theirs)
         )
@@ -63,6 +65,8 @@ class Case:
 
     @property
     def translate(self) -> Callable[[Tensors, ModelConfig], dict[str, Tensor]]:
+        if "num_experts" in self.ours:
+            return from_experts
         return from_gpt2 if self.family == "GPT2" else from_llama
 
 
@@ -76,6 +80,7 @@ LLAMA3 = {
 }
 YARN = {"rope_type": "yarn", "rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 64}
 YARN |= {"beta_fast": 8.0, "beta_slow": 1.0}
+MILLION = {"rotary_base": 1e6}  # Mixtral's default
 
 CASES = [
     Case("gpt2", "GPT2"),
@@ -121,6 +126,37 @@ CASES = [
         "Qwen3",
         {"qk_layernorm": True, "num_query_groups": 2},
         {"num_key_value_heads": 2, "head_dim": 8},
+    ),
+    Case("mixtral", "Mixtral", MILLION | {"num_experts": 4, "num_query_groups": 2}, {"num_key_value_heads": 2}),
+    Case(
+        "mixtral-three-of-five",
+        "Mixtral",
+        MILLION | {"num_experts": 5, "moe_router_topk": 3},
+        {"num_experts_per_tok": 3},
+    ),
+    Case(
+        "qwen3-moe",
+        "Qwen3Moe",
+        {
+            "qk_layernorm": True,
+            "num_query_groups": 2,
+            "num_experts": 8,
+            "moe_router_topk": 3,
+            "moe_ffn_hidden_size": 12,
+        },
+        {
+            "num_key_value_heads": 2,
+            "head_dim": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 12,
+            "norm_topk_prob": True,
+        },
+    ),
+    Case(
+        "qwen3-moe-shares-of-all",
+        "Qwen3Moe",
+        {"qk_layernorm": True, "num_experts": 4, "moe_router_pre_softmax": True, "moe_ffn_hidden_size": 12},
+        {"head_dim": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": False},
     ),
     Case("mistral-window", "Mistral", {"window_size": 5}, {"sliding_window": 5}),
     Case(

@@ -1,0 +1,99 @@
+"""Losses of routers against transformers' own, and a mixture's files through a check that finds a swapped expert."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megatron.config.hf import CONFIG
+from megatron.convert.check import MismatchError, check
+from megatron.convert.hf_folder import HFSource, read_model
+from megatron.parallel.microbatch import MicroBatch
+from tests.parity.test_hf import BY_NAME, Pair, precision
+from tests.parity.test_hf_convert import Shape
+from tests.solo import random_batch
+
+transformers = pytest.importorskip("transformers")
+
+COEFFICIENT = 0.3
+
+
+@pytest.mark.parametrize("name", ["mixtral", "mixtral-three-of-five", "qwen3-moe", "qwen3-moe-shares-of-all"])
+def test_balancing_loss_of_a_batch_is_transformers(name: str) -> None:
+    """Of one layer: theirs takes all layers as one, and counts a token's choices without dividing by their number."""
+    case = BY_NAME[name]
+    changes = {
+        "num_layers": 1,
+        "moe_router_load_balancing_type": "aux_loss",
+        "moe_aux_loss_coeff": COEFFICIENT,
+    }
+    theirs = {"num_hidden_layers": 1, "output_router_logits": True, "router_aux_loss_coef": COEFFICIENT}
+    pair = Pair.build(type(case)(name, case.family, case.ours | changes, case.theirs | theirs), torch.float64)
+    batch = random_batch(pair.config, samples=3)
+    batch = MicroBatch(batch.tokens, batch.labels.contiguous(), torch.ones_like(batch.loss_mask), batch.sample_ids, 0)
+    with precision(torch.float64):
+        out = pair.theirs(input_ids=batch.tokens, labels=batch.labels, shift_labels=batch.labels)
+    _, losses = pair.ours.chunk(None, batch)
+    mean = losses / batch.loss_mask.sum() * pair.config.moe_router_topk
+    assert mean.item() == pytest.approx(COEFFICIENT * out.aux_loss.item(), rel=1e-12)
+    assert out.aux_loss > 1
+
+
+SMALL = {
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "vocab_size": 90,
+    "num_local_experts": 3,
+    "num_experts_per_tok": 2,
+    "max_position_embeddings": 64,
+}
+SHAPES = [
+    Shape("Mixtral", SMALL),
+    Shape("Qwen3Moe", SMALL | {"head_dim": 12, "moe_intermediate_size": 20, "norm_topk_prob": True}),
+]
+
+
+def checked(folder: Path) -> float:
+    """The largest relative difference that the check of a conversion finds."""
+    model = read_model(folder)
+    return max(d.relative for d in check(folder, folder / CONFIG, model, HFSource(folder, model)))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
+def test_the_check_of_a_conversion_reads_experts_as_transformers_does(shape: Shape, tmp_path: Path) -> None:
+    shape.build(seed=3).save_pretrained(tmp_path)
+    assert checked(tmp_path) < 1e-6
+
+
+class Swapped(HFSource):
+    """Experts 0 and 1 of every layer in each other's place."""
+
+    def _theirs(self, name: str) -> str:
+        return super()._theirs(
+            name.replace(".experts.0.", ".experts.x.").replace(".experts.1.", ".experts.0.").replace(".x.", ".1.")
+        )
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
+def test_swapped_experts_are_found(shape: Shape, tmp_path: Path) -> None:
+    shape.build(seed=3).save_pretrained(tmp_path)
+    model = read_model(tmp_path)
+    with pytest.raises(MismatchError, match="block 0"):
+        check(tmp_path, tmp_path / CONFIG, model, Swapped(tmp_path, model))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
+def test_a_missing_expert_is_named(shape: Shape, tmp_path: Path) -> None:
+    shape.build(seed=3).save_pretrained(tmp_path)
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    lost = next(name for name in tensors if ".experts.2." in name)
+    save_file({name: x for name, x in tensors.items() if name != lost}, file, {"format": "pt"})
+    with pytest.raises(Exception, match=f"lacks.*{lost}"):
+        checked(tmp_path)
