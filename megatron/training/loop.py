@@ -74,10 +74,10 @@ def _train(
         for split in evaluations_due(t) if last or not told else ():  # nobody who sent a signal waits for it
             with window.paused():
                 evaluate_on(t, split, log)
-        save_on_nodes(t, log, window)
         if options.save is not None and (leave or _every(options.save_interval, t.iteration)):
             with window.paused():
                 saver.save(needed=bool(leave))
+        save_on_nodes(t, log, window)  # not earlier: a run that finds its last step there has nothing more to save
         if leave and not last:
             why = reason(told) if told else f"--exit-interval {config.exit_interval}"
             log.stopped(f"stopped by {why} after step {t.iteration} of {t.total_steps}")

@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -76,6 +77,7 @@ LAYOUT: dict[str, Sequence[Any]] = {
 }
 
 Fixed = Mapping[str, Any]
+ANY: Fixed = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -110,7 +112,7 @@ def label(config: RunConfig, ranks: int) -> str:
     return "-".join(words)
 
 
-def draw(seed: int, ranks: Sequence[int] = (), model: Fixed = {}, before: Fixed = {}, after: Fixed = {}) -> Reshard:
+def draw(seed: int, ranks: Sequence[int] = (), model: Fixed = ANY, before: Fixed = ANY, after: Fixed = ANY) -> Reshard:
     """A random model and optimizer, and two random layouts of it.
 
     Args:

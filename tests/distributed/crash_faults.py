@@ -1,0 +1,205 @@
+"""What can go wrong with a run and its checkpoints: in a rank, at any of its calls to the file system, or later."""
+
+from __future__ import annotations
+
+import errno
+import itertools
+import json
+import os
+import random
+import shutil
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import xxhash
+
+CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
+"""What a save asks of the system that can leave something behind."""
+
+REFUSED = ("open", "write", "fsync", "mkdir", "rename")
+"""Those that a full disk refuses."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to one rank of a start.
+
+    Attributes:
+        kind: ``kill`` (at a call), ``full disk`` (at a call, and at those that follow), ``kill at a moment``.
+        rank: the one it happens to.
+        call: number of the call, counted from 0 over those that touch the checkpoints.
+        calls: that fail, of a full disk.
+        torn: whether a write that is the last leaves half of its bytes.
+        moment: seconds from the start.
+        patient: whether the other ranks are left to find out by themselves; a launcher would kill them.
+    """
+
+    kind: str
+    rank: int
+    call: int = 0
+    calls: int = 1
+    torn: bool = False
+    moment: float = 0.0
+    patient: bool = True
+
+    def __str__(self) -> str:
+        if self.kind == "kill at a moment":
+            return f"kill -9 of rank {self.rank} after {self.moment:.1f} s"
+        if self.kind == "kill":
+            return f"kill -9 of rank {self.rank} at call {self.call}{', half written' * self.torn}"
+        return f"full disk for {self.calls} calls of rank {self.rank} from {self.call} on"
+
+
+class Watch:
+    """Counts this process's calls that touch files under some folders, and has a fault happen at one of them."""
+
+    def __init__(self, folders: Sequence[Path], fault: Fault | None, notes: Path) -> None:
+        """Begin at 0.
+
+        Args:
+            folders: of checkpoints.
+            fault: None to count only.
+            notes: file for the names of the calls, one a line; the last is the one at which the fault happened.
+
+        """
+        self._folders, self._fault = tuple(f"{folder}/" for folder in folders), fault
+        self._numbers, self._open = itertools.count(), dict[int, str]()
+        self._notes = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._note = os.write
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Inside, calls are watched."""
+        with ExitStack() as stack:
+            for name in CALLS:
+                stack.enter_context(patch.object(os, name, self._wrapped(name, getattr(os, name))))
+            yield
+
+    def _wrapped(self, name: str, real: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            place = self._place(args[0], kwargs.get("dir_fd"))
+            if place is not None:
+                self._before(name, next(self._numbers), place, args)
+            result = real(*args, **kwargs)
+            if name == "open" and place is not None:
+                self._open[result] = place
+            if name == "close":
+                self._open.pop(args[0], None)
+            return result
+
+        return call
+
+    def _place(self, what: Any, folder: int | None) -> str | None:
+        """The path that a call is about, if it lies in one of the folders."""
+        if isinstance(what, int):
+            return self._open.get(what)
+        if folder is not None:
+            return f"{self._open[folder]}/{what}" if folder in self._open else None
+        path = f"{os.fspath(what)}"
+        return path if path.startswith(self._folders) and not path.endswith(".lock") else None
+
+    def _before(self, name: str, number: int, place: str, args: tuple[Any, ...]) -> None:
+        self._note(self._notes, f"{name} {place}\n".encode())
+        fault = self._fault
+        if fault is None or number < fault.call:
+            return
+        if fault.kind == "kill":
+            if fault.torn and name == "write":
+                content = memoryview(args[1])
+                self._note(args[0], content[: len(content) // 2])
+            os.kill(os.getpid(), signal.SIGKILL)
+        if fault.kind == "full disk" and name in REFUSED and number < fault.call + fault.calls:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
+
+
+# ---- what happens to files afterwards
+
+
+def truncate(file: Path, chance: random.Random) -> str:
+    """Cut a file short."""
+    length = chance.randrange(max(1, file.stat().st_size))
+    os.truncate(file, length)
+    return f"truncated to {length} bytes"
+
+
+def flip(file: Path, chance: random.Random) -> str:
+    """Flip one bit."""
+    content = bytearray(file.read_bytes())
+    place, bit = chance.randrange(len(content)), chance.randrange(8)
+    content[place] ^= 1 << bit
+    file.write_bytes(content)
+    return f"bit {bit} of byte {place} flipped"
+
+
+def remove(file: Path, chance: random.Random) -> str:
+    """Lose a file."""
+    file.unlink()
+    return "removed"
+
+
+DAMAGE = {"truncated file": truncate, "flipped bit": flip, "lost file": remove}
+
+
+def lose_node(folders: Sequence[Path], chance: random.Random) -> str:
+    """Lose all that a node has."""
+    folder = chance.choice(folders)
+    shutil.rmtree(folder)
+    return f"{folder.name} lost"
+
+
+# ---- which checkpoints are whole, judged without the library
+
+
+def whole_steps(durable: Path, nodes: Sequence[Path]) -> set[int]:
+    """Steps of which there is a whole checkpoint: in the durable folder, or over all nodes."""
+    alone = [[path] for path in checkpoints(durable)]
+    by_save: dict[tuple[int, bytes], list[Path]] = {}
+    for path in itertools.chain.from_iterable(map(checkpoints, nodes)):
+        if (path / "COMPLETE").exists():
+            by_save.setdefault((step_of(path), (path / "COMPLETE").read_bytes()), []).append(path)
+    return {step_of(copies[0]) for copies in [*alone, *by_save.values()] if is_whole(copies)}
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Folders called like checkpoints."""
+    return sorted(folder.glob("iter_*"))
+
+
+def step_of(path: Path) -> int:
+    """The step that a folder's name says."""
+    return int(path.name[5:12])
+
+
+def is_whole(copies: Sequence[Path]) -> bool:
+    """Whether every byte of a checkpoint is as its checksums say, in one of several copies of each file."""
+    described = [path for path in copies if _is_described(path)]
+    if not described:
+        return False
+    manifest = json.loads((described[0] / "manifest.json").read_bytes())
+    return all(any(_is_as_written(path, name, manifest) for path in copies) for name in manifest["files"])
+
+
+def _is_described(path: Path) -> bool:
+    try:
+        mark, manifest = (path / "COMPLETE").read_bytes(), (path / "manifest.json").read_bytes()
+    except OSError:
+        return False
+    return mark == xxhash.xxh3_64_hexdigest(manifest).encode() + b"\n"
+
+
+def _is_as_written(path: Path, name: str, manifest: dict[str, Any]) -> bool:
+    record = manifest["files"][name]
+    try:
+        content = (path / name).read_bytes()
+    except OSError:
+        return False
+    spans = [(0, record["head"], record["xxh3"])]
+    for tensor in manifest["tensors"].values():
+        spans += [(c["offset"], c["bytes"], c["xxh3"]) for c in tensor["chunks"] if c["file"] == name]
+    right = all(xxhash.xxh3_64_hexdigest(content[at : at + n]) == mark for at, n, mark in spans)
+    return len(content) == record["bytes"] and right

@@ -1,0 +1,207 @@
+"""Whole runs of a tiny model, every rank a process of its own: started, disturbed, and judged from outside."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+from megatron.training import main
+from tests.distributed.crash_faults import Fault, Watch, checkpoints, step_of, whole_steps
+from tests.runs import differences, steps, tiny_run
+
+STEPS = 8
+SECONDS = 240.0
+"""How long a start may take, on a machine that has other things to do: then it hangs."""
+HANG = 90.0
+"""How long ranks may take to notice that another one is gone."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run: how many ranks, how they share the model, and how it is saved.
+
+    Attributes:
+        name: for people.
+        ranks: processes.
+        layout: flags of which the numbers depend.
+        way: flags of which they do not.
+        node: ranks of a node.
+    """
+
+    name: str
+    ranks: int
+    layout: str
+    way: str = "--save-interval 2"
+    node: int = 0
+
+    @property
+    def is_local(self) -> bool:
+        """Whether nodes keep checkpoints of their own."""
+        return "--local-save" in self.way
+
+    def durable(self, folder: Path) -> Path:
+        """Where the checkpoints are that every rank sees."""
+        return folder / "saved"
+
+    def nodes(self, folder: Path) -> list[Path]:
+        """Where those of the nodes are."""
+        return [folder / f"node{n}" for n in range(self.ranks // self.node)] if self.is_local else []
+
+    def flags(self, folder: Path) -> str:
+        """All flags of a run in ``folder``."""
+        local = f"--local-save {folder}/node{{node}}" if self.is_local else ""
+        return (
+            f"--train-iters {STEPS} --hidden-dropout 0.1 --eval-interval 3 --eval-iters 1 {self.layout} "
+            f"--save {folder}/saved {self.way} {local} --distributed-timeout-minutes 1"
+        )
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a start ended.
+
+    Attributes:
+        statuses: of all ranks, negative for signals.
+        said: what rank 0 wrote to its two streams.
+        seconds: it took.
+        calls: names and paths of the calls of each rank that touched checkpoints.
+        late: seconds after a rank was killed until all others had ended by themselves; 0 where they were killed.
+    """
+
+    statuses: tuple[int, ...]
+    said: str
+    seconds: float
+    calls: tuple[tuple[str, ...], ...]
+    late: float = 0.0
+
+
+def start(setup: Setup, folder: Path, fault: Fault | None = None) -> Ended:
+    """Start the run in ``folder``, wait for its end, and have a fault happen.
+
+    Raises:
+        TimeoutError: when it does not end.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in folder.glob("rank*"):
+        file.unlink()
+    port, began = _free_port(), time.monotonic()
+    pids = [_fork(setup, folder, rank, port, fault) for rank in range(setup.ranks)]
+    try:
+        statuses, late = _await(pids, began, fault)
+    finally:
+        _kill(pids)
+    said = (folder / "rank0.txt").read_text(errors="replace")
+    calls = tuple(tuple((folder / f"rank{r}.calls").read_text().splitlines()) for r in range(setup.ranks))
+    return Ended(tuple(statuses[pid] for pid in pids), said, time.monotonic() - began, calls, late)
+
+
+def _fork(setup: Setup, folder: Path, rank: int, port: int, fault: Fault | None) -> int:
+    child = os.fork()
+    if child:
+        return child
+    status = 70
+    try:
+        status = _rank(setup, folder, rank, port, fault)
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def _rank(setup: Setup, folder: Path, rank: int, port: int, fault: Fault | None) -> int:
+    """One rank, in its process."""
+    out = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for stream in (1, 2):
+        os.dup2(out, stream)
+    size = setup.node or setup.ranks
+    place = {"RANK": rank, "WORLD_SIZE": setup.ranks, "LOCAL_RANK": rank % size, "LOCAL_WORLD_SIZE": size}
+    os.environ |= {name: str(value) for name, value in place.items()}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    mine = fault if fault is not None and fault.rank == rank else None
+    watch = Watch([setup.durable(folder), *setup.nodes(folder)], mine, folder / f"rank{rank}.calls")
+    with watch.watching(), patch("megatron.training.logging.draw_history", lambda *arguments: None):
+        return main.run(tiny_run(folder, setup.flags(folder), setup.ranks))
+
+
+def _await(pids: list[int], began: float, fault: Fault | None) -> tuple[dict[int, int], float]:
+    """Wait for all; kill at the moment that was chosen, and those that a launcher would kill."""
+    statuses: dict[int, int] = {}
+    died = 0.0
+    while len(statuses) < len(pids):
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if pid:
+            statuses[pid] = os.waitstatus_to_exitcode(status)
+            if statuses[pid] == -signal.SIGKILL and not died:
+                died = time.monotonic()
+                if fault is not None and not fault.patient:
+                    _kill([other for other in pids if other not in statuses])
+            continue
+        now = time.monotonic()
+        if fault is not None and fault.kind == "kill at a moment" and not died and now > began + fault.moment:
+            _kill([pids[fault.rank]] if pids[fault.rank] not in statuses else [])
+        if now > began + SECONDS or (died and now > died + HANG):
+            raise TimeoutError(f"{len(pids) - len(statuses)} of {len(pids)} ranks do not end")
+        time.sleep(0.01)
+    return statuses, time.monotonic() - died if died and fault is not None and fault.patient else 0.0
+
+
+def _kill(pids: list[int]) -> None:
+    for pid in pids:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            continue
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass(frozen=True)
+class Before:
+    """What lies in a run's folders when it is started: steps of whole checkpoints, and the folders of others."""
+
+    whole: set[int]
+    broken: tuple[Path, ...]
+
+    @classmethod
+    def look(cls, setup: Setup, folder: Path) -> Before:
+        """Look at every byte."""
+        durable = setup.durable(folder)
+        whole = whole_steps(durable, setup.nodes(folder))
+        mine = whole_steps(durable, [])
+        return cls(whole, tuple(path for path in checkpoints(durable) if step_of(path) not in mine))
+
+    @property
+    def newest(self) -> int:
+        """The step from which a run has to go on; 0 for the beginning."""
+        return max(self.whole, default=0)
+
+    def complaints(self, said: str) -> list[str]:
+        """What a start should have said of it and has not."""
+        found = []
+        if self.newest and f": step {self.newest}, " not in said:
+            found.append(f"does not say that it goes on from step {self.newest}")
+        if not self.newest and "starts from nothing" not in said:
+            found.append("does not say that it starts from nothing")
+        for path in self.broken:
+            told = f"passed over {path}:" in said or f"  {path.name}: " in said
+            if step_of(path) > self.newest and not told:
+                found.append(f"does not say why {path.name} is passed over")
+        return found
+
+
+def same_end(setup: Setup, folder: Path, reference: Path) -> list[str]:
+    """Where a run's end is not that of the undisturbed one, to the bit: tensors and numbers, losses of steps."""
+    last = f"saved/iter_{STEPS:07d}"
+    found = differences(folder / last, reference / last)
+    apart = [step for step, numbers in steps(reference).items() if steps(folder).get(step) != numbers]
+    return found + [f"the record of step {step}" for step in apart]

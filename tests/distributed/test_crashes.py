@@ -1,0 +1,108 @@
+"""Runs that are disturbed and started again end as if nothing had happened; a short form of ``crashes``."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.folder import Checkpoints
+from tests.distributed.crash_faults import DAMAGE, is_whole, whole_steps
+from tests.distributed.crash_runs import Before
+from tests.distributed.crashes import FILE, IN_EVERY_CALL, SETUPS
+from tests.distributed.sites import ROOT
+from tests.unit.checkpoint.samples import save, small
+
+HEAD = re.compile(r"(\d+) faults in (\d+) runs, \d+ starts, (\d+) wrong: (.*)")
+
+
+def run(output: Path, *flags: str) -> str:
+    """The program, in a process that has no threads and may fork; what it writes."""
+    command = [sys.executable, "-m", "tests.distributed.crashes", "--output", str(output), *flags]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(output.parent)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+    return output.read_text()
+
+
+def test_eight_faults(tmp_path: Path) -> None:
+    found = HEAD.match(run(tmp_path / "found.txt", "--faults", "8", "--setups", "4", "--seed", "4"))
+    assert found is not None
+    assert int(found[1]) >= 8
+    assert found[3] == "0"
+
+
+@pytest.mark.slow
+def test_two_hundred_faults_and_every_call_of_a_save(tmp_path: Path) -> None:
+    text = run(tmp_path / "found.txt", "--faults", "200", "--every-call", "--seed", "2")
+    assert all(found[3] == "0" for found in HEAD.finditer(text))
+
+
+def test_the_long_run_is_kept() -> None:
+    """What it found at its last, in tests/golden."""
+    text = FILE.read_text()
+    random_faults, *every_call = HEAD.finditer(text)
+    assert int(random_faults[1]) >= 200
+    assert [found[3] for found in (random_faults, *every_call)] == ["0"] * (1 + len(every_call))
+    for setup in SETUPS:
+        assert f"\n{setup.name}" in text
+    for kind in (*DAMAGE, "kill", "kill at a moment", "full disk", "lost node"):
+        assert kind in text
+
+
+def test_the_setups_are_of_all_kinds() -> None:
+    assert {setup.ranks for setup in SETUPS} == {1, 2, 3, 4}
+    ways = {("--async-save" in setup.way, setup.is_local) for setup in SETUPS}
+    assert ways == {(a, b) for a in (False, True) for b in (False, True)}
+    assert {("--async-save" in setup.way, setup.is_local) for setup in IN_EVERY_CALL} >= {(False, False), (True, False)}
+
+
+# ---- the judge, who does not ask the library
+
+
+@pytest.fixture
+def kept(tmp_path: Path) -> Path:
+    """A folder with the checkpoints of steps 2 and 4."""
+    for step in (2, 4):
+        save(Checkpoints(tmp_path / "saved").path(step), small())
+    return tmp_path / "saved"
+
+
+@pytest.mark.parametrize("how", DAMAGE)
+def test_the_judge_sees_any_damage(kept: Path, how: str) -> None:
+    chance = random.Random(3)
+    assert whole_steps(kept, []) == {2, 4}
+    for name in sorted(file.name for file in (kept / "iter_0000004").iterdir() if file.is_file()):
+        copy = Path(shutil.copytree(kept, kept.with_name(f"without-{name}")))
+        DAMAGE[how](copy / "iter_0000004" / name, chance)
+        assert whole_steps(copy, []) == {2}, name
+
+
+def test_the_judge_takes_each_file_from_any_node(kept: Path) -> None:
+    first, second = kept / "iter_0000004", Path(shutil.copytree(kept, kept.with_name("other"))) / "iter_0000004"
+    (data,) = first.glob("*.safetensors")
+    data.unlink()
+    assert not is_whole([first])
+    assert is_whole([first, second])
+    (second / "COMPLETE").unlink()
+    assert whole_steps(kept.with_name("nothing"), [kept, second.parent]) == {2}
+
+
+@pytest.mark.parametrize(
+    ("said", "complaints"),
+    [
+        ("passed over {}/iter_0000004: cut off\nresumed from {}/iter_0000002: step 2, 8 samples", 0),
+        ("resumed from {}/iter_0000002: step 2, 8 samples", 1),
+        ("passed over {}/iter_0000004: cut off\nresumed from {}/iter_0000001: step 1, 4 samples", 1),
+        ("starts from nothing", 2),
+    ],
+)
+def test_the_judge_wants_to_be_told(kept: Path, said: str, complaints: int) -> None:
+    before = Before({2}, (kept / "iter_0000004",))
+    assert len(before.complaints(said.replace("{}", str(kept)))) == complaints
