@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.memory import checkpoint_bytes
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig, PrecisionConfig
 from megatron.optim.buckets import GradBuckets
@@ -20,6 +21,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import ExpertShard, Init, Shard, ShardSpec
 from megatron.training import replicas_check
 from megatron.training.checkpointing import to_write
+from megatron.training.saving import size_of
 from megatron.training.setup import Trainer, build
 from megatron.training.step import evaluate, train_step
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_on
@@ -269,3 +271,26 @@ def test_muon_moves_whole_matrices_however_they_are_cut(pool: Pool, name: str) -
     worst = max(compare_with_twin(steps, case), key=lambda difference: difference.error)
     assert worst.error <= 1e-10, worst
     assert [step.drifted for step in steps] == [[]] * len(steps)
+
+
+def sizes(rank: int, size: int, case: Case) -> tuple[int, int]:
+    """Bytes of the tensors of a checkpoint: all that ranks write, and the formula."""
+    config = case.config()
+    return size_of(build(config, rank, size)), checkpoint_bytes(config)
+
+
+LEAN = OptimizerConfig(store_param_remainders=True, exp_avg_dtype="bf16", ema_decay=0.9)
+SAVED = {
+    "muon": Case(EXPERTS, cut(strategy="optim", expert_model_parallel_size=2), BF16, optimizer=MUON, dp=2),
+    "muon, averaged": Case(MQA, cut(2), optimizer=replace(MUON, ema_decay=0.9)),
+    "masters as remainders": Case(GQA, cut(2, "optim_grads"), BF16, optimizer=LEAN, dp=2),
+    "lion": Case(GQA, cut(strategy="optim"), BF16, optimizer=OptimizerConfig(optimizer="lion"), dp=3, samples=6),
+}
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_checkpoint_is_as_large_as_foretold(pool: Pool, name: str) -> None:
+    """Masters are saved whole however they are kept, and each rule's moments only where it has them."""
+    (written, formula), *others = pool.run(SAVED[name].world_size, sizes, SAVED[name])
+    assert written == formula
+    assert set(others) <= {(written, formula)}
