@@ -1,0 +1,207 @@
+"""An update of AdamW cut by ZeRO beside torch's fused AdamW on the whole model.
+
+    python -m benchmarks.optimizer
+
+The parameters are those of GPT-2 of width 768 in fp32. Every rank of ZeRO-1 updates its part; here one rank does, and
+its time is taken as many times as there are ranks: what all would need one after the other. Nothing is sent; that is
+counted by `benchmarks.wire`. `update` finds the norm, clips, moves the weights and publishes them; torch's side is
+`clip_grad_norm_` and `AdamW(fused=True).step()`. The rule alone is told besides. Contestants take turns, all start
+from the same weights and gradients, and what they make of them must agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.record import keep, machine
+from megatron.config.arguments import parse
+from megatron.config.run import RunConfig
+from megatron.model.gpt import build_gpt
+from megatron.optim.buckets import GradBuckets
+from megatron.optim.optimizer import Optimizer
+from megatron.optim.schedule import Rates
+from megatron.parallel.build import BuildContext
+from megatron.parallel.comm import Group
+from megatron.parallel.grads import GradSink
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.shard import ShardSpec
+
+RATES = Rates(1e-4, 0.01)
+CLIP, GRADIENT = 1.0, 1e-5
+"""The largest norm, and the size of gradients: a rank alone knows its part of the norm only, so none may be clipped."""
+LAYERS, RANKS, ROUNDS = 6, (1, 2, 4, 8), 7
+"""What results are kept for."""
+
+WHOLE, RULE = "update", "rule alone"
+Contestant = Mapping[str, Callable[[], object]]
+"""What is timed, by :data:`WHOLE` and :data:`RULE`."""
+
+
+@dataclass(frozen=True)
+class OneOf:
+    """As much of the mesh of one of ``ranks`` replicas as an update takes, without the others."""
+
+    ranks: int
+    rank: int = 0
+    world = ends = tp = Group()
+    coordinate: ClassVar[Mapping[str, int]] = {"pp": 0}
+    placement = (0,)
+
+    def shards(self, *axes: str) -> Group:
+        """The replicas, which cut the buckets."""
+        return Group(tuple(range(self.ranks)), self.rank)
+
+    def copies(self, *axes: str) -> Group:
+        """Nobody else has the same part."""
+        return self.world
+
+    gathers = group = copies
+
+    def sharers(self, tp_ranks: tuple[int, ...]) -> Group:
+        """Nobody else has the same piece."""
+        return self.world
+
+
+def values_of(specs: Mapping[str, ShardSpec], seed: int, scale: float) -> dict[str, Tensor]:
+    """The same numbers for every contestant."""
+    generator = torch.Generator().manual_seed(seed)
+    return {name: torch.randn(spec.local_shape, generator=generator).mul_(scale) for name, spec in specs.items()}
+
+
+def model_specs(config: RunConfig) -> dict[str, ShardSpec]:
+    """Of all parameters."""
+    context = BuildContext(cast("Mesh", OneOf(1)), GradSink(), device=torch.device("meta"))
+    build_gpt(config.model, config.training, context)
+    return context.specs
+
+
+def ours(config: RunConfig, specs: Mapping[str, ShardSpec], ranks: int) -> tuple[Optimizer, Contestant]:
+    """One of ``ranks`` replicas."""
+    mesh = cast("Mesh", OneOf(ranks))
+    params = {name: nn.Parameter(value) for name, value in values_of(specs, 0, 0.02).items()}
+    parallel = replace(config.parallel, data_parallel_sharding_strategy="optim")
+    dtypes = {name: p.dtype for name, p in params.items()}
+    buckets = GradBuckets(specs, dtypes, mesh, GradSink(), torch.device("cpu"), parallel)
+    optimizer = Optimizer(params, specs, buckets, mesh, config.optimizer)
+    for name, gradient in values_of(specs, 1, GRADIENT).items():
+        buckets.target(name).copy_(gradient)
+    one, go = torch.ones(()), torch.zeros(())
+    return optimizer, {WHOLE: lambda: optimizer.update(RATES, one), RULE: lambda: optimizer._update(RATES, go)}
+
+
+def theirs(config: RunConfig, specs: Mapping[str, ShardSpec]) -> tuple[dict[str, nn.Parameter], Contestant]:
+    """torch on the whole model; vectors have no weight decay, as with us."""
+    params = {name: nn.Parameter(value) for name, value in values_of(specs, 0, 0.02).items()}
+    for name, gradient in values_of(specs, 1, GRADIENT).items():
+        params[name].grad = gradient
+    groups = [
+        {"params": [params[n] for n, s in specs.items() if s.decays == decays], "weight_decay": decay}
+        for decays, decay in ((True, RATES.weight_decay), (False, 0.0))
+    ]
+    o = config.optimizer
+    adam = torch.optim.AdamW(groups, RATES.lr, (o.adam_beta1, o.adam_beta2), o.adam_eps, fused=True)
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(params.values(), CLIP)
+        adam.step()
+
+    return params, {WHOLE: update, RULE: adam.step}
+
+
+def check(optimizer: Optimizer, params: Mapping[str, nn.Parameter]) -> None:
+    """Both sides have to have the same weights.
+
+    Raises:
+        RuntimeError: when they have not.
+    """
+    for name, share in optimizer.buckets.shares.items():
+        expected = params[name].detach().view(-1)[share.start : share.stop]
+        if not torch.allclose(optimizer.masters[name].view(-1), expected, rtol=1e-5, atol=1e-7):
+            raise RuntimeError(f"{name} is not moved as torch moves it")
+
+
+def measure(config: RunConfig, ranks: Sequence[int], rounds: int) -> dict[str, dict[str, list[float]]]:
+    """Ratios of every round by what is timed, and by the number of ranks: all our ranks' seconds over torch's."""
+    specs = model_specs(config)
+    params, torchs = theirs(config, specs)
+    sides = {n: ours(config, specs, n) for n in ranks}
+    ratios: dict[str, dict[str, list[float]]] = {what: {str(n): [] for n in ranks} for what in (WHOLE, RULE)}
+    for what in (WHOLE, RULE):
+        torchs[what]()
+        for optimizer, contestant in sides.values():
+            contestant[what]()
+            if what == WHOLE:
+                check(optimizer, params)
+        for _ in range(rounds):
+            for n, (_, contestant) in sides.items():
+                reference = seconds(torchs[what])
+                ratios[what][str(n)].append(n * seconds(contestant[what]) / reference)
+    return ratios
+
+
+def seconds(action: Callable[[], object]) -> float:
+    """Of this thread's processor time: the machine may have other work."""
+    start = time.thread_time()
+    action()
+    return time.thread_time() - start
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The page of results."""
+    text = ["# AdamW cut by ZeRO-1 beside torch's fused AdamW on the whole model, CPU, one thread", ""]
+    text += ["| ranks | update of all ranks / clip_grad_norm_ and step | rule alone / step |", "|--:|---|---|"]
+    for n in result["ranks"]:
+        cells = (result["ratios"][what][str(n)] for what in (WHOLE, RULE))
+        text.append(f"| {n} | " + " | ".join(f"{m:.2f} ({low:.2f}-{high:.2f})" for m, low, high in cells) + " |")
+    text += [
+        "",
+        f"One rank's seconds x ranks; {result['parameters']:,} parameters of GPT-2's shapes in fp32, median and range "
+        f"of {result['rounds']} alternating rounds, processor time of the thread; {result['processor']}, load "
+        f"{result['load']} before the start; python {result['python']}, torch {result['torch']}.",
+    ]
+    return "\n".join(text)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--num-layers", type=int, default=LAYERS, help="less for a quick look")
+    parser.add_argument("--repeats", type=int, default=ROUNDS, help="rounds")
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    args = parser.parse_args(argv)
+    if args.write and args.num_layers != LAYERS:
+        parser.error("results are kept for the default size only: leave out --write, or --num-layers")
+    torch.set_num_threads(1)
+    load = os.getloadavg()[0]
+    flags = f"--preset gpt2-124m --num-layers {args.num_layers} --mock-data --train-iters 1 --clip-grad {CLIP}"
+    config = parse(flags.split(), {}).config
+    found = measure(config, RANKS, args.repeats)
+    figures = {
+        what: {n: [round(x, 3) for x in (statistics.median(v), min(v), max(v))] for n, v in of_ranks.items()}
+        for what, of_ranks in found.items()
+    }
+    result: dict[str, Any] = {
+        "ratios": figures,
+        "ranks": RANKS,
+        "rounds": args.repeats,
+        "parameters": config.model.num_parameters(),
+        "load": round(load, 1),
+    } | machine("torch")
+    print(page(result))
+    if args.write:
+        keep("optimizer", result, page(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

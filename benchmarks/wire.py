@@ -1,0 +1,129 @@
+"""Bytes that each rank sends in a step: counted where tensors leave it, beside the closed formulas.
+
+    python -m benchmarks.wire
+
+Four replicas of a small Llama train a step in every way of sharding; what their collectives count must be what
+`megatron/config/traffic.py` says, to the byte. So the same formulas are shown for Llama-2 7B, of which no step was run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.record import keep, versions
+from megatron.config.arguments import parse
+from megatron.config.batch import microbatches
+from megatron.config.parallel import STAGES
+from megatron.config.run import RunConfig
+from megatron.config.traffic import replica_traffic
+from megatron.optim.schedule import Rates
+from megatron.training.setup import build
+from megatron.training.step import train_step
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
+from tests.distributed.pool import Pool
+
+RANKS, MICROBATCHES = 4, (1, 4)
+OPERATIONS = ("reduce-scatter", "all-to-all", "all-reduce", "all-gather")
+SMALL = "--preset tiny-llama --vocab-size 512 --seq-length 32 --train-iters 1 --mock-data --device cpu --bf16"
+LARGE = "--preset llama2-7b --train-iters 1 --mock-data --bf16"
+SCALARS = 2 * 8
+"""Bytes of the tokens of a step and of their loss, which replicas add up; they are taken out of what is counted."""
+
+
+class Way(NamedTuple):
+    """A way of sharding, the micro-batches of a step, and whether gradients travel as bf16."""
+
+    strategy: str
+    batches: int
+    rounded: bool
+
+    @property
+    def flags(self) -> str:
+        """Those of a run."""
+        rounded = "--grad-reduce-in-bf16" if self.rounded else ""
+        return f"--data-parallel-sharding-strategy {self.strategy} --global-batch-size {RANKS * self.batches} {rounded}"
+
+
+def config_of(model: str, way: Way) -> RunConfig:
+    """The run's configuration."""
+    environment = {"RANK": "0", "WORLD_SIZE": str(RANKS)}
+    return parse([*model.split(), *way.flags.split()], environment).config
+
+
+def counted(rank: int, world_size: int, way: Way) -> dict[str, float]:
+    """What this rank sends to other replicas in a step, by operation."""
+    trainer = build(config_of(SMALL, way), rank, world_size)
+    meter = trainer.mesh.meter
+    meter.take_sent()
+    train_step(trainer, trainer.next_batches(), Rates(1e-3, 0.0))
+    found = {operation: count for (axes, operation), count in meter.take_sent().items() if axes == "dp"}
+    found["all-reduce"] -= 2 * SCALARS * (RANKS - 1) / RANKS
+    return {operation: count for operation, count in found.items() if count}
+
+
+def measure(pool: Pool, way: Way) -> dict[str, Any]:
+    """What was counted, and the formula for both models.
+
+    Raises:
+        RuntimeError: when a rank sends anything else than the formula says.
+    """
+    formula = replica_traffic(config_of(SMALL, way), RANKS)
+    ranks = pool.run(RANKS, counted, way)
+    if any(rank != formula for rank in ranks):
+        raise RuntimeError(f"{way}: the ranks sent {ranks}, the formula says {formula}")
+    large = config_of(LARGE, way)
+    return {
+        "stage": STAGES[way.strategy],
+        "micro-batches": microbatches(large.training, RANKS),
+        "wire": "bf16" if way.rounded else "fp32",
+        "small": formula,
+        "large": replica_traffic(large, RANKS),
+    }
+
+
+def page(rows: Sequence[dict[str, Any]]) -> str:
+    """The page of results."""
+    text = ["# Bytes that a rank sends in a step, 4 replicas, bf16 weights", ""]
+    text += ["| ZeRO | micro-batches | gradients travel as | counted = formula, a small Llama | Llama-2 7B, formula |"]
+    text += ["|--:|--:|---|---|---|"]
+    for row in rows:
+        cells = row["stage"], row["micro-batches"], row["wire"], told(row["small"], 2**20, "MB")
+        text.append("| " + " | ".join(map(str, (*cells, told(row["large"], 2**30, "GB")))) + " |")
+    text += [
+        "",
+        "As a ring sends them (`megatron/parallel/traffic.py`); every rank sends as much. Counted on real ranks over "
+        "gloo, whose own algorithms may send more; all counts were equal to the formula to the byte.",
+    ]
+    return "\n".join(text)
+
+
+def told(sent: dict[str, float], unit: int, name: str) -> str:
+    """The sum, and what it is made of."""
+    parts = ", ".join(f"{op} {sent[op] / unit:,.2f}" for op in OPERATIONS if op in sent)
+    return f"{sum(sent.values()) / unit:,.2f} {name}: {parts}"
+
+
+def main(argv: Sequence[str]) -> int:
+    """Count, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    args = parser.parse_args(argv)
+    pool = Pool(RANKS)
+    try:
+        rows = [measure(pool, Way(*way)) for way in product(STAGES, MICROBATCHES, (False, True))]
+    finally:
+        pool.close()
+    print(page(rows))
+    if args.write:
+        keep("wire", {"rows": rows} | versions("torch"), page(rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
