@@ -65,8 +65,11 @@ def check_replicas(trainer: Trainer) -> None:
 def unequal(trainer: Trainer) -> list[Copy]:
     """This rank's pieces of which a peer holds another copy; collective over all ranks."""
     trainer.optimizer.weights.wait()
-    held = list(_held(trainer))
-    digests = torch.stack([digest(x) for _, _, x, _ in held])
+    held, found_digests = [], []
+    for what, piece, x, groups in _held(trainer):  # one master at a time: some are made for the purpose
+        held.append((what, piece, groups))
+        found_digests.append(digest(x))
+    digests = torch.stack(found_digests)
     shared: dict[tuple[int, ...], tuple[Group, list[int]]] = {}
     for i, (*_, groups) in enumerate(held):
         for group in groups:

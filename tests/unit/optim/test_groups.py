@@ -63,3 +63,20 @@ def test_a_pattern_that_matches_nothing_is_told_with_the_nearest_name(option: st
     flag = f"--{option.replace('_', '-')}"
     assert first.fixes == (f"{flag} 'embedding.word_embeddings.weight=2'",)
     assert "'x'" in second.sentence
+
+
+def test_muon_leaves_to_adam_what_is_no_matrix_of_a_block() -> None:
+    """Each with its own rate and decay, whoever moves it."""
+    config = OptimizerConfig(optimizer="muon", decoupled_lr=1e-3, lr_factors=("layers.1.*=0.5",))
+    found = {name: (g.rule, g.decoupled, g.lr_factor) for g in param_groups(SPECS, config) for name in g.names}
+    assert found.keys() == SPECS.keys()
+    for name, (rule, decoupled, factor) in found.items():
+        matrix = name.startswith("layers.") and len(SPECS[name].shape) == 2
+        assert rule == ("muon" if matrix else "adam"), name
+        assert decoupled == (name in ("embedding.word_embeddings.weight", "output_layer.weight"))
+        assert factor == (0.5 if name.startswith("layers.1.") else 1.0)
+
+
+@pytest.mark.parametrize("rule", ["adam", "sgd", "lion"])
+def test_other_rules_move_everything(rule: str) -> None:
+    assert {group.rule for group in param_groups(SPECS, OptimizerConfig(optimizer=rule))} == {rule}

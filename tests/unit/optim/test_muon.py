@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from megatron.config.arguments import parse
+from megatron.config.problems import UserError
 from megatron.config.run import OptimizerConfig
 from megatron.optim.muon import QUINTIC, Muon, Part, is_muons, orthogonalized, parts_of, scale_of
 from megatron.parallel.comm import Group
@@ -276,6 +278,16 @@ def test_it_keeps_one_momentum_in_the_format_of_masters(dtype: torch.dtype) -> N
     assert {moment.dtype for kind in moments.values() for moment in kind.values()} == {wide}
     loss, _ = solo.step([random_batch(MODELS["dense"])])
     assert loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    "flags", ["--exp-avg-dtype bf16", "--exp-avg-sq-dtype bf16", "--bf16 --store-param-remainders"]
+)
+def test_formats_that_it_does_not_have_are_refused(flags: str) -> None:
+    run = "--mock-data --vocab-size 257 --train-iters 100 --optimizer muon"
+    with pytest.raises(UserError) as caught:
+        parse(f"{run} {flags}".split(), {})
+    assert [problem.code for problem in caught.value.problems] == ["E601"]
 
 
 def test_what_an_update_needs_besides_does_not_grow_with_the_number_of_matrices() -> None:

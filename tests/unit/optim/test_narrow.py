@@ -127,6 +127,38 @@ def held(spec: ShardSpec) -> Tensor:
     return part(spec, torch.ones(spec.shape, dtype=torch.bool))
 
 
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(st.sampled_from(("adam", "lion")), st.booleans(), st.integers(0, 1), st.data())
+def test_a_share_moves_as_the_whole_does(optimizer: str, remainders: bool, rank: int, data: st.DataObject) -> None:
+    """A flat range of a rank's part, to the bit: weights, masters and moments."""
+    config = OptimizerConfig(
+        optimizer=optimizer, exp_avg_dtype="bf16", exp_avg_sq_dtype="bf16", store_param_remainders=remainders
+    )
+    specs = specs_of(Shard(rank, 2))
+    whole_shares = {name: Share(0, prod(spec.local_shape)) for name, spec in specs.items()}
+    starts = {name: data.draw(st.integers(0, share.stop - 1)) for name, share in whole_shares.items()}
+    shares = {n: Share(starts[n], data.draw(st.integers(starts[n] + 1, s.stop))) for n, s in whole_shares.items()}
+    group = ParamGroup(tuple(specs), optimizer, decoupled=False, lr_factor=1.0, weight_decay_factor=1.0)
+    results = []
+    for held_shares in (whole_shares, shares):
+        weights = {n: part(spec, normal(spec, len(n))).flatten().bfloat16() for n, spec in specs.items()}
+        weights = {name: weights[name][s.start : s.stop].clone() for name, s in held_shares.items()}
+        masters = Masters(weights, remainders)
+        rule = make_rule(group, masters, specs, held_shares, config, 5, plain_adam)
+        for step in range(3):
+            grads = {name: part(spec, normal(spec, 100 * step + 1)).flatten() for name, spec in specs.items()}
+            rule.update([grads[name][s.start : s.stop] for name, s in held_shares.items()], 0.1, 0.05, GO)
+        masters.publish()
+        found = {f"weight {name}": weight for name, weight in weights.items()} | dict(masters)
+        for kind, moments in rule.state.items():
+            found |= {f"{kind} {name}": moment for name, moment in zip(specs, moments)}
+        results.append(found)
+    whole, cut = results
+    for key, got in cut.items():
+        share = shares[key.split()[-1]]
+        assert torch.equal(got, whole[key][share.start : share.stop]), key
+
+
 @pytest.mark.parametrize("tp", [1, 2, 4])
 def test_bits_of_a_part_are_a_part_of_those_of_the_whole(tp: int) -> None:
     step = torch.tensor(3)

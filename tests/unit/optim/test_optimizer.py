@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -12,9 +13,12 @@ from megatron.config.parallel import ParallelConfig
 from megatron.config.run import OptimizerConfig
 from megatron.optim.buckets import GradBuckets
 from megatron.optim.clip import GradNorm
+from megatron.optim.optimizer import Optimizer
 from megatron.optim.rules import RULES
 from megatron.optim.schedule import Rates
+from megatron.parallel.comm import Group
 from megatron.parallel.grads import GradSink
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Init, Shard, ShardSpec
 from tests.solo import Solo, one_rank_mesh, random_batch, tiny
 
@@ -263,3 +267,57 @@ def test_loss_falls() -> None:
     for _ in range(30):
         last, _ = solo.step(BATCHES, lr=1e-2)
     assert last < 0.5 * first
+
+
+def cut_over(monkeypatch: pytest.MonkeyPatch, shards: Group, copies: Group) -> None:
+    """Let this rank be one of several that cut everything."""
+    monkeypatch.setattr(Mesh, "shards", lambda self, *axes: shards)
+    monkeypatch.setattr(Mesh, "copies", lambda self, *axes: copies)
+    monkeypatch.setattr(Mesh, "gathers", lambda self, *axes: Group())
+
+
+@pytest.mark.parametrize(("shards", "copies"), [(1, 1), (1, 4), (4, 1), (2, 2), (3, 2)])
+def test_every_element_counts_once_in_the_norm_however_it_is_cut(
+    shards: int, copies: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = {
+        "matrix": Shard(0, 1).split((37, 9), 0, Init()),
+        "padded": Shard(0, 1).vocabulary(21, 5, 8, Init()),
+        "vector": Shard(0, 1).split((70,), 0, Init()),
+        "tiny": Shard(0, 1).split((3,), 0, Init()),
+    }
+    dtypes = dict.fromkeys(specs, torch.float64)
+    config = ParallelConfig(use_distributed_optimizer=True)
+    total = 0.0
+    for rank in range(shards * copies):
+        part, copy = divmod(rank, copies)
+        cut_over(monkeypatch, Group(tuple(range(shards)), part), Group(tuple(range(copies)), copy))
+        buckets = GradBuckets(specs, dtypes, one_rank_mesh(), GradSink(), torch.device("cpu"), config)
+        for bucket in buckets.buckets:
+            bucket.own.fill_(1e9)  # what alignment leaves between parameters counts nowhere
+        for name, grad in buckets.grads.items():
+            places = torch.arange(math.prod(specs[name].local_shape), dtype=torch.float64)
+            grad.view(-1).copy_(places[buckets.shares[name].start : buckets.shares[name].stop])
+        total += GradNorm(specs, buckets, one_rank_mesh()).compute().square().item()
+    elements = {"matrix": 37 * 9, "padded": 21 * 5, "vector": 70, "tiny": 3}
+    assert total == pytest.approx(sum(i * i for n in elements.values() for i in range(n)), rel=1e-13)
+
+
+def test_groups_come_in_one_order_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that update other matrices, with rates of their own: the sums of Muon would meet in another order."""
+    specs = {f"layers.{i}.w": Shard(0, 1).split((8, 8), 0, Init()) for i in range(6)}
+    config = OptimizerConfig(optimizer="muon", lr_factors=("layers.[024].w=0.5",))
+    orders, held = [], []
+    for rank in range(3):
+        cut_over(monkeypatch, Group((0, 1, 2), rank), Group())
+        mesh, dtypes = one_rank_mesh(), dict.fromkeys(specs, torch.float32)
+        parallel = ParallelConfig(use_distributed_optimizer=True)
+        buckets = GradBuckets(specs, dtypes, mesh, GradSink(), torch.device("cpu"), parallel, specs)
+        params = {name: nn.Parameter(torch.zeros(8, 8)) for name in specs}
+        optimizer = Optimizer(params, specs, buckets, mesh, config)
+        orders.append([group.lr_factor for group, _ in optimizer.groups])
+        held += [name for group, _ in optimizer.groups for name in group.names]
+    assert sorted(held) == sorted(specs)
+    whole = [0.5, 1.0]
+    assert all(order == [factor for factor in whole if factor in order] for order in orders)
+    assert any(len(order) == 2 for order in orders)
