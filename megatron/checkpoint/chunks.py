@@ -54,20 +54,29 @@ class DiskFile:
 
 
 class RemoteObject:
-    """An object in a store."""
+    """An object in a store. Small chunks, which lie one after the other, come many in one request."""
 
     block = RANGE * RANGES
 
-    def __init__(self, path: RemotePath) -> None:
-        self._path = path
+    def __init__(self, path: RemotePath, size: int) -> None:
+        self._path, self._size = path, size
+        self._ahead, self._start = memoryview(b""), 0
 
     def read(self, offset: int, buffer: memoryview) -> int:
         """A block of it, all of what was asked for."""
-        self._path.read_into(offset, buffer)
+        if len(buffer) >= BLOCK:
+            self._path.read_into(offset, buffer)
+            return len(buffer)
+        first = offset - self._start
+        if not 0 <= first <= len(self._ahead) - len(buffer):
+            ahead = memoryview(bytearray(max(len(buffer), min(BLOCK, self._size - offset))))
+            self._path.read_into(offset, ahead)
+            self._ahead, self._start, first = ahead, offset, 0
+        buffer[:] = self._ahead[first : first + len(buffer)]
         return len(buffer)
 
     def close(self) -> None:
-        """Nothing: every read is a request of its own."""
+        """Nothing: every request stands alone."""
 
 
 class ChunkReader:
@@ -142,10 +151,13 @@ class ChunkReader:
             self.close()
             path = self._path(name)
             try:
-                self._open = name, RemoteObject(path) if isinstance(path, RemotePath) else DiskFile(str(path))
+                self._open = name, self._source(path, self._manifest.files[name].bytes)
             except OSError as error:
                 raise DamagedError(f"{path} is missing or cannot be read: {error.strerror}") from error
         return self._open[1]
+
+    def _source(self, path: Location, size: int) -> Source:
+        return RemoteObject(path, size) if isinstance(path, RemotePath) else DiskFile(str(path))
 
     def _read(self, file: str, offset: int, length: int, buffer: memoryview | None, expected: str, what: str) -> None:
         """Prove ``length`` bytes of a file, and keep them if there is a ``buffer`` for them."""
@@ -153,6 +165,7 @@ class ChunkReader:
         for proof in range(1, (PROOFS if isinstance(path, RemotePath) else 1) + 1):
             if self._digest(file, offset, length, buffer, what) == expected:
                 return
+            self.close()  # with what was read ahead
             if proof < PROOFS and isinstance(path, RemotePath):
                 tell(f"{path}: {what} came with flipped bytes; it is asked for again, time {proof + 1} of {PROOFS}")
         raise DamagedError(f"{path} has flipped bytes ({what})")

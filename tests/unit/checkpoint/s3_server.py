@@ -100,7 +100,7 @@ class Handler(BaseHTTPRequestHandler):
             return
         elif fault is not None and fault.isdigit():
             code = {"403": "AccessDenied", "503": "SlowDown"}.get(fault, "InternalError")
-            self.error(int(fault), code)
+            self.error(int(fault), code, method == "HEAD")
             return
         with self.store.lock:
             status, headers, content = self.answer(kind, key, query, body)
@@ -203,10 +203,13 @@ class Handler(BaseHTTPRequestHandler):
                 break
         return plain
 
-    def error(self, status: int, code: str) -> None:
-        self.reply(status, {}, f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode())
+    def error(self, status: int, code: str, head: bool) -> None:
+        content = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
+        self.reply(status, {}, content, head=head)
 
-    def reply(self, status: int, headers: dict[str, str], content: bytes, cut: bool = False, head: bool = False) -> None:
+    def reply(
+        self, status: int, headers: dict[str, str], content: bytes, cut: bool = False, head: bool = False
+    ) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

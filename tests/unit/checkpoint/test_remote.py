@@ -1,0 +1,483 @@
+"""Checkpoints in an object store on this machine, with everything that goes wrong on the way there.
+
+A request fails once or for good, is answered with half of what was asked for or with other bytes; a save and a
+removal are cut off at every request they make.
+"""
+
+from __future__ import annotations
+
+import errno
+import random
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from itertools import count
+from pathlib import Path
+
+import botocore.exceptions
+import fsspec.config
+import pytest
+import s3fs
+import torch
+
+from megatron.checkpoint import attempts, chunks, lock, remote, retries
+from megatron.checkpoint.boxes import whole
+from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError, UnreachableError
+from megatron.checkpoint.files import refused
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.manifest import MARKER, Manifest, marker, named_by
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.remote import RemoteFile, RemotePath, location, missing_library, on_disk
+from megatron.checkpoint.store import read, write
+from megatron.checkpoint.verify import damage
+from tests.unit.checkpoint.s3_server import Fault, Request, Store, serving, settings
+from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, same, samples, save, small
+
+RUN = RemotePath("s3://bucket/runs/a")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, Store]]:
+    """A store, and s3fs told that there is no other."""
+    s3fs.S3FileSystem.clear_instance_cache()
+    with serving() as both, pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setitem(fsspec.config.conf, "s3", settings(both[0]))
+        yield both
+
+
+@pytest.fixture
+def store(server: tuple[str, Store], monkeypatch: pytest.MonkeyPatch) -> Store:
+    """An empty store; nobody waits long before asking again."""
+    found = server[1]
+    found.objects.clear()
+    found.uploads.clear()
+    found.requests.clear()
+    found.largest, found.fault = 0, lambda request: None
+    monkeypatch.setattr(retries, "FIRST_WAIT", 0.001)
+    return found
+
+
+@contextmanager
+def failing(store: Store, fault: Fault) -> Iterator[None]:
+    store.fault = fault
+    try:
+        yield
+    finally:
+        store.fault = lambda request: None
+
+
+def times(fault: str, number: int, kinds: str = "") -> Fault:
+    """The first requests of each of these kinds (all, if none is named) go wrong."""
+    seen: dict[str, int] = {}
+
+    def one(request: Request) -> str | None:
+        if kinds and request.kind not in kinds.split():
+            return None
+        seen[request.kind] = seen.get(request.kind, 0) + 1
+        return fault if seen[request.kind] <= number else None
+
+    return one
+
+
+def content(value: float) -> dict[str, Sample]:
+    """Tensors that tell which save wrote them."""
+    return {name: Sample(sample.tensor + value, sample.view) for name, sample in small().items()}
+
+
+def is_whole(manifest: Manifest, value: float) -> bool:
+    reader = CheckpointReader(manifest)
+    return not list(damage(manifest)) and all(
+        same(reader.read(name), sample.tensor.view(sample.view)) for name, sample in content(value).items()
+    )
+
+
+# Places
+
+
+@pytest.mark.parametrize("text", ["runs/a", "/runs/a", "s3:/bucket/x", "a b://c", "x:y"])
+def test_paths_stay_paths(text: str) -> None:
+    assert location(text) == Path(text)
+    assert on_disk(location(text)) == Path(text)
+    assert location(Path(text)) == Path(text)
+
+
+def test_uris_are_places_in_stores() -> None:
+    path = location("S3://bucket/runs/a/")
+    assert path == RUN
+    assert str(path / "iter_0000001") == "s3://bucket/runs/a/iter_0000001"
+    assert (path.name, path.parent, path.suffix) == ("a", RemotePath("s3://bucket/runs"), "")
+    assert isinstance(path, RemotePath)
+    assert (path.scheme, path.bucket, path.resolve()) == ("s3", "bucket", path)
+    bucket = RemotePath("s3://bucket")
+    assert (bucket.name, bucket.parent, (bucket / "x").parent) == ("", bucket, bucket)
+    assert location("file:///runs/a%20b") == Path("/runs/a b")
+    with pytest.raises(TypeError, match="on no disk"):
+        on_disk(path)
+
+
+def test_a_library_that_is_missing_is_named() -> None:
+    assert missing_library(RUN) is None
+    assert missing_library(RemotePath("memory://a")) is None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(remote, "find_spec", lambda name: None)
+        assert missing_library(RemotePath("gs://b/x")) == (
+            "gs://b/x needs a library that is not installed: gcsfs",
+            "pip install gcsfs",
+        )
+        with pytest.raises(OSError, match="not installed: adlfs; pip install adlfs"):
+            RemotePath("az://b/x").exists()
+    missing = missing_library(RemotePath("zz://b/x"))
+    assert missing is not None
+    assert "no kind of store is called zz://" in missing[0]
+
+
+def test_objects_and_what_is_around_them(store: Store) -> None:
+    for name in ("iter_1/x", "iter_1/deep/y", "iter_2/x", "alone"):
+        (RUN / name).write_bytes(name.encode())
+    (RUN.parent / "ab").write_bytes(b"beside")
+    assert RUN.folders() == [RUN / "iter_1", RUN / "iter_2"]
+    assert RUN.files() == {name: len(name) for name in ("iter_1/x", "iter_1/deep/y", "iter_2/x", "alone")}
+    assert (RUN / "iter_1").is_dir()
+    assert not (RUN / "iter_1").is_file()
+    assert (RUN / "alone").is_file()
+    assert not (RUN / "al").exists()
+    assert (RUN / "alone").modified() > 1.7e9
+    (RUN / "alone").remove()
+    (RUN / "alone").remove()
+    (RUN / "iter_1").remove_all()
+    (RUN / "iter_1").remove_all()
+    assert [*store.objects] == ["bucket/runs/a/iter_2/x", "bucket/runs/ab"]
+    assert RemotePath("s3://bucket/other").files() == {}
+    assert RemotePath("s3://bucket/other").folders() == []
+
+
+# What libraries raise
+
+
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (FileNotFoundError("x"), errno.ENOENT),
+        (PermissionError("x"), errno.EACCES),
+        (botocore.exceptions.NoCredentialsError(), errno.EACCES),
+        (TimeoutError(), errno.EIO),
+        (OSError(errno.EBUSY, "slow down"), errno.EIO),
+        (botocore.exceptions.EndpointConnectionError(endpoint_url="u"), errno.EIO),
+        (ValueError("x"), errno.EIO),
+    ],
+)
+def test_every_error_becomes_one_of_the_system(error: Exception, number: int) -> None:
+    with pytest.raises(OSError) as caught, retries.translated(RUN):
+        raise error
+    assert (caught.value.errno, caught.value.filename) == (number, str(RUN))
+    assert retries.is_lasting(caught.value) == (number != errno.EIO)
+    assert type(caught.value) is type(OSError(number, ""))
+
+
+@pytest.mark.parametrize("failures", range(retries.ATTEMPTS + 1))
+def test_calls_are_repeated_later_and_later(
+    failures: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    waits: list[float] = []
+    monkeypatch.setattr(retries.time, "sleep", waits.append)
+    number = count()
+
+    def act() -> str:
+        with retries.translated(RUN):
+            if next(number) < failures:
+                raise TimeoutError("no answer")
+        return "done"
+
+    if failures < retries.ATTEMPTS:
+        assert retries.again(act) == "done"
+    else:
+        with pytest.raises(OSError, match="no answer"):
+            retries.again(act)
+    told = capsys.readouterr().err.splitlines()
+    assert len(waits) == len(told) == min(failures, retries.ATTEMPTS - 1)
+    for i, (wait, line) in enumerate(zip(waits, told)):
+        assert 0.5 * 2**i <= wait <= 1.5 * 2**i
+        assert line.startswith(f"warning: {RUN}: TimeoutError: no answer; attempt {i + 1} of 5, the next in ") or (
+            line.startswith(f"warning: {RUN}: no answer; attempt {i + 1} of 5, the next in ")
+        )
+
+
+# Saving and loading
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_boxes_to_the_bit(store: Store, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, draw = samples(seed), random.Random(seed)
+    monkeypatch.setattr("megatron.checkpoint.saving.CHUNK_BYTES", (64, 400, 1 << 20)[seed])
+    monkeypatch.setattr(chunks, "BLOCK", (1, 500, 1 << 20)[seed])  # what is read ahead
+    path = Checkpoints(RUN).path(seed)
+    write(path, {n: s.entry(partition(s.view, draw, 5)) for n, s in tensors.items()}, {"seed": seed}, {}, ALONE)
+    manifest = Manifest.open(path)
+    wanted = {n: s.empty(partition(s.view, draw, 3)) for n, s in tensors.items()}
+    read(manifest, wanted, ALONE)
+    assert [n for n, filled in wanted.items() if not tensors[n].is_in(filled)] == []
+    assert (manifest.state, list(damage(manifest))) == ({"seed": seed}, [])
+
+
+def test_in_the_memory_of_a_process() -> None:
+    runs = Checkpoints(RemotePath("memory://runs/a"))
+    save(runs.path(1), content(1))
+    save(runs.path(2), content(2))
+    assert is_whole(runs.newest()[0], 2)
+    assert runs.retain(1) == [runs.path(1)]
+    assert [path for _, path in runs.named()] == [runs.path(2)]
+
+
+def test_files_have_the_name_of_their_attempt_and_the_marker_comes_last(store: Store) -> None:
+    path = Checkpoints(RUN).path(1)
+    save(path, small())
+    puts = [request.key for request in store.requests if request.kind == "PUT"]
+    *files, manifest, last = [key.removeprefix("bucket/runs/a/iter_0000001/") for key in puts]
+    attempt = manifest.partition("/")[0]
+    assert re.fullmatch(r"attempt-[0-9a-f]{12}", attempt)
+    assert [manifest, last] == [f"{attempt}/manifest.json", MARKER]
+    assert sorted(files) == [f"{attempt}/tensors_00000.safetensors", f"{attempt}/tokenizer/tokenizer.json"]
+    assert named_by(store.objects[puts[-1]]) == attempt
+    save(path, small())
+    assert Manifest.open(path).inside != attempt
+
+
+def test_large_files_go_in_parts_and_come_in_ranges(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PART", 5 << 20)
+    monkeypatch.setattr(remote, "RANGE", 1 << 20)
+    values = torch.arange(3 << 20, dtype=torch.float32)  # 12 MB
+    tensors = {"w": Sample(values, (3 << 20,))}
+    save(RUN / "iter_0000001", tensors)
+    assert store.kinds["UploadPart"] == 3
+    assert store.largest <= 6 << 20
+    store.requests.clear()
+    assert same(CheckpointReader(Manifest.open(RUN / "iter_0000001")).read("w"), values)
+    assert store.kinds["GET"] >= 12
+
+
+def test_a_file_that_fails_leaves_no_parts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "PART", 5 << 20)
+    with pytest.raises(ValueError, match="enough"), RemoteFile(RUN / "x") as file:
+        file.write(bytes(6 << 20))
+        assert store.uploads
+        raise ValueError("enough")
+    del file
+    assert (store.objects, store.uploads) == ({}, {})
+
+
+# What may go wrong once
+
+
+@pytest.mark.parametrize("fault", ["503", "500", "reset", "truncated", "slow"])
+def test_what_goes_wrong_once_is_mended(store: Store, fault: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Checkpoints(RUN)
+    kinds = "GET List" if fault == "truncated" else ""
+    with failing(store, times(fault, 2, kinds)):
+        save(runs.path(1), content(1))
+    if fault in ("503", "500"):
+        err = capsys.readouterr().err
+        assert "attempt 1 of 5" in err
+        assert f"{RUN}/iter_0000001" in err
+    with failing(store, times(fault, 2, kinds)):
+        assert is_whole(runs.newest()[0], 1)
+    if fault not in ("slow", "reset"):  # a connection that is gone may be the one that the library opens anew
+        assert "attempt 1 of 5" in capsys.readouterr().err
+
+
+def test_a_part_that_fails_begins_the_file_anew(
+    store: Store, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(remote, "PART", 5 << 20)
+    values = torch.arange(3 << 20, dtype=torch.float32)
+    number = count()
+    with failing(store, lambda r: "503" if r.kind == "UploadPart" and next(number) == 1 else None):
+        save(RUN / "iter_0000001", {"w": Sample(values, (3 << 20,))})
+    assert "tensors_00000.safetensors: " in capsys.readouterr().err
+    assert store.uploads == {}
+    assert same(CheckpointReader(Manifest.open(RUN / "iter_0000001")).read("w"), values)
+
+
+def test_bytes_that_change_on_the_way_are_asked_for_again(store: Store, capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Checkpoints(RUN)
+    save(runs.path(1), content(1))
+    manifest = Manifest.open(runs.path(1))
+    with failing(store, times("corrupt", 1, "GET")):
+        reader = CheckpointReader(manifest)
+        assert all(same(reader.read(name), s.tensor.view(s.view)) for name, s in content(1).items())
+    assert "came with flipped bytes; it is asked for again, time 2 of 3" in capsys.readouterr().err
+
+
+# What stays wrong
+
+
+def test_bytes_that_are_other_in_the_store_are_damage(store: Store) -> None:
+    runs = Checkpoints(RUN)
+    for i in (1, 2):
+        save(runs.path(i), content(i))
+    key = next(key for key in store.objects if "iter_0000002" in key and key.endswith(".safetensors"))
+    good = store.objects[key]
+    store.objects[key] = good[:-1] + bytes([good[-1] ^ 1])
+    problems = list(damage(Manifest.open(runs.path(2))))
+    assert len(problems) == 1
+    assert "has flipped bytes" in problems[0]
+    store.objects[key] = good[:-1]
+    manifest, passed_over = runs.newest()
+    assert is_whole(manifest, 1)
+    assert "truncated" in str(passed_over[0].problem)
+    del store.objects[key]
+    assert "is missing" in str(next(runs.scan()).problem)
+
+
+@pytest.mark.parametrize("mark", [b"", b"xyz", b"0123456789abcdef\n", b"0123456789abcdef ../x\n", b"\xff\xfe \xff\n"])
+def test_a_damaged_marker_is_damage_and_removes_nothing(store: Store, mark: bytes) -> None:
+    runs = Checkpoints(RUN)
+    for i in (1, 2):
+        save(runs.path(i), content(i))
+    store.objects["bucket/runs/a/iter_0000002/COMPLETE"] = mark
+    before = dict(store.objects)
+    assert is_whole(runs.newest()[0], 1)
+    assert runs.leftovers == []
+    runs.retain(None)
+    assert store.objects == before
+
+
+@pytest.mark.parametrize(("fault", "fix"), [("503", "when the store answers"), ("403", "credentials")])
+@pytest.mark.parametrize("kind", ["PUT", "List"])
+def test_a_store_that_refuses_fails_the_save_only(store: Store, fault: str, fix: str, kind: str) -> None:
+    runs = Checkpoints(RUN)
+    save(runs.path(1), content(1))
+    before = dict(store.objects)
+    with failing(store, lambda r: fault if r.kind == kind else None), pytest.raises(StorageError) as caught:
+        save(runs.path(2), content(2))
+    assert "no checkpoint was written" in str(caught.value)
+    assert fix in str(caught.value)
+    assert f"{RUN}/iter_0000002" in str(caught.value)
+    assert is_whole(runs.newest()[0], 1)
+    if kind == "PUT":
+        assert store.objects == before
+
+
+def test_a_missing_bucket_is_said(store: Store) -> None:
+    with pytest.raises(StorageError, match="no such object or bucket") as caught:
+        save(RemotePath("s3://missing/run/iter_0000001"), small())
+    assert "make the bucket" in str(caught.value)
+    assert "--save A_FOLDER_ELSEWHERE" in str(refused(OSError(errno.EIO, "x"), RUN, 0))
+
+
+@pytest.mark.parametrize("fault", ["503", "403", "reset"])
+def test_a_store_that_does_not_answer_is_no_damage(store: Store, fault: str) -> None:
+    """Going back to an older checkpoint would lose steps that are safe."""
+    runs = Checkpoints(RUN)
+    for i in (1, 2):
+        save(runs.path(i), content(i))
+    manifest = Manifest.open(runs.path(2))
+    with failing(store, lambda r: fault if "iter_0000002" in r.key else None):
+        with pytest.raises(UnreachableError, match="iter_0000002"):
+            runs.newest()
+        with pytest.raises(UnreachableError):
+            read(manifest, {n: s.empty([whole(s.view)]) for n, s in content(2).items()}, ALONE)
+    with failing(store, lambda r: fault), pytest.raises(OSError):
+        runs.named()
+    with pytest.raises(DamagedError):  # but what is not there is not there
+        Manifest.open(runs.path(3))
+
+
+def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
+    with lock.hold(RUN), lock.hold(RUN):
+        assert store.objects["bucket/runs/a/.lock"].startswith(b"process ")
+    assert Checkpoints(RUN).named() == []
+    with failing(store, lambda r: "403"), pytest.raises(StorageError, match="access denied"), lock.hold(RUN):
+        pass
+
+
+# Cut off at every request
+
+
+def put(runs: Checkpoints, iteration: int, value: int) -> None:
+    """What a run does when it saves, and says which values it saved."""
+    save(runs.path(iteration), content(value), value=value)
+    runs.retain(1, newest=iteration)
+
+
+def went_back(runs: Checkpoints) -> None:
+    """What a run does that went back: a step that exists is saved once more, then the next; older ones go."""
+    put(runs, 2, 20)
+    put(runs, 3, 30)
+
+
+def cut_off(store: Store, template: dict[str, bytes], last: int) -> int:
+    """Let the store vanish after ``last`` requests of a run; which values can be gone on with."""
+    runs, number = Checkpoints(RUN), count()
+    store.objects.clear()
+    store.objects.update(template)
+    with failing(store, lambda r: "503" if next(number) >= last else None), suppress(OSError, CheckpointError):
+        went_back(runs)
+    manifest, passed_over = runs.newest()
+    assert all(MARKER in str(found.problem) for found in passed_over)  # cut off, none damaged
+    value: int = manifest.state["value"]
+    assert is_whole(manifest, value)
+    put(runs, 4, 4)
+    assert {key.split("/")[3] for key in store.objects} == {"iter_0000004"}
+    assert len(store.objects) == 4
+    return value
+
+
+def cut_off_at(store: Store, share: int) -> list[int]:
+    """What is left where a run is cut off at every request of its, or one of ``share``."""
+    runs = Checkpoints(RUN)
+    for i in (1, 2):
+        save(runs.path(i), content(i), value=i)
+    template = dict(store.objects)
+    store.requests.clear()
+    went_back(runs)
+    total = len(store.requests)
+    assert total > 30
+    return [cut_off(store, template, last) for last in range(0, total, share)]
+
+
+def test_cut_off_at_some_requests(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At any moment there is a whole checkpoint, never older than the one before; a later save tidies up."""
+    monkeypatch.setattr(retries, "ATTEMPTS", 1)
+    found = cut_off_at(store, 7)
+    assert found == sorted(found)
+    assert set(found) == {2, 20, 30}
+
+
+@pytest.mark.slow
+def test_cut_off_at_every_request(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(retries, "ATTEMPTS", 1)
+    found = cut_off_at(store, 1)
+    assert found == sorted(found)
+    assert set(found) == {2, 20, 30}
+
+
+def test_an_attempt_whose_marker_may_be_there_is_not_removed(store: Store) -> None:
+    """The marker was put and the answer lost: the checkpoint is whole, although the save has failed."""
+    path = RUN / "iter_0000001"
+
+    def lose(request: Request) -> str | None:
+        if request.kind == "PUT" and request.key.endswith(MARKER):
+            attempt = next(key for key in store.objects if key.endswith("manifest.json"))
+            inside = attempt.split("/")[-2]
+            store.objects[request.key] = marker(store.objects[attempt], inside)
+            return "500"
+        return None
+
+    with failing(store, lose), pytest.raises(StorageError):
+        write(path, all_of(content(1)), {}, {}, ALONE)
+    assert is_whole(Manifest.open(path), 1)
+
+
+def test_leftovers_are_those_of_no_marker(store: Store) -> None:
+    path = RUN / "iter_0000001"
+    save(path, content(1))
+    inside = Manifest.open(path).inside
+    (path / "attempt-000000000000" / "x").write_bytes(b"x")
+    (path / "notes" / "mine").write_bytes(b"x")
+    (RUN / "iter_0000009" / "attempt-1" / "x").write_bytes(b"x")
+    assert attempts.leftovers(path) == [path / "attempt-000000000000"]
+    assert Checkpoints(RUN).leftovers == [RUN / "iter_0000009", path / "attempt-000000000000"]
+    Checkpoints(RUN).retain(None)
+    assert {key.split("/")[4] for key in store.objects} == {MARKER, inside, "notes"}
