@@ -7,7 +7,8 @@ Initial weights and dropout are functions of seeds, samples of their number: no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,9 +23,10 @@ from megatron.config.problems import Problem, UserError
 from megatron.convert.checkpoint import AVERAGE
 from megatron.data.splits import spoken
 from megatron.model.fill import Source, fill
+from megatron.optim.masters import wide
+from megatron.optim.optimizer import Optimizer
 from megatron.parallel import comm
 from megatron.parallel.ownership import Slot, slots
-from megatron.parallel.shard import ShardSpec
 from megatron.training.origin import Place, is_own, place_of
 from megatron.training.run_identity import kept_run_id
 from megatron.training.setup import DIGESTS, Trainer
@@ -115,17 +117,39 @@ def held(trainer: Trainer) -> dict[str, Tensor]:
 
 
 def to_write(trainer: Trainer) -> dict[str, GlobalTensor]:
-    """The parts that this rank writes: what it answers for, as even over the ranks as buckets are cut."""
-    t, counted = trainer, trainer.buckets.counted()
-    entries = {}
-    for name, tensor in held(t).items():
+    """The parts that this rank writes: what it answers for, as even over the ranks as buckets are cut.
+
+    Masters that are kept as remainders are put together when they are asked for: never all of them are there at once.
+    """
+    t, counted, entries = trainer, trainer.buckets.counted(), {}
+    for name, (dtype, whole) in _givers(t.optimizer).items():
         parameter = parameter_of(name)
         spec, updated = t.specs[parameter], t.buckets.shares[parameter]
         share = counted.get(parameter)
         if share is not None:
-            mine = tensor.view(-1)[share.start - updated.start : share.stop - updated.start]
-            entries[name] = _entry(spec, mine, slots(spec, share, spec.owned))
+            mine = slice(share.start - updated.start, share.stop - updated.start)
+            found = slots(spec, share, spec.owned)
+            parts = tuple(Part(slot.piece.place, partial(_elements, whole, mine, slot)) for slot in found)
+            entries[name] = GlobalTensor(spec.shape, spec.view, dtype, parts)
     return entries
+
+
+def _givers(optimizer: Optimizer) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
+    """Of all tensors of a checkpoint the type, and what gives this rank's share of it, by name."""
+    masters = optimizer.masters
+    found: dict[str, tuple[torch.dtype, Callable[[], Tensor]]] = {
+        name: (wide(weight.dtype), partial(masters.__getitem__, name)) for name, weight in masters.weights.items()
+    }
+    for kind, tensors in optimizer.extra_state().items():
+        for name, tensor in tensors.items():
+            found[f"optim.{kind}.{name}"] = tensor.dtype, tensor.detach
+    return found
+
+
+def _elements(whole: Callable[[], Tensor], mine: slice, slot: Slot) -> Tensor:
+    """The elements of a slot of what this rank writes of its share."""
+    written: Tensor = slot.of(whole().view(-1)[mine])
+    return written
 
 
 def to_fill(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, GlobalTensor]:
@@ -133,18 +157,15 @@ def to_fill(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, Global
     t, entries = trainer, {}
     for name, tensor in tensors.items():
         spec = t.specs[parameter_of(name)]
-        entries[name] = _entry(spec, tensor, slots(spec, t.buckets.shares[parameter_of(name)]))
+        found = slots(spec, t.buckets.shares[parameter_of(name)])
+        parts = tuple(Part(slot.piece.place, slot.of(tensor.detach())) for slot in found)
+        entries[name] = GlobalTensor(spec.shape, spec.view, tensor.dtype, parts)
     return entries
 
 
 def parameter_of(name: str) -> str:
     """The parameter that a tensor of a checkpoint belongs to: ``optim.exp_avg.X`` is of ``X``."""
     return name.split(".", 2)[2] if name.startswith("optim.") else name
-
-
-def _entry(spec: ShardSpec, share: Tensor, held: Iterable[Slot]) -> GlobalTensor:
-    parts = tuple(Part(slot.piece.place, slot.of(share.detach())) for slot in held)
-    return GlobalTensor(spec.shape, spec.view, share.dtype, parts)
 
 
 def state(trainer: Trainer) -> dict[str, Any]:
