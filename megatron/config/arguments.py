@@ -124,7 +124,7 @@ def parse(
     notes += assumptions(reading.spellings, said)
     notes += [*batch.remarks(config, world_size), *data.remarks(config), *checkpoint.remarks(config)]
     notes += [*profiling.remarks(config, world_size), *graphs.remarks(config), *pipeline.remarks(config, world_size)]
-    notes += [*experts.remarks(config), *sharding.remarks(config)]
+    notes += [*experts.remarks(config), *sharding.remarks(config, world_size)]
     asked = lay_over(layer.values for layer in (*files, flags, assignments))
     notes += map(in_flags, idle.remarks(config, asked))
     notes += optimizer.unseen(config) if known.check_config else ()

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from megatron.config.memory import buckets
 from megatron.config.numbers import beside, divisors, offers
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
+from megatron.parallel.layout import Layout
 
 CUT = "--use-distributed-optimizer"
+PADDING = 0.25
+"""Of a bucket, relative to its parameters: a run that has more is told."""
 
 
 def strategy(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -53,10 +57,34 @@ def recorded(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E913", sentence, ("--cuda-graph none", "--data-parallel-sharding-strategy no_shard"))
 
 
-def remarks(config: RunConfig) -> Iterator[str]:
-    """A line on what is rounded."""
+def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
+    """A line on what is rounded, and on matrices that nobody cuts."""
     if config.parallel.grad_reduce_in_bf16:
         yield "--grad-reduce-in-bf16: gradients are rounded on the wire, so the numbers depend on the layout"
+    if config.optimizer.optimizer != "muon" or not config.parallel.zero_stage:
+        return
+    if config.parallel.zero_stage == 2:
+        yield (
+            "--optimizer muon: buckets of matrices that nobody cuts are large, and optim_grads has several of them at "
+            "once; compare --data-parallel-sharding-strategy optim"
+        )
+    if config.model.vocab_size is not None and (waste := _padding(config, world_size)) > PADDING:
+        yield (
+            f"--optimizer muon: no matrix is cut, so buffers of weights and gradients are {1 + waste:.1f} times as "
+            "large as what they hold; with more --num-distributed-optimizer-instances fewer ranks share them"
+        )
+
+
+def _padding(config: RunConfig, world_size: int) -> float:
+    """What buckets of uncut matrices have besides these, relative to them, on the pipeline rank that has most."""
+    layout = Layout.from_config(config.parallel, world_size)
+    found = [0.0]
+    for pp in range(layout.sizes["pp"]):
+        uncut = [bucket for bucket in buckets(config, layout, pp) if bucket.key.uncut]
+        held = sum(parameter.numel for bucket in uncut for parameter in bucket.parameters)
+        if held:
+            found.append(sum(bucket.packing.size for bucket in uncut) / held - 1)
+    return max(found)
 
 
 CHECKS = (strategy, instances, recorded)

@@ -1,0 +1,41 @@
+"""What is remarked on where data-parallel ranks cut the optimizer's state."""
+
+from __future__ import annotations
+
+import re
+import shlex
+
+import pytest
+
+from megatron.config.arguments import parse
+
+RUN = "--mock-data --train-iters 100 --num-layers 8 --hidden-size 256 --num-attention-heads 4 --optimizer muon"
+
+
+def notes(flags: str, ranks: int, vocabulary: str = "--vocab-size 257") -> tuple[str, ...]:
+    """What is said of Muon."""
+    environ = {"RANK": "0", "WORLD_SIZE": str(ranks)}
+    said = parse(shlex.split(f"{RUN} {vocabulary} --global-batch-size {ranks} {flags}"), environ).notes
+    return tuple(note for note in said if "muon" in note)
+
+
+def test_nothing_is_said_where_matrices_are_dealt_out_evenly() -> None:
+    assert notes("", 4) == ()
+    assert notes("--use-distributed-optimizer", 4) == notes("--use-distributed-optimizer", 16) == ()
+    unknown = notes("--use-distributed-optimizer", 64, "--tokenizer-type ByteTokenizer")
+    assert unknown == (), "the size of the vocabulary is known when the tokenizer is"
+
+
+@pytest.mark.parametrize("ranks", [32, 64])
+def test_few_matrices_on_many_ranks(ranks: int) -> None:
+    """Eight blocks of 12 h^2 elements, the largest matrices of 4 h^2: there must be room for one on every rank."""
+    (note,) = notes("--use-distributed-optimizer", ranks)
+    told = re.search(r"are ([\d.]+) times as large", note)
+    assert told is not None
+    assert float(told[1]) == pytest.approx(ranks * 4 / (8 * 12), abs=0.06)
+    assert notes(f"--use-distributed-optimizer --num-distributed-optimizer-instances {ranks // 4}", ranks) == ()
+
+
+def test_cut_gradients_need_large_buckets() -> None:
+    (note,) = notes("--data-parallel-sharding-strategy optim_grads", 4)
+    assert "compare --data-parallel-sharding-strategy optim" in note
