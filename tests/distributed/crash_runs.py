@@ -69,6 +69,7 @@ class Ended:
     Attributes:
         statuses: of all ranks, negative for signals.
         said: what rank 0 wrote to its two streams.
+        errors: what any rank wrote besides: only the first that fails tells of it.
         seconds: it took.
         calls: names and paths of the calls of each rank that touched checkpoints.
         late: seconds after a rank was killed until all others had ended by themselves; 0 where they were killed.
@@ -76,6 +77,7 @@ class Ended:
 
     statuses: tuple[int, ...]
     said: str
+    errors: str
     seconds: float
     calls: tuple[tuple[str, ...], ...]
     late: float = 0.0
@@ -96,9 +98,10 @@ def start(setup: Setup, folder: Path, fault: Fault | None = None) -> Ended:
         statuses, late = _await(pids, began, fault)
     finally:
         _kill(pids)
-    said = (folder / "rank0.txt").read_text(errors="replace")
+    said, *others = ((folder / f"rank{rank}.txt").read_text(errors="replace") for rank in range(setup.ranks))
     calls = tuple(tuple((folder / f"rank{r}.calls").read_text().splitlines()) for r in range(setup.ranks))
-    return Ended(tuple(statuses[pid] for pid in pids), said, time.monotonic() - began, calls, late)
+    ended = tuple(statuses[pid] for pid in pids)
+    return Ended(ended, said, "\n".join(others), time.monotonic() - began, calls, late)
 
 
 def _fork(setup: Setup, folder: Path, rank: int, port: int, fault: Fault | None) -> int:
