@@ -1,4 +1,4 @@
-"""Speed of saving and loading a checkpoint beside writing and reading the same bytes, and the memory a save takes.
+"""Speed of saving and loading a checkpoint beside raw writes and reads, what an asynchronous one costs, and memory.
 
     python -m benchmarks.checkpoint --folder DIR_ON_THE_DISK_TO_MEASURE
 
@@ -7,11 +7,15 @@ kilobytes. Raw writing is one file in blocks of 64 MB and an fsync; raw reading 
 of 4 MB; both do nothing else with the bytes. A save also plans, proves, hashes, syncs every file and folder and
 renames; a load also proves every byte. Before each reading the system is asked to forget what it has cached of the
 files. Both take turns, every other round in the other order; a ratio is the median over rounds.
+
+What an asynchronous save costs training is the copy into the host's memory, and the start of its thread. Beside it
+stands the C library's memcpy of the same tensors to the same memory, which was touched before.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import os
 import shutil
 import statistics
@@ -19,6 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -27,6 +32,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.record import keep, machine
+from megatron.checkpoint.background import Staging, in_background
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor, Part
@@ -143,6 +149,34 @@ def take_turns(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> dic
     return seconds
 
 
+def standstill(folder: Path, tensors: Mapping[str, Tensor], repeats: int) -> list[float]:
+    """Seconds that an asynchronous save keeps its caller, over those of a memcpy: median, lowest and highest round."""
+    saved, found = entries(tensors), []
+    staging = Staging(saved)
+    places = {name: copy.parts[0].resolve() for name, copy in staging.copy(saved).items()}
+
+    def by_memcpy() -> None:
+        for name, tensor in tensors.items():
+            ctypes.memmove(places[name].data_ptr(), tensor.data_ptr(), tensor.nbytes)
+
+    for round_ in range(repeats + 1):
+        path, seconds = folder / f"iter_{round_:07d}", {}
+        for name in sorted(("memcpy", "save"), reverse=bool(round_ % 2)):
+            start = time.perf_counter()
+            if name == "memcpy":
+                by_memcpy()
+                seconds[name] = time.perf_counter() - start
+                continue
+            copies = staging.copy(saved)
+            outcome = in_background(partial(write, path, copies, {}, {}, ALONE), "save")
+            seconds[name] = time.perf_counter() - start
+            outcome.result()
+            shutil.rmtree(path)
+        if round_:
+            found.append(seconds["save"] / seconds["memcpy"])
+    return [round(x, 3) for x in (statistics.median(found), min(found), max(found))]
+
+
 def peak_memory(folder: Path, tensors: Mapping[str, Tensor]) -> int:
     """Bytes by which a save of transposed tensors raises the memory of the process (Linux)."""
     saved = entries(tensors, transposed=True)
@@ -171,6 +205,9 @@ def page(result: Mapping[str, Any]) -> str:
     text = ["# Checkpoint, one process, fp32, local disk", "", "| ratio of speeds | median | lowest | highest |"]
     text += ["|---|---|---|---|"]
     text += [f"| {line} | {m:.2f} | {low:.2f} | {high:.2f} |" for line, (m, low, high) in result["ratios"].items()]
+    middle, lowest, highest = result["standstill"]
+    text += ["", "| seconds that training stands still, over seconds of a memcpy | median | lowest | highest |"]
+    text += ["|---|---|---|---|", f"| asynchronous save | {middle:.2f} | {lowest:.2f} | {highest:.2f} |"]
     speeds = ", ".join(f"{name} {speed}" for name, speed in result["megabytes_per_second"].items())
     text += [
         "",
@@ -199,6 +236,7 @@ def main(argv: Sequence[str]) -> int:
     megabytes = sum(tensor.nbytes for tensor in tensors.values()) / 1e6
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         seconds = take_turns(Path(folder), tensors, args.repeats)
+        still = standstill(Path(folder), tensors, args.repeats)
         peak = peak_memory(Path(folder), tensors) / 1e6
     speeds = {name: round(megabytes / statistics.median(values)) for name, values in seconds.items()}
     for name, speed in speeds.items():
@@ -206,10 +244,12 @@ def main(argv: Sequence[str]) -> int:
     measured = ratios(seconds)
     for line, (middle, lowest, highest) in measured.items():
         print(f"{line}: {middle:.2f} ({lowest:.2f} .. {highest:.2f})")
+    print("asynchronous save, standstill / memcpy: {:.2f} ({:.2f} .. {:.2f})".format(*still))
     print(f"memory a save takes besides the tensors: {peak:.0f} MB")
     if args.write:
         result: dict[str, Any] = {
             "ratios": measured,
+            "standstill": still,
             "megabytes": round(megabytes),
             "tensors": len(tensors),
             "rounds": args.repeats,

@@ -17,6 +17,7 @@ def test_it_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "save / raw write",
         "load / raw read",
     ]
+    assert re.search(r"^asynchronous save, standstill / memcpy: \d+\.\d\d \(", out, re.MULTILINE)
     assert "memory a save takes" in out
     assert list(tmp_path.iterdir()) == []
 
