@@ -41,7 +41,7 @@ from megatron.training.stop import StopRequest
 from megatron.training.verify import RankTrace, join
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with_twin, run_case
 from tests.distributed.faults import infinite_gradient
-from tests.distributed.vitals import difference, report
+from tests.distributed.vitals import difference, report, router_losses
 
 TOLERANCE = 1e-8
 LATE_SECONDS = 1.0
@@ -225,6 +225,15 @@ def reports_like_one_process(case: Case, ranks: Sequence[list[HealthRecord]]) ->
     return all(difference(*pair, zeros=False) <= TOLERANCE for pair in pairs)
 
 
+def tells_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]]) -> bool:
+    """Whether the losses of routers are those of one process."""
+    alone = router_losses(0, 1, case.twin())
+    pairs = [
+        (got[name], step[name]) for steps in ranks for got, step in zip(steps, alone, strict=True) for name in step
+    ]
+    return all(abs(ours - theirs) <= TOLERANCE * theirs for ours, theirs in pairs)
+
+
 @cache
 def healthy(twin: Case) -> list[HealthRecord]:
     """What one process, this one, reports of every layer."""
@@ -248,6 +257,21 @@ def plan_a_route(rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
     mesh = Mesh(Layout.from_config(ParallelConfig(expert_model_parallel_size=world_size), world_size), rank)
     route = Route.plan(torch.tensor(CHOSEN[rank]), 4, 1, mesh.group("ep", "etp"))
     return route.sent, route.received, route.counts
+
+
+def losses_of_routers(rank: int, world_size: int, case: Case) -> dict[str, float]:
+    """What a step reports of how evenly experts are chosen."""
+    trainer = build(case.config(), rank, world_size)
+    metrics = train_step(trainer, batches_of(trainer, case, 0), RATES)
+    return {name: loss.item() for name, loss in metrics.router.items()}
+
+
+def _are_those_of_one_process(case: Case, ranks: Sequence[dict[str, float]]) -> bool:
+    expected = losses_of_routers(0, 1, case.twin())
+    return all(
+        got.keys() == expected.keys() and all(abs(got[n] - x) <= TOLERANCE * abs(x) for n, x in expected.items())
+        for got in ranks
+    )
 
 
 CHOSEN = [[[0, 1], [0, 1], [0, 3]], [[3, 2], [3, 2], [3, 2]]]
@@ -340,6 +364,7 @@ DETECTORS: dict[str, Detector] = {
     "moe-ep2": training(MOE_EP2),
     "moe-tp2": training(MOE_TP2),
     "muon-tp2": training(MUON_TP2),
+    "router-losses": Detector(2, losses_of_routers, (MOE_TP2,), partial(_are_those_of_one_process, MOE_TP2)),
     "factors": Detector(2, factors_of_another_stage, (PP2_FACTORS,), lambda ranks: list(ranks) == [True, True]),
     "timeline": Detector(2, timeline_of_a_step, (PP2,), lambda ranks: list(ranks) == [True, True]),
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
@@ -353,6 +378,7 @@ DETECTORS: dict[str, Detector] = {
     "schedules": Detector(2, compare_schedules, (), lambda ranks: list(ranks) == [True, True]),
     "digest": Detector(2, digest_of_a_step, (DP2,), lambda ranks: list(ranks) == [True, True]),
     "nonfinite": Detector(2, explain, (DP2,), lambda ranks: all(text.startswith(NONFINITE) for text in ranks)),
+    "routers": Detector(2, router_losses, (MOE_TP2,), partial(tells_like_one_process, MOE_TP2)),
     "health": Detector(2, report, (TP2_SP,), partial(reports_like_one_process, TP2_SP)),
     "drift": Detector(2, flipped_bit, (DP2,), lambda ranks: list(ranks) == [DRIFTED, DRIFTED]),
     "overflow": Detector(2, skip_together, (TP2,), lambda ranks: list(ranks) == [True, True]),

@@ -143,8 +143,9 @@ def _removed(name: str, original: Operation, value: Any, group: Group, *_: Any, 
 
 def _doubled(name: str, original: Operation, value: Any, group: Group, *rest: Any, **named: Any) -> Any:
     """The reduction is done twice; before a gather, one that does not belong there."""
-    once = value if name.endswith("all_reduce") else value.clone()
-    return original(comm.all_reduce(once, group, *rest, **named), group, *rest, **named)
+    if name.endswith("all_reduce"):
+        return original(comm.all_reduce(value, group, *rest, **named), group, *rest, **named)
+    return original(comm.all_reduce(value.clone(), group), group, *rest, **named)
 
 
 def _mis_scaled(name: str, original: Operation, value: Any, group: Group, *rest: Any, **named: Any) -> Any:

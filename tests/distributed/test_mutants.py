@@ -15,12 +15,15 @@ import pytest
 
 from megatron.training.setup import build
 from megatron.training.verify import RankTrace, join
-from tests.distributed import faults, faults_of_shares
-from tests.distributed.detect import DETECTORS, Detector
+from tests.distributed import detect, faults, faults_of_shares
+from tests.distributed.detect import Detector
+from tests.distributed.detect_saves import SAVES
 from tests.distributed.drive import Case, run_case
 from tests.distributed.grid import RECOMPUTE
 from tests.distributed.pool import Pool, RankError
 from tests.distributed.sites import Call, Site, broken, calls, mutations, strays, watching
+
+DETECTORS = detect.DETECTORS | SAVES
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
@@ -62,7 +65,7 @@ def exercised(pool: Pool) -> dict[str, set[Site]]:
 def verdict(pool: Pool, detector: Detector, *job: Any) -> str:
     """What a job on the detector's ranks came to: ``right``, ``wrong``, or the message it failed with."""
     try:
-        ranks = pool.run(detector.world_size, *job, timeout=20.0, check_collectives=False)
+        ranks = pool.run(detector.world_size, *job, timeout=40.0, check_collectives=False)
     except RankError as error:
         return str(error)
     return "right" if detector.right(ranks) else "wrong"

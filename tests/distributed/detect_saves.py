@@ -1,0 +1,159 @@
+"""Small jobs that notice when ranks misunderstand each other about checkpoints; as those in ``detect``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from megatron.checkpoint import exchange, local_loading
+from megatron.checkpoint.exchange import Parcel, Tier, together
+from megatron.checkpoint.local_loading import bring_together, files_needed, find, manifest_of
+from megatron.checkpoint.local_saving import write_local
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.saving import Extra
+from megatron.config.run import CheckpointConfig
+from megatron.config.sources import to_dict
+from megatron.parallel.mesh import everyone
+from megatron.training import local_tier
+from megatron.training.checkpointing import state, to_write
+from megatron.training.local_tier import tier_of
+from megatron.training.saving import Saver, size_of
+from megatron.training.setup import Trainer, build
+from tests.distributed.detect import ZERO1, Detector
+from tests.distributed.drive import Case
+
+
+def act_together(rank: int, world_size: int) -> list[int]:
+    """What every rank did, which all must hear."""
+    return together(lambda: rank, everyone(rank, world_size))
+
+
+def is_busy(rank: int, world_size: int) -> bool:
+    """The last rank is still at a save; everyone must hear of it."""
+    under_way = SimpleNamespace(outcome=Future()) if rank == world_size - 1 else None
+    saver: Any = SimpleNamespace(
+        look=lambda: None,
+        _under_way=under_way,
+        _lost_contact=False,
+        _skipped=lambda save: None,
+        _trainer=SimpleNamespace(mesh=SimpleNamespace(world=everyone(rank, world_size))),
+    )
+    return Saver._is_busy(saver)
+
+
+def sizes_of_a_save(rank: int, world_size: int, case: Case) -> tuple[int, int]:
+    """Bytes of a checkpoint, and of one on the nodes, which log only says so."""
+    trainer = build(case.config(), rank, world_size)
+    told: list[int] = []
+    log: Any = SimpleNamespace(checkpoint=lambda path, size, seconds: told.append(size), warning=told.append)
+    with a_node(rank, world_size) as tier:
+        local_tier._save(trainer, tier, log)
+    return size_of(trainer), *told
+
+
+def exchange_files(rank: int, world_size: int) -> bool:
+    """Two ranks give each other a file of several blocks; whether what comes is what was sent."""
+    with TemporaryDirectory() as folder, patch.object(exchange, "BLOCK_BYTES", 8):
+        sent, received, peer = Path(folder) / "sent", Path(folder) / "received", 1 - rank
+        contents = [bytes(range(1 + 100 * r, 33 + 100 * r)) for r in range(world_size)]
+        sent.write_bytes(contents[rank])
+        exchange.exchange(Parcel(sent, peer, 32), Parcel(received, peer, 32), everyone(rank, world_size))
+        return received.read_bytes() == contents[peer]
+
+
+@contextmanager
+def a_node(rank: int, world_size: int) -> Iterator[Tier]:
+    """Every rank is a node of its own, with a disk of its own."""
+    alone = {"RANK": str(rank), "WORLD_SIZE": str(world_size), "LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    with TemporaryDirectory() as folder, patch.dict(os.environ, alone):
+        yield tier_of(CheckpointConfig(local_save=folder), everyone(rank, world_size))
+
+
+def count_nodes(rank: int, world_size: int) -> int:
+    """Nodes that this rank knows of."""
+    with a_node(rank, world_size) as tier:
+        return tier.nodes.count
+
+
+def saved_on(tier: Tier, trainer: Trainer) -> Path:
+    """The folder of a checkpoint on this node."""
+    extra = Extra(state(trainer), to_dict(trainer.config), trainer.files)
+    return write_local(tier, 0, to_write(trainer), extra)
+
+
+def describe_a_local_save(rank: int, world_size: int, case: Case) -> bytes:
+    """The manifest on this node, which is the same on all."""
+    trainer = build(case.config(), rank, world_size)
+    with a_node(rank, world_size) as tier:
+        return (saved_on(tier, trainer) / MANIFEST).read_bytes()
+
+
+def find_damage(rank: int, world_size: int, case: Case) -> list[tuple[int, str]]:
+    """On every node the file of its own rank is damaged; the damaged copies that this rank knows of."""
+    trainer = build(case.config(), rank, world_size)
+    with a_node(rank, world_size) as tier:
+        folder = saved_on(tier, trainer)
+        found, _ = find(tier)
+        manifest, _ = manifest_of(tier, found[0])
+        files = sorted({chunk.file for record in manifest.tensors.values() for chunk in record.chunks})
+        damaged = folder / files[rank]
+        content = damaged.read_bytes()
+        damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        needs = dict.fromkeys(range(world_size), frozenset(files))
+        _, bad = local_loading._proved(tier, found[0], manifest, needs)
+        return sorted((node, str(files.index(file))) for node, file in bad)
+
+
+def tell_what_is_needed(rank: int, world_size: int, case: Case) -> dict[int, list[str]]:
+    """The files that every node needs, as this rank has heard."""
+    trainer, heard = build(case.config(), rank, world_size), {}
+
+    def proved(tier: Tier, checkpoint: Any, manifest: Any, needs: Mapping[int, frozenset[str]]) -> tuple[Any, Any]:
+        heard.update({node: sorted(files) for node, files in needs.items()})
+        return {}, {}
+
+    with a_node(rank, world_size) as tier, patch.object(local_loading, "_proved", proved):
+        saved_on(tier, trainer)
+        bring_together(tier, find(tier)[0][0], to_write(trainer))
+    return heard
+
+
+def bring_back_what_is_needed(rank: int, world_size: int, case: Case) -> bool:
+    """The last node has lost all; whether it gets the files that its own rank needs, which are not those of others."""
+    trainer = build(case.config(), rank, world_size)
+    with a_node(rank, world_size) as tier:
+        folder = saved_on(tier, trainer)
+        before = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        if rank == world_size - 1:
+            for name in before:
+                (folder / name).unlink()
+            folder.rmdir()
+        found, _ = find(tier)
+        tensors = to_write(trainer)
+        manifest, _ = bring_together(tier, found[0], tensors)
+        needed = files_needed(manifest, tensors)
+        return all((folder / name).exists() and (folder / name).read_bytes() == before[name] for name in needed)
+
+
+def _alike(ranks: Any) -> bool:
+    return len(set(ranks)) == 1
+
+
+SAVES: dict[str, Detector] = {
+    "together": Detector(2, act_together, (), lambda ranks: list(ranks) == [[0, 1], [0, 1]]),
+    "busy": Detector(2, is_busy, (), lambda ranks: list(ranks) == [True, True]),
+    "sizes": Detector(2, sizes_of_a_save, (ZERO1,), lambda ranks: _alike(size for sizes in ranks for size in sizes)),
+    "exchange": Detector(2, exchange_files, (), lambda ranks: list(ranks) == [True, True]),
+    "nodes": Detector(2, count_nodes, (), lambda ranks: list(ranks) == [2, 2]),
+    "local save": Detector(2, describe_a_local_save, (ZERO1,), _alike),
+    "damage": Detector(2, find_damage, (ZERO1,), lambda ranks: list(ranks) == 2 * [[(0, "0"), (1, "1")]]),
+    "needs": Detector(2, tell_what_is_needed, (ZERO1,), lambda ranks: _alike(map(str, ranks))),
+    "bring back": Detector(2, bring_back_what_is_needed, (ZERO1,), lambda ranks: list(ranks) == [True, True]),
+}
