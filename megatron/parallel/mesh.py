@@ -33,6 +33,9 @@ AXES_IN_USE: tuple[tuple[str, ...], ...] = (
 REDUCED: tuple[tuple[str, ...], ...] = (("dp", "cp"), ("edp",))
 """The groups over which gradients are summed: of what all ranks have, and of experts."""
 
+AS_DENSE: dict[str, tuple[str, ...]] = {"edp": ("dp", "cp"), "ep": (), "etp": ("tp",)}
+"""Axes of the grid of experts, and what they are where experts are not dealt out: as everything else lies."""
+
 
 class Mesh:
     """This rank's place on the grid and the groups it belongs to.
@@ -203,9 +206,12 @@ class Mesh:
 
     def _name(self, axes: tuple[str, ...]) -> str:
         """Of a group: ``world``, or its axes that have more than one rank."""
+        sizes = self.layout.sizes
         if len(axes) == len(DENSE_AXES):
             return "world"
-        return "-".join(axis for axis in axes if self.layout.sizes[axis] > 1)
+        if sizes["ep"] == 1 and sizes["etp"] == sizes["tp"]:
+            axes = tuple(same for axis in axes for same in AS_DENSE.get(axis, (axis,)))
+        return "-".join(axis for axis in axes if sizes[axis] > 1)
 
     def _create(self, partition: list[tuple[int, ...]], name: str, use: str = "") -> Group:
         """This rank's group of a partition of all ranks; equal partitions of one use share their communicators."""

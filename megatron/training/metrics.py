@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megatron.optim.schedule import Rates
 from megatron.parallel import comm
-from megatron.parallel.comm import Group
+from megatron.parallel.comm import BUBBLE, Group
 from megatron.training.goodput import Goodput
 from megatron.training.ranks import RankTimes, compare, gather
 from megatron.training.records import TrainRecord
@@ -81,7 +81,8 @@ class StepWindow:
         self._samples: list[int] = []
         self._router: tuple[str, ...] = ()
         self._meet()
-        self.world.meter.take()  # what was waited for before the first step
+        self.world.meter.take()  # what was waited for, and sent, before the first step
+        self.world.meter.take_sent()
         self.timers.watch.take()
         self._since = self._counted = time.perf_counter()
 
@@ -154,7 +155,10 @@ class StepWindow:
         """The record with what the ranks of ``world`` say of time and memory."""
         steps = len(self._steps)
         waits = {axes: seconds / steps for axes, seconds in self.world.meter.take().items()}
-        mine = RankTimes(record.seconds_per_step, waits, self.timers.read(steps), *memory_bytes(self.device))
+        sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
+        for (axes, _), count in self.world.meter.take_sent().items():
+            sent[axes] = sent.get(axes, 0.0) + count / steps
+        mine = RankTimes(record.seconds_per_step, waits, self.timers.read(steps), *memory_bytes(self.device), sent)
         with self.world.meter.paused():
             ranks = compare(gather(mine, world, self.device))
         several, seen = world.size > 1, self.world.size > 1 and self._recorded != "step"
@@ -168,6 +172,7 @@ class StepWindow:
             data_wait=ranks.data_wait,
             communication=ranks.communication if seen else {},
             communication_share=ranks.communication_share if seen else None,
+            sent=ranks.sent if seen else {},
             bubble=ranks.bubble if seen else None,
             slowest_rank=ranks.slowest_rank if several and seen else None,
             slowest_excess=ranks.slowest_excess if several and seen else None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,6 +24,7 @@ class RankTimes:
         phases: seconds per step, by timer.
         memory_bytes: peak use.
         memory_total_bytes: capacity.
+        sent: bytes per step that it sends, by the axes of the grid.
     """
 
     seconds: float
@@ -31,6 +32,7 @@ class RankTimes:
     phases: Mapping[str, float]
     memory_bytes: int
     memory_total_bytes: int
+    sent: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def own_seconds(self) -> float:
@@ -46,17 +48,20 @@ def gather(mine: RankTimes, world: Group, device: torch.device) -> list[RankTime
         float(mine.memory_total_bytes),
         *mine.waits.values(),
         *mine.phases.values(),
+        *mine.sent.values(),
     ]
     if world.size == 1:
         return [mine]
     flat = comm.all_gather(torch.tensor(numbers, dtype=torch.float64, device=device), world)
-    return [_account(row, tuple(mine.waits), tuple(mine.phases)) for row in flat.view(world.size, -1).tolist()]
+    return [_account(row, mine) for row in flat.view(world.size, -1).tolist()]
 
 
-def _account(numbers: Sequence[float], axes: Sequence[str], phases: Sequence[str]) -> RankTimes:
+def _account(numbers: Sequence[float], like: RankTimes) -> RankTimes:
+    """An account out of its numbers, under the names that this rank has."""
     seconds, used, total, *rest = numbers
-    waits, times = dict(zip(axes, rest)), dict(zip(phases, rest[len(axes) :]))
-    return RankTimes(seconds, waits, times, int(used), int(total))
+    left = iter(rest)
+    waits, phases, sent = (dict(zip(names, left)) for names in (like.waits, like.phases, like.sent))
+    return RankTimes(seconds, waits, phases, int(used), int(total), sent)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,7 @@ class Comparison:
         memory_total_bytes: its capacity.
         slowest_rank: with the largest own time.
         slowest_excess: how much longer its own time is than the median rank's, as a share of that.
+        sent: mean over the ranks of the bytes per step that they send, by axes.
     """
 
     communication: Mapping[str, float]
@@ -87,6 +93,7 @@ class Comparison:
     memory_total_bytes: int
     slowest_rank: int
     slowest_excess: float
+    sent: Mapping[str, float]
 
     def timings(self, option: str) -> dict[str, Timing]:
         """What ``--timing-log-option`` asks for of each timer that ran: ``max``, ``minmax`` or ``all``."""
@@ -121,4 +128,5 @@ def compare(ranks: Sequence[RankTimes]) -> Comparison:
         memory_total_bytes=ranks[fullest].memory_total_bytes,
         slowest_rank=slowest,
         slowest_excess=own[slowest] / median - 1.0 if median > 0 else 0.0,
+        sent={axes: statistics.fmean(rank.sent[axes] for rank in ranks) for axes in ranks[0].sent},
     )

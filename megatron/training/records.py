@@ -54,6 +54,7 @@ class TrainRecord:
         data_wait: seconds per step in which the rank that waited longest waited for its data.
         communication: seconds per step in which other ranks kept a rank waiting, by axes of the grid: the ranks' mean.
         communication_share: all of these, as a share of the step.
+        sent: bytes per step that a rank sends, by axes of the grid: the ranks' mean.
         bubble: share of the step in which a rank waited for others of its pipeline, the ranks' mean; not in the
             two before. None without a pipeline.
         slowest_rank: with the longest own time, which is the step less what it waited for others.
@@ -87,6 +88,7 @@ class TrainRecord:
     data_wait: float | None = None
     communication: Mapping[str, float] = field(default_factory=dict)
     communication_share: float | None = None
+    sent: Mapping[str, float] = field(default_factory=dict)
     bubble: float | None = None
     slowest_rank: int | None = None
     slowest_excess: float | None = None
@@ -138,6 +140,7 @@ class TrainRecord:
             "data-wait": self.data_wait,
             **{f"communication-{axes}": seconds for axes, seconds in self.communication.items()},
             "communication-share": self.communication_share,
+            **{f"sent-bytes-{axes}": count for axes, count in self.sent.items()},
             "bubble": self.bubble,
             "slowest-rank": self.slowest_rank,
             "slowest-rank-excess": self.slowest_excess,

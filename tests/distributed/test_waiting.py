@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -108,11 +109,13 @@ def test_groups_are_named_by_the_axes_that_have_ranks(pool: Pool) -> None:
 
 def gathered(rank: int, world_size: int) -> list[RankTimes]:
     mine = RankTimes(1.0 + rank, {"tp": 0.1 * rank, "dp": 0.5}, {"optimizer": 2.0 + rank}, 10 + rank, 2**40 + 1)
+    mine = replace(mine, sent={"dp": 4.0 * rank, "world": 8.0})
     return gather(mine, mesh_of(rank, world_size).world, CPU)
 
 
 def test_every_rank_hears_what_all_have_to_say(pool: Pool) -> None:
     each = [RankTimes(1.0 + r, {"tp": 0.1 * r, "dp": 0.5}, {"optimizer": 2.0 + r}, 10 + r, 2**40 + 1) for r in range(3)]
+    each = [replace(account, sent={"dp": 4.0 * r, "world": 8.0}) for r, account in enumerate(each)]
     assert pool.run(3, gathered) == 3 * [each]
 
 

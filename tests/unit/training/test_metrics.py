@@ -129,6 +129,22 @@ def test_what_happened_before_the_first_step_and_in_pauses_is_not_of_the_steps(c
     assert record.timings == {"optimizer": Timing(1.0)}
 
 
+def test_bytes_are_those_of_a_step_and_pauses_send_none_of_them(clock: Clock, nobody_else: None) -> None:
+    group = Group((0, 1), 0, None, "tp")
+    group.sends("all-reduce", 100.0)  # before the first step
+    window = StepWindow(CPU, seq_length=1, world=group)
+    for _ in range(2):
+        clock.now += 1.0
+        group.sends("all-reduce", 6.0)
+        group.sends("send", 8.0)
+        window.add(step(3.0), samples=1)
+    with window.paused():
+        group.sends("send", 100.0)
+    record = window.read(iteration=2, consumed_samples=2, rates=Rates(0.0, 0.0), alone=True)
+    assert record.sent == {"tp": 7.0}
+    assert record.values()["sent-bytes-tp"] == 7.0
+
+
 def test_waits_that_nobody_sees_are_not_told_as_none(clock: Clock, nobody_else: None) -> None:
     window = StepWindow(CPU, seq_length=1, world=Group((0, 1), 0, None, "tp"), recorded="step")
     clock.now += 1.0

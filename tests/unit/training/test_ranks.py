@@ -27,6 +27,10 @@ def test_who_is_fullest_and_who_is_slowest() -> None:
     assert seen.data_wait == 0.03
 
 
+def test_what_ranks_send_is_their_mean() -> None:
+    assert compare([replace(RANK, sent={"tp": 2.0, "dp": n}) for n in (1.0, 5.0)]).sent == {"tp": 2.0, "dp": 3.0}
+
+
 def test_the_share_of_waits_is_that_of_the_mean_step() -> None:
     """0.4 s of two steps that took 1 and 3 s, whoever waited."""
     seen = compare([RANK, replace(RANK, seconds=3.0)])

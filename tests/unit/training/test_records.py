@@ -34,14 +34,14 @@ def everything() -> TrainRecord:
     values: dict[str, Any] = {field.name: 1 for field in fields(TrainRecord)}
     timings = {name: Timing(2.0, 1.0, (1.0, 2.0)) for name in PHASES}
     router = dict.fromkeys(("load_balancing_loss", "seq_load_balancing_loss", "z_loss"), 1.0)
-    values |= {"communication": {"tp": 1.0}, "timings": timings, "router_losses": router}
+    values |= {"communication": {"tp": 1.0}, "sent": {"tp": 1.0}, "timings": timings, "router_losses": router}
     return TrainRecord(**values | {"skipped": (1,), "spikes": (1,)})
 
 
 def test_every_metric_of_training_is_documented() -> None:
     config = RunConfig(model=ModelConfig(vocab_size=64), training=TrainingConfig(seq_length=8, train_iters=1))
     told = everything().values() | Yardstick.from_config(config, 1, "cpu").values(everything())
-    general = {re.sub(r"^communication-tp$", "communication-AXES", name) for name in told}
+    general = {re.sub(r"^(communication|sent-bytes)-tp$", r"\1-AXES", name) for name in told}
     general = {re.sub(f"^({'|'.join(sorted(PHASES, key=len, reverse=True))})-time", "TIMER-time", n) for n in general}
     assert general == names(METRICS)
 
@@ -73,7 +73,7 @@ def test_metrics_of_health_have_the_documented_form() -> None:
 
 def test_what_does_not_apply_is_left_out() -> None:
     alone = TrainRecord(1, 2, 3, 4.0, 5.0, 6.0, 7.0, 8, 9.0, 10.0, 11.0)
-    several = re.compile(r"communication|bubble|slowest|mem-max-rank|.*-time-|good")
+    several = re.compile(r"communication|sent|bubble|slowest|mem-max-rank|.*-time-|good")
     assert not {name for name in alone.values() if several.match(name)}
 
 

@@ -1,0 +1,195 @@
+"""Memory that loading a checkpoint takes in another layout than that which wrote it (Linux).
+
+    python -m benchmarks.resharding --folder DIR
+
+GPT-2 of width 768 and 18 layers, bf16 with fp32 masters and moments, 2 GB, is written by TP 2 x DP 2 under ZeRO-1, and
+loaded by other layouts. What every rank holds was touched before, so that the peak of its anonymous memory (RssAnon;
+mapped files are the system's to drop) above what it had is what loading takes besides. Limit: 1 GB. What was loaded is
+compared with what was written by the sum of all bits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.record import keep, machine
+from megatron.checkpoint.manifest import Manifest
+from megatron.checkpoint.parts import GlobalTensor
+from megatron.checkpoint.store import write
+from megatron.config.arguments import parse
+from megatron.config.memory import checkpoint_bytes
+from megatron.config.run import RunConfig
+from megatron.config.sources import to_dict
+from megatron.parallel import comm
+from megatron.training.checkpointing import held, restore, state, to_write
+from megatron.training.setup import Trainer, build
+
+sys.path.insert(0, str(Path(__file__).parents[1]))  # run as a script, Python looks for tests/ beside it
+from tests.distributed.pool import Pool
+
+LAYERS, LIMIT, INTERVAL = 18, 1e9, 0.002
+"""What results are kept for; bytes; seconds between two looks at a process's memory."""
+
+ZERO = "--data-parallel-sharding-strategy"
+WRITTEN = (4, f"--tensor-model-parallel-size 2 {ZERO} optim")
+"""Ranks and flags of the layout that writes."""
+
+LOADED = (
+    (1, f"{ZERO} no_shard"),
+    (2, f"--pipeline-model-parallel-size 2 {ZERO} no_shard"),
+    (3, f"{ZERO} optim_grads"),
+    (4, f"--tensor-model-parallel-size 4 --sequence-parallel {ZERO} no_shard"),
+)
+"""Of those that load."""
+
+
+def config_of(layers: int, ranks: int, flags: str) -> RunConfig:
+    """The run's configuration."""
+    shape = f"--preset gpt2-124m --num-layers {layers} --bf16 --mock-data --train-iters 1 --device cpu"
+    batch = f"--global-batch-size {12 // ranks * ranks}"
+    return parse(f"{shape} {batch} {flags}".split(), {"RANK": "0", "WORLD_SIZE": str(ranks)}).config
+
+
+def bits(trainer: Trainer) -> int:
+    """Sum of the bits of all that a checkpoint holds, each element counted by the rank that answers for it."""
+
+    def of(tensor: Tensor) -> int:
+        return int(tensor.contiguous().view(torch.int32).sum(dtype=torch.int64).item())
+
+    parts = (part for entry in to_write(trainer).values() for part in entry.parts)
+    return sum(comm.all_gather_objects(sum(of(part.resolve()) for part in parts), trainer.mesh.world))
+
+
+def save(rank: int, world_size: int, layers: int, flags: str, folder: str) -> int:
+    """Write a checkpoint with something in every tensor; returns the sum of its bits."""
+    config = config_of(layers, world_size, flags)
+    trainer = build(config, rank, world_size)
+    for number, tensor in enumerate(held(trainer).values()):
+        tensor.add_(torch.rand(tensor.shape, generator=torch.Generator().manual_seed(1000 * rank + number)))
+    entries: dict[str, GlobalTensor] = to_write(trainer)
+    write(Path(folder) / "iter_0000000", entries, state(trainer), to_dict(config), trainer.mesh.world)
+    return bits(trainer)
+
+
+def load(rank: int, world_size: int, layers: int, flags: str, folder: str) -> tuple[int, int, int, float]:
+    """Load it; returns the sum of its bits, bytes held before, the peak above them, and seconds."""
+    trainer = build(config_of(layers, world_size, flags), rank, world_size, fresh=False)
+    buckets = trainer.buckets.buckets
+    touch([*held(trainer).values(), *trainer.params.values(), *(bucket.own for bucket in buckets)])
+    gc.collect()
+    before, started = anonymous(), time.perf_counter()
+    peak = peak_while(lambda: restore(trainer, Manifest.open(Path(folder) / "iter_0000000"), (0, 0)))
+    seconds = time.perf_counter() - started
+    return bits(trainer), before, peak - before, seconds
+
+
+@torch.no_grad()
+def touch(tensors: Iterable[Tensor]) -> None:
+    """Have the system give all memory that was only promised."""
+    for tensor in tensors:
+        tensor.fill_(1.0)
+
+
+def peak_while(action: Callable[[], object]) -> int:
+    """The most anonymous memory of this process while it acts."""
+    peak, done = [anonymous()], threading.Event()
+
+    def look() -> None:
+        while not done.wait(INTERVAL):
+            peak[0] = max(peak[0], anonymous())
+
+    watcher = threading.Thread(target=look, daemon=True)
+    watcher.start()
+    try:
+        action()
+    finally:
+        done.set()
+        watcher.join()
+    return max(peak[0], anonymous())
+
+
+def anonymous() -> int:
+    """Bytes of this process that are no mapped file."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+
+
+def measure(folder: Path, layers: int) -> list[dict[str, Any]]:
+    """One row for each layout that loads.
+
+    Raises:
+        RuntimeError: when what is loaded is not what was written, or loading takes more than the limit.
+    """
+    ranks, flags = WRITTEN
+    pool = Pool(ranks)
+    try:
+        (written, *_) = pool.run(ranks, save, layers, flags, str(folder), timeout=600)
+    finally:
+        pool.close()  # and with it what its processes keep of memory
+    rows = []
+    for ranks, flags in LOADED:
+        pool = Pool(ranks)
+        try:
+            found = pool.run(ranks, load, layers, flags, str(folder), timeout=600)
+        finally:
+            pool.close()
+        extra = max(more for _, _, more, _ in found)
+        if any(loaded != written for loaded, *_ in found) or extra > LIMIT:
+            raise RuntimeError(f"{flags} on {ranks} ranks: {found}, and {written} was written")
+        held_before = max(before for _, before, _, _ in found)
+        seconds = max(taken for *_, taken in found)
+        rows.append({"ranks": ranks, "flags": flags, "held": held_before, "extra": extra, "seconds": round(seconds, 1)})
+    return rows
+
+
+def page(result: dict[str, Any]) -> str:
+    """The page of results."""
+    text = ["# Loading a checkpoint in another layout", ""]
+    text += ["| ranks | layout | held before, MB | loading takes besides, MB | seconds |", "|--:|---|--:|--:|--:|"]
+    for row in result["rows"]:
+        cells = row["ranks"], f"`{row['flags']}`", f"{row['held'] / 1e6:,.0f}", f"{row['extra'] / 1e6:,.0f}"
+        text.append("| " + " | ".join(map(str, (*cells, row["seconds"]))) + " |")
+    text += [
+        "",
+        f"{result['bytes'] / 1e9:.2f} GB, written by `{WRITTEN[1]}` on {WRITTEN[0]} ranks; RssAnon of the rank that "
+        f"takes most, all of it held before was touched; limit {LIMIT / 1e9:.0f} GB. All bits were those that were "
+        f"written. {result['processor']}, load {result['load']} before the start; python {result['python']}, torch "
+        f"{result['torch']}.",
+    ]
+    return "\n".join(text)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measure, print, and write if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=None, help="for the checkpoint (default: a temporary one)")
+    parser.add_argument("--num-layers", type=int, default=LAYERS, help="less for a quick look")
+    parser.add_argument("--write", action="store_true", help="keep the result under benchmarks/results")
+    args = parser.parse_args(argv)
+    if args.write and args.num_layers != LAYERS:
+        parser.error("results are kept for the default size only: leave out --write, or --num-layers")
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        rows = measure(Path(folder), args.num_layers)
+    size = checkpoint_bytes(config_of(args.num_layers, 1, ""))
+    result = {"rows": rows, "bytes": size, "load": round(load, 1)} | machine("torch")
+    print(page(result))
+    if args.write:
+        keep("resharding", result, page(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
