@@ -55,7 +55,18 @@ def _ranks(config: RunConfig, world_size: int) -> str:
     chunks = virtual_stages(config.model, p)
     stages = f"pipeline, VPP {chunks}" if chunks > 1 else "pipeline"
     pp = f"PP {p.pipeline_model_parallel_size} ({stages}) x " if p.pipeline_model_parallel_size > 1 else ""
-    return f"{world_size} = {pp}DP {dp} (copies of the model) x TP {tp} ({sharing})"
+    return (
+        f"{world_size} = {pp}DP {dp} (copies of the model) x TP {tp} ({sharing}){_grid_of_experts(config, world_size)}"
+    )
+
+
+def _grid_of_experts(config: RunConfig, world_size: int) -> str:
+    """The other grid over the same ranks."""
+    if config.model.num_experts is None:
+        return ""
+    ep, tp = config.parallel.expert_model_parallel_size, config.parallel.expert_tp
+    copies = world_size // (config.parallel.pipeline_model_parallel_size * ep * tp)
+    return f"; experts: DP {copies} x EP {ep} x TP {tp}"
 
 
 def _pipeline(config: RunConfig, world_size: int) -> str:
@@ -92,8 +103,16 @@ def _model(m: ModelConfig) -> str:
     heads = f"{m.num_attention_heads} heads of {m.head_dim}"
     if m.kv_groups != m.num_attention_heads:
         heads += f" on {m.kv_groups} key/value heads"
-    shape = f"{m.num_layers} layers, hidden {m.hidden_size}, {heads}, {m.activation} MLP of {m.ffn}"
+    shape = f"{m.num_layers} layers, hidden {m.hidden_size}, {heads}, {_feed_forward(m)}"
     return f"{shape}, {m.normalization}, positions {m.position_embedding_type}"
+
+
+def _feed_forward(m: ModelConfig) -> str:
+    if m.num_experts is None:
+        return f"{m.activation} MLP of {m.ffn}"
+    shared = m.moe_shared_expert_intermediate_size
+    beside = f" and a shared one of {shared}" if shared else ""
+    return f"{m.moe_router_topk} of {m.num_experts} {m.activation} experts of {m.expert_ffn}{beside}"
 
 
 def _parameters(config: RunConfig) -> str:
@@ -104,7 +123,8 @@ def _parameters(config: RunConfig) -> str:
     held = rank_parameters(m, config.parallel)
     padded = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp)
     padding = f"; vocabulary {m.vocab:,}" + (f" padded to {padded:,}" if padded != m.vocab else "")
-    return f"{m.num_parameters():,} ({held:,} on {_each(config)}){padding}"
+    active = "" if m.num_experts is None else f"{m.num_parameters(active=True):,} compute a token, "
+    return f"{m.num_parameters():,} ({active}{held:,} on {_each(config)}){padding}"
 
 
 def _memory(config: RunConfig, world_size: int) -> str:

@@ -12,13 +12,16 @@ from torch import Tensor
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import TrainingConfig
+from megatron.layers.dispatch import Route
 from megatron.layers.router import Router, Routing
+from megatron.parallel.layout import Layout
+from megatron.parallel.mesh import Mesh
 from megatron.training.setup import build
 from megatron.training.step import train_step
 from tests.distributed.drive import MODEL, RATES, Case, batches_of, global_batch
 from tests.distributed.grid import RECOMPUTE
 from tests.distributed.pool import Pool
-from tests.distributed.vitals import difference, report
+from tests.distributed.vitals import difference, report, router_losses
 
 EXPERTS = replace(
     MODEL,
@@ -53,21 +56,12 @@ CASES = {
 }
 
 
-def told(rank: int, world_size: int, case: Case) -> list[dict[str, float]]:
-    """The losses of routers, step by step."""
-    trainer, steps = build(case.config(), rank, world_size), []
-    for step in range(case.steps):
-        metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
-        steps.append({"lm loss": metrics.loss.item()} | {name: x.item() for name, x in metrics.router.items()})
-    return steps
-
-
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_tells_what_one_process_tells(pool: Pool, name: str) -> None:
     case = CASES[name]
-    ranks = pool.run(case.world_size, told, case, check_collectives=False)
+    ranks = pool.run(case.world_size, router_losses, case, check_collectives=False)
     assert all(steps == ranks[0] for steps in ranks)
-    for got, expected in zip(ranks[0], told(0, 1, case.twin()), strict=True):
+    for got, expected in zip(ranks[0], router_losses(0, 1, case.twin()), strict=True):
         assert [*got] == ["lm loss", "seq_load_balancing_loss", "z_loss"]
         assert got == pytest.approx(expected, rel=1e-10)
 
@@ -81,6 +75,74 @@ def test_health_of_experts_is_that_of_one_process(pool: Pool, name: str) -> None
         assert difference(got, expected) < 1e-10
         assert [*got.layers["expert-load"]] == [f"layers.{i}" for i in range(4)]
         assert "busiest expert" in got.line()
+
+
+# ---- rows on their way between ranks
+
+TOKENS, CHOICES = 6, 2
+
+
+def tokens_of(rank: int) -> tuple[Tensor, Tensor]:
+    """A rank's tokens, and their experts; no rank's token chooses expert 2."""
+    generator = torch.Generator().manual_seed(rank)
+    experts = torch.stack([torch.randperm(3, generator=generator)[:CHOICES] for _ in range(TOKENS)])
+    return torch.randn(TOKENS, 3, generator=generator, dtype=torch.float64), experts + (experts == 2)
+
+
+def travel(rank: int, world_size: int, sizes: dict[str, int]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What comes to this rank, what goes back when each row is multiplied, and the gradient of the tokens."""
+    mesh = Mesh(Layout.from_config(parallel(**sizes), world_size), rank)
+    x_TH, experts_TK = tokens_of(rank)
+    x_TH.requires_grad_()
+    route = Route.plan(experts_TK, 4, sizes["etp"], mesh.group("ep", "etp"))
+    there = route.there(x_TH)
+    held = 4 // sizes["ep"]
+    factors = torch.arange(1.0 + held * mesh.coordinate["ep"], 9, dtype=torch.float64)[:held]
+    rows = there * factors.repeat_interleave(torch.tensor(route.counts)).unsqueeze(1)
+    back = route.back(rows, TOKENS)
+    (back * factor_of_rank(rank)).sum().backward()
+    assert x_TH.grad is not None
+    return there.detach(), back.detach(), x_TH.grad, torch.tensor(mesh.coordinate["ep"])
+
+
+def factor_of_rank(rank: int) -> float:
+    """So that a gradient which goes to another rank's token is seen."""
+    return 1.0 + rank
+
+
+@pytest.mark.parametrize("sizes", [{"ep": 4, "etp": 1}, {"ep": 2, "etp": 2, "tp": 2, "sp": True}, {"ep": 2, "etp": 1}])
+def test_rows_arrive_by_expert_and_come_back_to_their_tokens(pool: Pool, sizes: dict[str, int]) -> None:
+    ranks = pool.run(4, travel, sizes, check_collectives=False)
+    held, together = 4 // sizes["ep"], sizes["ep"] * sizes["etp"]
+    for rank, (there, back, gradient, ep) in enumerate(ranks):
+        x_TH, experts_TK = tokens_of(rank)
+        first = rank // together * together
+        mine = range(int(ep) * held, (int(ep) + 1) * held)
+        others = [tokens_of(source) for source in range(first, first + together)]
+        expected = [x[t] for e in mine for x, chosen in others for t in range(TOKENS) if e in chosen[t]]
+        assert torch.equal(there, torch.stack(expected) if expected else there[:0])
+        factors = (experts_TK + 1.0).double().repeat_interleave(sizes["etp"], dim=1).unsqueeze(-1)
+        assert torch.equal(back, x_TH.unsqueeze(1) * factors)
+        whole = factors.sum(1).expand_as(x_TH) * factor_of_rank(rank)
+        torch.testing.assert_close(gradient, whole, rtol=1e-14, atol=0)
+
+
+def all_the_same(rank: int, world_size: int, case: Case) -> tuple[float, float]:
+    """Loss and norm of a step in which the routers cannot tell experts apart: most ranks have nothing to compute."""
+    trainer = build(case.config(), rank, world_size)
+    for name, parameter in trainer.params.items():
+        if name.endswith("router.weight"):
+            torch.nn.init.zeros_(parameter)
+    metrics = train_step(trainer, batches_of(trainer, case, 0), RATES)
+    return metrics.loss.item(), metrics.grad_norm.item()
+
+
+@pytest.mark.parametrize("name", ["dp4, ep4", "tp4, ep4, modules recomputed"])
+def test_ranks_without_tokens_keep_up(pool: Pool, name: str) -> None:
+    case = CASES[name]
+    ranks = pool.run(4, all_the_same, case, check_collectives=False)
+    assert ranks == [ranks[0]] * 4
+    assert ranks[0] == pytest.approx(all_the_same(0, 1, case.twin()), rel=1e-10)
 
 
 # ---- one process against loops
@@ -138,15 +200,17 @@ def test_it_is_what_loops_over_tokens_say(topk: int) -> None:
         ({"num_experts": None}, []),
     ],
 )
-def test_losses_that_are_not_in_use_are_not_told(changes: dict[str, object], names: list[str]) -> None:
+def test_losses_that_are_not_in_use_are_not_router_losses(changes: dict[str, object], names: list[str]) -> None:
     case = Case(replace(EXPERTS, **changes), steps=1)  # type: ignore[arg-type]
-    assert [*told(0, 1, case)[0]] == ["lm loss", *names]
+    assert [*router_losses(0, 1, case)[0]] == ["lm loss", *names]
 
 
 def test_balance_of_one_micro_batch_is_that_of_its_sequences_together() -> None:
     """With one sequence in a micro-batch both kinds of the loss are the same."""
     both = [
-        told(0, 1, Case(replace(EXPERTS, moe_router_load_balancing_type=kind), training=ONE_SAMPLE, masked=False))
+        router_losses(
+            0, 1, Case(replace(EXPERTS, moe_router_load_balancing_type=kind), training=ONE_SAMPLE, masked=False)
+        )
         for kind in ("seq_aux_loss", "aux_loss")
     ]
     for sequence, batch in zip(*both, strict=True):

@@ -27,6 +27,15 @@ def report(
     return records
 
 
+def router_losses(rank: int, world_size: int, case: Case) -> list[dict[str, float]]:
+    """The losses of routers and the loss, step by step."""
+    trainer, steps = build(case.config(), rank, world_size), []
+    for step in range(case.steps):
+        metrics = train_step(trainer, batches_of(trainer, case, step), RATES)
+        steps.append({"lm loss": metrics.loss.item()} | {name: x.item() for name, x in metrics.router.items()})
+    return steps
+
+
 def difference(got: HealthRecord, expected: HealthRecord, zeros: bool = True) -> float:
     """The largest relative difference of any number.
 

@@ -84,6 +84,11 @@ CASES = (
         "--expert-tensor-parallel-size 2",
         2,
     ),
+    Case(
+        "--num-experts 4 --disable-bias-linear --moe-shared-expert-intermediate-size 9 --ffn-hidden-size 9 "
+        "--moe-ffn-hidden-size 8 --tensor-model-parallel-size 2 --sequence-parallel",
+        ranks=2,
+    ),
     Case("--expert-model-parallel-size 2 --moe-aux-loss-coeff 0.1 --moe-ffn-hidden-size 8", ranks=2),
     Case("--num-experts 4 --disable-bias-linear --cuda-graph step --device cuda"),
     Case("--use-distributed-optimizer --data-parallel-sharding-strategy no_shard", ranks=2),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from dataclasses import fields
 
 import pytest
@@ -33,6 +34,20 @@ def test_everything_that_matters_is_said() -> None:
     assert told["optimizer"] == "adam, learning rate 0.001 cosine to 0.0001, warm-up 5% of the decay, clip 1"
     assert told["precision"] == "bf16, masters and gradients fp32"
     assert "ramp" not in told
+
+
+EXPERTS = ["--num-experts", "8", "--moe-ffn-hidden-size", "96", "--expert-model-parallel-size", "2"]
+
+
+def test_experts_have_a_grid_and_parameters_that_are_active() -> None:
+    told = rows("--preset", "tiny-llama", *EXPERTS, "--moe-shared-expert-intermediate-size", "64", ranks=4)
+    assert told["ranks"] == "4 = DP 4 (copies of the model) x TP 1 (tensor parallel); experts: DP 2 x EP 2 x TP 1"
+    assert "2 of 8 swiglu experts of 96 and a shared one of 64, RMSNorm" in told["model"]
+    total, active, held = (int(n.replace(",", "")) for n in re.findall(r"[\d,]{4,}", told["parameters"])[:3])
+    expert = 4 * 3 * 96 * 128  # of all layers
+    assert total - active == 6 * expert
+    assert total - held == 4 * expert - 2 * (384 - 257) * 128  # half of the experts are elsewhere, two tables padded
+    assert "compute a token" in told["parameters"]
 
 
 PIPELINE = ["--preset", "tiny-llama", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8"]
