@@ -164,8 +164,9 @@ def _within(piece: Piece, run: Box) -> Piece:
     return replace(piece, local=Box(start, size), place=Box(place, size))
 
 
-ROUNDS = 4
-"""Of an uncut bucket, how often its largest parameter fits into a rank's part: at most 1/ROUNDS of it is padding."""
+ROUNDS = 2
+"""Of an uncut bucket, how often its largest parameter fits into a rank's part: the more, the larger are buckets, the
+less is padding."""
 
 
 def limits_of(
