@@ -106,7 +106,7 @@ class Handler(BaseHTTPRequestHandler):
             status, headers, content = self.answer(kind, key, query, body)
         if fault == "corrupt" and content:
             content = content[:-1] + bytes([content[-1] ^ 1])
-        self.reply(status, headers, content, cut=fault == "truncated", head=method == "HEAD")
+        self.reply(status, headers, content, method == "HEAD", cut=fault == "truncated")
 
     def kind(self, method: str, key: str, query: dict[str, str]) -> str:
         if method == "POST":
@@ -124,28 +124,35 @@ class Handler(BaseHTTPRequestHandler):
             return 200, {}, self.listing(key, query)
         if kind in ("GET", "HEAD"):
             return self.content(key)
+        if kind in ("Create", "UploadPart", "Complete", "Abort"):
+            return self.upload(kind, key, query, body)
         if kind == "PUT":
             s.objects[key] = body
-        elif kind == "Create":
+        elif kind == "DeleteMany":
+            for name in re.findall(rb"<Key>([^<]+)</Key>", body):
+                s.objects.pop(f"{key}/{unescape(name.decode())}", None)
+            return 200, {}, b"<DeleteResult></DeleteResult>"
+        elif kind == "DELETE":
+            s.objects.pop(key, None)
+        return 204 if kind == "DELETE" else 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
+
+    def upload(self, kind: str, key: str, query: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
+        """What is asked of an upload in parts."""
+        s = self.store
+        if kind == "Create":
             upload = f"upload{next(s.numbers)}"
             s.uploads[upload] = {}
             text = f"<InitiateMultipartUploadResult><UploadId>{upload}</UploadId></InitiateMultipartUploadResult>"
             return 200, {}, text.encode()
-        elif kind == "UploadPart":
+        if kind == "UploadPart":
             s.uploads[query["uploadId"]][int(query["partNumber"])] = body
         elif kind == "Complete":
             parts = s.uploads.pop(query["uploadId"])
             s.objects[key] = b"".join(parts[int(n)] for n in re.findall(rb"<PartNumber>(\d+)<", body))
             return 200, {}, b'<CompleteMultipartUploadResult><ETag>"x"</ETag></CompleteMultipartUploadResult>'
-        elif kind == "DeleteMany":
-            for name in re.findall(rb"<Key>([^<]+)</Key>", body):
-                s.objects.pop(f"{key}/{unescape(name.decode())}", None)
-            return 200, {}, b"<DeleteResult></DeleteResult>"
         elif kind == "Abort":
             s.uploads.pop(query["uploadId"], None)
-        elif kind == "DELETE":
-            s.objects.pop(key, None)
-        return 204 if kind in ("DELETE", "Abort") else 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
+        return 204 if kind == "Abort" else 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
 
     def content(self, key: str) -> tuple[int, dict[str, str], bytes]:
         found = self.store.objects.get(key)
@@ -205,11 +212,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def error(self, status: int, code: str, head: bool) -> None:
         content = f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()
-        self.reply(status, {}, content, head=head)
+        self.reply(status, {}, content, head)
 
-    def reply(
-        self, status: int, headers: dict[str, str], content: bytes, cut: bool = False, head: bool = False
-    ) -> None:
+    def reply(self, status: int, headers: dict[str, str], content: bytes, head: bool, cut: bool = False) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)

@@ -169,7 +169,7 @@ def test_objects_and_what_is_around_them(store: Store) -> None:
     ],
 )
 def test_every_error_becomes_one_of_the_system(error: Exception, number: int) -> None:
-    with pytest.raises(OSError) as caught, retries.translated(RUN):
+    with pytest.raises(OSError, match=str(RUN)) as caught, retries.translated(RUN):
         raise error
     assert (caught.value.errno, caught.value.filename) == (number, str(RUN))
     assert retries.is_lasting(caught.value) == (number != errno.EIO)
@@ -199,9 +199,7 @@ def test_calls_are_repeated_later_and_later(
     assert len(waits) == len(told) == min(failures, retries.ATTEMPTS - 1)
     for i, (wait, line) in enumerate(zip(waits, told)):
         assert 0.5 * 2**i <= wait <= 1.5 * 2**i
-        assert line.startswith(f"warning: {RUN}: TimeoutError: no answer; attempt {i + 1} of 5, the next in ") or (
-            line.startswith(f"warning: {RUN}: no answer; attempt {i + 1} of 5, the next in ")
-        )
+        assert re.match(rf"warning: {RUN}: .*no answer; attempt {i + 1} of 5, the next in ", line)
 
 
 # Saving and loading
@@ -259,10 +257,10 @@ def test_large_files_go_in_parts_and_come_in_ranges(store: Store, monkeypatch: p
 
 def test_a_file_that_fails_leaves_no_parts(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(remote, "PART", 5 << 20)
-    with pytest.raises(ValueError, match="enough"), RemoteFile(RUN / "x") as file:
+    with suppress(ValueError), RemoteFile(RUN / "x") as file:
         file.write(bytes(6 << 20))
         assert store.uploads
-        raise ValueError("enough")
+        raise ValueError
     del file
     assert (store.objects, store.uploads) == ({}, {})
 
@@ -378,7 +376,7 @@ def test_a_store_that_does_not_answer_is_no_damage(store: Store, fault: str) -> 
             runs.newest()
         with pytest.raises(UnreachableError):
             read(manifest, {n: s.empty([whole(s.view)]) for n, s in content(2).items()}, ALONE)
-    with failing(store, lambda r: fault), pytest.raises(OSError):
+    with failing(store, lambda r: fault), pytest.raises(OSError, match="bucket"):
         runs.named()
     with pytest.raises(DamagedError):  # but what is not there is not there
         Manifest.open(runs.path(3))
