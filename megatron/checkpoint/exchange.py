@@ -17,7 +17,6 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.files import NewFile
 from megatron.checkpoint.local import Nodes
 from megatron.parallel import comm
@@ -66,12 +65,12 @@ def together(act: Callable[[], T], group: Group) -> list[T]:
     """What ``act`` returns on every rank; collective.
 
     Raises:
-        CheckpointError, OSError, ValueError, TypeError: on every rank, when it is raised on one.
+        Exception: whatever one rank's raises, on every rank; of several the lowest rank's.
     """
     outcome: tuple[T | None, Exception | None]
     try:
         outcome = act(), None
-    except (CheckpointError, OSError, ValueError, TypeError) as error:
+    except Exception as error:
         outcome = None, error
     outcomes = comm.all_gather_objects(outcome, group)
     for _, problem in outcomes:

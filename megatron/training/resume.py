@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from megatron.checkpoint.errors import DamagedError
+from megatron.checkpoint.errors import DamagedError, StorageError
 from megatron.checkpoint.exchange import Tier
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.local import LocalCheckpoint
@@ -116,7 +116,7 @@ def _opened(trainer: Trainer, candidate: Candidate, notes: list[str]) -> tuple[M
         return on_first(partial(_manifest_and_files, candidate), t.mesh.world)
     try:
         manifest, told = bring_together(_tier(t), candidate, to_fill(t, held(t)))
-    except OSError as error:
+    except (OSError, StorageError) as error:
         raise DamagedError(f"it cannot be brought together: {error}") from error
     notes += told
     return manifest, on_first(partial(carried_by, manifest), t.mesh.world)

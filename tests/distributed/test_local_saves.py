@@ -116,8 +116,7 @@ def check_kill(pool: Pool, folder: Path, victim: int, target: int) -> int:
 def test_a_rank_is_killed_in_a_save(pool: Pool, tmp_path: Path) -> None:
     pool.run(WORLD, step, tmp_path / "calls", 1)
     counts, draw = pool.run(WORLD, calls, tmp_path / "calls"), random.Random(7)
-    assert check_kill(pool, tmp_path / "run", 3, draw.randrange(counts[3])) in (1, 2)
-    assert check_kill(pool, tmp_path / "run", 0, counts[0] - 1) == 2
+    assert check_kill(pool, tmp_path / "run", 2, draw.randrange(counts[2])) in (1, 2)
 
 
 @pytest.mark.slow
@@ -126,7 +125,7 @@ def test_a_rank_is_killed_at_every_call_of_a_save(pool: Pool, tmp_path: Path) ->
     counts = pool.run(WORLD, calls, tmp_path / "calls")
     for victim in (0, 1, 2):
         found = [check_kill(pool, tmp_path / "run", victim, target) for target in range(counts[victim])]
-        assert {*found} <= {1, 2}
+        assert {*found} == ({1, 2} if NODES.leads(victim) else {1})  # a leader alone gives the new one its name
 
 
 def refused(rank: int, world: int, folder: Path, failing: int, call: str, at: int) -> str:
