@@ -183,7 +183,7 @@ def _size_of(tensors: Mapping[str, GlobalTensor], trainer: Trainer) -> int:
 
 def _shortage(trainer: Trainer, size: int) -> Problem | None:
     """What is wrong where a checkpoint of that size does not fit, as rank 0 sees the disk; collective."""
-    folder = Path(str(trainer.config.checkpoint.save))
+    folder = location(str(trainer.config.checkpoint.save))
     return on_first(lambda: shortage(folder, size), trainer.mesh.world)
 
 
@@ -267,11 +267,9 @@ class Saver:
 
     def _skipped(self, under_way: UnderWay | None) -> None:
         """Tell that there is no save because of another one, which may be over on this rank."""
-        last = (
-            f"the save of step {under_way.iteration}, begun {under_way.seconds:.0f}s ago,"
-            if under_way
-            else "the last save"
-        )
+        last = "the last save"
+        if under_way is not None:
+            last = f"the save of step {under_way.iteration}, begun {under_way.seconds:.0f}s ago,"
         interval = self._trainer.config.checkpoint.save_interval or 1
         self._log.warning(
             f"step {self._trainer.iteration} is not saved: {last} is still being written\n"

@@ -126,7 +126,7 @@ MISTAKES = (
         "--lr-decay-style WSD",
     ),
     Rule(
-        ("save_interval", "keep_last", "keep_every"),
+        ("save_interval", "keep_last", "keep_every", "async_save"),
         lambda c: c.checkpoint.save is not None,
         "a folder to save to",
         "--save checkpoints",

@@ -14,11 +14,15 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+import torch
 
 from megatron.checkpoint.errors import DamagedError
 from megatron.checkpoint.manifest import Manifest
+from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
 from megatron.training import saving
+from megatron.training.checkpointing import to_write
+from megatron.training.setup import build
 from tests.runs import before_step, differences, full_disk, records, saved_steps, spoil_step, start, tiny_run
 from tests.saves import all_of, before_writing, slowly, wait_on, written_when
 
@@ -189,6 +193,16 @@ def test_older_ones_go_when_the_new_one_is_whole(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "saved") == [6]
 
 
-def test_without_a_folder_nothing_is_taken_for_it(tmp_path: Path) -> None:
-    with patch.object(saving, "Staging", side_effect=AssertionError):
-        assert start(tiny_run(tmp_path, "--async-save")).status == 0
+def test_masters_that_are_remainders_are_put_together_when_they_are_asked_for(tmp_path: Path) -> None:
+    """Not all at once, which would take the memory that remainders save."""
+    trainer = build(tiny_run(tmp_path, "--bf16 --store-param-remainders"), 0, 1)
+    masters = dict(trainer.optimizer.masters)
+    with patch("megatron.optim.masters.joined", side_effect=AssertionError):
+        tensors = to_write(trainer)
+    (part,) = tensors["layers.0.mlp.linear_fc2.weight"].parts
+    assert torch.equal(part.resolve().flatten(), masters["layers.0.mlp.linear_fc2.weight"].flatten())
+
+
+def test_without_a_folder_there_is_nothing_to_write_to(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="E601 --async-save without a folder to save to"):
+        tiny_run(tmp_path, "--async-save")
