@@ -26,7 +26,6 @@ from megatron.checkpoint.saving import (
     write_small,
     write_tensors,
 )
-from megatron.parallel import comm
 
 T = TypeVar("T")
 
@@ -88,7 +87,7 @@ def _write(tier: Tier, final: Path, tensors: Mapping[str, GlobalTensor], extra: 
     small = all_do(lambda: write_small(folder, extra.files) if leads else {})
     results = all_do(lambda: _write_own(folder, tier.rank, plans[tier.rank], planner))
     all_do(lambda: _copy(tier, folder, results))
-    content = comm.broadcast_object(_described(plans, results, small[0], extra) if tier.rank == 0 else b"", tier.group)
+    content = all_do(lambda: _described(plans, results, small[0], extra) if tier.rank == 0 else b"")[0]
     leaders_do(lambda: _describe(folder, content))
     leaders_do(lambda: _finish(final, content))
 
