@@ -48,14 +48,14 @@ def is_busy(rank: int, world_size: int) -> bool:
     return Saver._is_busy(saver)
 
 
-def sizes_of_a_save(rank: int, world_size: int, case: Case) -> tuple[int, int]:
+def sizes_of_a_save(rank: int, world_size: int, case: Case) -> list[int]:
     """Bytes of a checkpoint, and of one on the nodes, which log only says so."""
     trainer = build(case.config(), rank, world_size)
     told: list[int] = []
     log: Any = SimpleNamespace(checkpoint=lambda path, size, seconds: told.append(size), warning=told.append)
     with a_node(rank, world_size) as tier:
         local_tier._save(trainer, tier, log)
-    return size_of(trainer), *told
+    return [size_of(trainer), *told]
 
 
 def exchange_files(rank: int, world_size: int) -> bool:

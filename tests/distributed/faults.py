@@ -149,7 +149,7 @@ def weight_gradient_empty() -> Iterator[None]:
     def run(self: GradSink, chunk: int, microbatch: int) -> None:
         queue = self._queues[chunk, microbatch]
         if microbatch == 1:
-            queue[:] = [(name, Rows(torch.zeros_like(x.wait())), *rest) for name, x, *rest in queue]
+            queue[:] = [(name, Rows(torch.zeros_like(x.wait())), dy, rows) for name, x, dy, rows in queue]
         original(self, chunk, microbatch)
 
     with deferred(), patch.object(GradSink, "run", run):

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from megatron.layers import router
-from megatron.optim import buckets, clip
+from megatron.optim import buckets, clip, wire
 from megatron.optim.buckets import Bucket, GradBuckets, Spare, StreamedBucket
 from megatron.optim.weights import Weights
 from megatron.optim.wire import Sum
@@ -23,7 +23,7 @@ from megatron.parallel.ownership import BucketKey, Share
 
 def shard_off_by_one() -> AbstractContextManager[Any]:
     """Every rank's part of a summed bucket begins one element too late."""
-    original = buckets.start_reduce_scatter
+    original = wire.start_reduce_scatter
 
     def shifted(*arguments: Any) -> Sum:
         total = original(*arguments)

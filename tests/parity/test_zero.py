@@ -79,7 +79,8 @@ def sharded(plain: Plain, instances: int) -> nn.Module:
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     for layer in plain.layers:
         fully_shard(layer, mesh=mesh)
-    return fully_shard(plain, mesh=mesh)
+    fully_shard(plain, mesh=mesh)
+    return plain
 
 
 def whole(x: Any) -> Tensor:
@@ -133,8 +134,9 @@ def adamw(plain: Plain, o: OptimizerConfig) -> torch.optim.AdamW:
 
 def joined(batches: Sequence[MicroBatch]) -> MicroBatch:
     """The micro-batches as one."""
-    names = ("tokens", "labels", "loss_mask", "sample_ids")
-    return replace(batches[0], **{name: torch.cat([getattr(b, name) for b in batches]) for name in names})
+    columns = zip(*((b.tokens, b.labels, b.loss_mask, b.sample_ids) for b in batches))
+    tokens, labels, mask, samples = (torch.cat(parts) for parts in columns)
+    return MicroBatch(tokens, labels, mask, samples, batches[0].step)
 
 
 def relative(ours: Tensor, theirs: Tensor) -> float:
