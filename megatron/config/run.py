@@ -291,7 +291,9 @@ class CheckpointConfig:
     """Where checkpoints go, which are kept, and what a run starts from."""
 
     save: str | None = option(
-        None, "Folder for this run's checkpoints. A run whose folder holds some continues from the newest valid one."
+        None,
+        "Folder for this run's checkpoints, or s3://BUCKET/RUN. A run whose folder holds some continues from the newest "
+        "valid one.",
     )
     save_interval: int | None = option(
         None, "Steps between checkpoints. Default: only when the run ends or is stopped.", at_least=1

@@ -8,7 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint import remote, retries
+from megatron.checkpoint.remote import RemotePath
 from megatron.config.arguments import parse
+from megatron.config.checks.checkpoint import holds_checkpoints
 from megatron.config.problems import Problem, UserError
 
 RUN = "--mock-data --vocab-size 257 --train-iters 100"
@@ -133,3 +136,70 @@ def test_a_run_that_would_save_only_at_its_end_is_told() -> None:
 
 def test_a_folder_about_which_something_unreadable_was_said_is_not_looked_at() -> None:
     assert [p.code for p in told("--load a b --save c d --finetune")] == ["E002", "E002"]
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "sentence", "fix"),
+    [
+        ("--save zz://b/run", "E802", "--save zz://b/run: no kind of store is called zz://", "pip install"),
+        (
+            "--load gs://b/run",
+            "E801",
+            "--load gs://b/run needs a library that is not installed: gcsfs",
+            "pip install gcsfs",
+        ),
+        ("--save s3://", "E802", "--save s3:// names no bucket", "--save s3://BUCKET/RUN"),
+        ("--save memory://r/iter_0000100", "E802", "--save memory://r/iter_0000100 names one", "--save memory://r"),
+        (
+            "--save memory://r --nproc 2",
+            "E802",
+            "--save memory://r: 2 ranks have no memory in common",
+            "--save A_FOLDER",
+        ),
+        (
+            "--load memory://r/iter_5 --ckpt-step 6",
+            "E803",
+            "--load memory://r/iter_5 and --ckpt-step 6",
+            "--load memory://r",
+        ),
+        (
+            "--save memory://r --load memory://r --resume-mode weights-only",
+            "E803",
+            "weights-only starts",
+            "--load memory",
+        ),
+        (
+            "--save memory://r --local-save s3://b/x --local-save-interval 5",
+            "E804",
+            "--local-save s3://b/x is in an object store",
+            "--save s3://b/x",
+        ),
+    ],
+)
+def test_places_in_object_stores(
+    flags: str, code: str, sentence: str, fix: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(remote, "find_spec", lambda name: None if name == "gcsfs" else name)
+    flags, _, ranks = flags.partition(" --nproc ")
+    try:
+        parse(shlex.split(f"{RUN} {flags}"), {"WORLD_SIZE": ranks or "1", "RANK": "0"})
+    except UserError as error:
+        (problem,) = error.problems
+    assert problem.code == code
+    assert problem.sentence.startswith(sentence)
+    assert problem.fixes[0].startswith(fix)
+
+
+def test_what_an_object_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    place = RemotePath("memory://checks/run")
+    assert told(f"--save {place} --load {place} --save-interval 10") == []
+    assert not holds_checkpoints(str(place))
+    (place / "iter_0000100" / "COMPLETE").write_bytes(b"")
+    assert holds_checkpoints(str(place))
+    assert holds_checkpoints(f"{place}/iter_0000100")
+
+    def silent(path: RemotePath) -> list[RemotePath]:
+        raise retries.as_os_error(TimeoutError(), path)
+
+    monkeypatch.setattr(RemotePath, "folders", silent)
+    assert holds_checkpoints("memory://another")  # it may; whoever opens it says what is wrong

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.remote import RemotePath
 from megatron.convert.check import Difference
 from megatron.convert.conversions import Converted
 from tests.unit.convert.folders import llama, random_weights, write_checkpoint, write_folder
@@ -38,6 +39,15 @@ def test_there_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert "not compared with transformers" in out
     assert err == f"convert_checkpoint: from {tmp_path}/save/iter_0000000, step 0\n"
     assert len(list((tmp_path / "back").glob("*.safetensors"))) > 2
+
+
+def test_from_an_object_store(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_checkpoint(RemotePath("memory://convert/run/iter_0000007"), llama())
+    assert main(["--load", "memory://convert/run", "--save-hf", f"{tmp_path}/hf", "--no-check"]) == 0
+    assert "from memory://convert/run/iter_0000007, step 7" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--load-hf", f"{tmp_path}/hf", "--save", "s3://bucket/run"])
+    assert "s3://bucket/run is in an object store; write to a folder, and copy that" in capsys.readouterr().err
 
 
 def test_what_was_passed_over_and_what_was_not_compared_is_said(

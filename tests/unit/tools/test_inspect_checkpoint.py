@@ -13,6 +13,7 @@ import torch
 
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import MANIFEST, MARKER, marker
+from megatron.checkpoint.remote import RemotePath
 from megatron.checkpoint.store import write
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, save, small
 from tools.inspect_checkpoint import main
@@ -221,3 +222,29 @@ def test_a_closed_pipe_ends_it_quietly(runs: Checkpoints, command: str) -> None:
     )
     os.close(write_end)
     assert (done.returncode, done.stderr) == (-signal.SIGPIPE, "")
+
+
+def test_in_an_object_store(capsys: pytest.CaptureFixture[str]) -> None:
+    runs = Checkpoints(RemotePath("memory://inspect/run"))
+    for iteration in (1, 2):
+        save(runs.path(iteration), small(), iteration=iteration)
+    (RemotePath("memory://inspect/run/iter_0000003/attempt-1") / "x").write_bytes(b"x")
+    assert main(["ls", "memory://inspect/run/"]) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first.endswith("has no COMPLETE: it is no checkpoint, or its save was cut off")
+    assert second.split()[:5] == ["iter_0000002", "step", "2", "1.15", "kB"]
+    assert second.endswith("s ago  complete")
+    assert third.endswith("complete")
+    assert main(["verify", "memory://inspect/run"]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "memory://inspect/run/iter_0000003: left over from a save or a removal that was cut off",
+        "memory://inspect/run/iter_0000002: 1.15 kB in 2 files, as they were written",
+        "memory://inspect/run/iter_0000001: 1.15 kB in 2 files, as they were written",
+    ]
+    assert main(["diff", "memory://inspect/run/iter_0000001", "memory://inspect/run/iter_0000002"]) == 1
+    assert capsys.readouterr().out == "state iteration: 1 | 2\n2 of 2 tensors identical to the bit\n"
+    assert main(["show", "memory://inspect/run", "a"]) == 0
+    assert "a  F32 [24, 5]  min 0" in capsys.readouterr().out
+    assert main(["ls", "memory://inspect/nothing"]) == 2
+    assert main(["ls", "zz://bucket"]) == 2
+    assert "no kind of store is called zz://" in capsys.readouterr().err
