@@ -12,6 +12,8 @@ from functools import cache, partial
 from typing import Any
 from unittest.mock import patch
 
+from torch import Tensor
+
 from megatron.checkpoint.errors import DamagedError
 from megatron.checkpoint.manifest import Manifest
 from megatron.config.resolve import resolve
@@ -23,7 +25,7 @@ from megatron.training.saving import save, size_of
 from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
 from megatron.training.stop import SIGNALS
-from megatron.training.verify import RankTrace, StepTrace, hold, join
+from megatron.training.verify import Held, RankTrace, StepTrace, hold, join
 from tests.distributed.grid import FACTORS, LAYOUT, case_of, label, layouts, valid
 from tests.distributed.pairwise import Choice
 from tests.runs import Told, before_step, full_disk, kill, misread, start
@@ -139,12 +141,18 @@ def load_and_go_on(rank: int, world_size: int, config: RunConfig) -> Leg:
 
 def go_on(trainer: Trainer) -> Leg:
     """Take the steps that are left."""
-    tensors = {name: hold(trainer, parameter_of(name), share) for name, share in held(trainer).items()}
+    tensors = {name: _pieces(trainer, parameter_of(name), share) for name, share in held(trainer).items()}
     weights = {name: pieces for name, pieces in tensors.items() if not name.startswith("optim.")}
     moments = {name: pieces for name, pieces in tensors.items() if name.startswith("optim.")}
     state = RankTrace(0.0, 0.0, moments, weights)
     losses = advance(trainer, trainer.total_steps - trainer.iteration)
     return Leg(state, losses, consumed_digest(trainer), size_of(trainer))
+
+
+def _pieces(trainer: Trainer, parameter: str, share: Tensor) -> list[Held]:
+    spec = trainer.specs[parameter]
+    first = trainer.mesh.copies(*spec.reduce_axes).rank == 0
+    return hold(spec, trainer.buckets.shares[parameter], share, first)
 
 
 def advance(trainer: Trainer, steps: int) -> list[float]:
