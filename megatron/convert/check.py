@@ -251,7 +251,7 @@ class _TheirWeights:
     def _stacked(self, name: str, place: str, spellings: Sequence[tuple[str, ...]]) -> Tensor:
         """The matrices of all experts, ``[E, rows, columns]``."""
         for parts in spellings:
-            experts = []
+            experts: list[Tensor] = []
             while self._key(f"{place}.experts.{len(experts)}.{parts[0]}.weight") is not None:
                 expert = f"{place}.experts.{len(experts)}"
                 experts.append(torch.cat([self.load(f"{expert}.{part}.weight") for part in parts]))

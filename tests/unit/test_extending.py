@@ -26,11 +26,13 @@ from megatron.data.stretches import lay_out
 from megatron.kernels.activation import ACTIVATIONS
 from megatron.kernels.operation import Candidate
 from megatron.kernels.registry import OPERATIONS, choose
+from megatron.layers.experts import MixtureOfExperts
 from megatron.optim.rules import RULES
 from megatron.parallel.build import BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh
+from megatron.parallel.microbatch import MicroBatch
 from megatron.pipeline import plan
 from megatron.pipeline.actions import Schedule
 from megatron.pipeline.comms import add_communication
@@ -43,6 +45,8 @@ from tests.distributed import grid
 from tools import draw_schedule
 
 PAGE = Path(__file__).parents[2] / "docs" / "extending.md"
+ON_MATRICES = ("muon",)
+"""Rules that are made of the places of matrices, too, and so stand in no table."""
 
 
 @pytest.fixture
@@ -58,8 +62,8 @@ def page(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def test_tables_match_the_choices_of_the_flags() -> None:
-    for table, name in ((ACTIVATIONS, "activation"), (RULES, "optimizer")):
-        assert set(table) == set(SETTINGS[name].option.choices or ())
+    for names, setting in ((set(ACTIVATIONS), "activation"), ({*RULES, *ON_MATRICES}, "optimizer")):
+        assert names == set(SETTINGS[setting].option.choices or ())
 
 
 @pytest.mark.parametrize(
@@ -98,8 +102,24 @@ def test_activation(page: dict[str, Any]) -> None:
 
 def test_optimizer_keeps_as_many_moments_as_is_said(page: dict[str, Any]) -> None:
     for name, count in {**MOMENTS, "signum": 1}.items():
+        if name in ON_MATRICES:
+            continue
         state = RULES[name]([torch.zeros(3)], OptimizerConfig()).state
         assert sum(t.numel() == 3 for tensors in state.values() for t in tensors) == count
+
+
+def test_router_weighs_by_scores_that_stand_alone(page: dict[str, Any]) -> None:
+    context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), GradSink(), torch.float64)
+    model = ModelConfig(hidden_size=8, num_experts=4, add_bias_linear=False)
+    moe = MixtureOfExperts(model, context, 0.1, drop_activation=False).eval()
+    moe.router = page["SigmoidRouter"](model, replace(context, params={}, specs={}).at("router"))
+    x_SBH, batch = torch.randn(3, 2, 8, dtype=torch.float64), MicroBatch.of_tokens(torch.zeros(2, 3, dtype=torch.int64))
+    experts, weights, losses = moe.router(x_SBH, batch)
+    scores = (x_SBH.flatten(0, 1) @ moe.router.weight.t()).sigmoid()
+    assert torch.equal(experts, scores.topk(2).indices)
+    torch.testing.assert_close(weights, scores.gather(1, experts) / scores.gather(1, experts).sum(1, keepdim=True))
+    assert losses.tolist() == [0, 0]
+    assert moe(x_SBH, batch)[0].shape == x_SBH.shape
 
 
 def test_optimizer_moves_by_the_sign_and_obeys_skips(page: dict[str, Any]) -> None:
