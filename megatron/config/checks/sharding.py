@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
-from megatron.config.memory import buckets
+from megatron.config.batch import microbatches
+from megatron.config.memory import buckets, shown
 from megatron.config.numbers import beside, divisors, offers
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
+from megatron.config.traffic import replica_traffic
 from megatron.parallel.layout import Layout
 
 CUT = "--use-distributed-optimizer"
@@ -58,9 +61,11 @@ def recorded(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A line on what is rounded, and on matrices that nobody cuts."""
+    """A line on what is rounded, on what ZeRO-2 sends, and on matrices that nobody cuts."""
     if config.parallel.grad_reduce_in_bf16:
         yield "--grad-reduce-in-bf16: gradients are rounded on the wire, so the numbers depend on the layout"
+    if config.parallel.zero_stage == 2 and config.model.vocab_size is not None:
+        yield from _resent(config, world_size)
     if config.optimizer.optimizer != "muon" or not config.parallel.zero_stage:
         return
     if config.parallel.zero_stage == 2:
@@ -72,6 +77,18 @@ def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
         yield (
             f"--optimizer muon: no matrix is cut, so buffers of weights and gradients are {1 + waste:.1f} times as "
             "large as what they hold; with more --num-distributed-optimizer-instances fewer ranks share them"
+        )
+
+
+def _resent(config: RunConfig, world_size: int) -> Iterator[str]:
+    """What summing every micro-batch by itself costs on the wire."""
+    count = microbatches(config.training, config.parallel.data_parallel_size(world_size))
+    once = replace(config, parallel=replace(config.parallel, data_parallel_sharding_strategy="optim"))
+    ours, theirs = (sum(replica_traffic(c, world_size).values()) for c in (config, once))
+    if ours > theirs:
+        yield (
+            f"optim_grads: each of {count} micro-batches is summed over the ranks by itself, so that a rank sends "
+            f"{shown(ours)} to others in a step; with optim {shown(theirs)}"
         )
 
 

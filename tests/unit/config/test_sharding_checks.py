@@ -39,3 +39,15 @@ def test_few_matrices_on_many_ranks(ranks: int) -> None:
 def test_cut_gradients_need_large_buckets() -> None:
     (note,) = notes("--data-parallel-sharding-strategy optim_grads", 4)
     assert "compare --data-parallel-sharding-strategy optim" in note
+
+
+def test_cut_gradients_are_sent_for_every_microbatch() -> None:
+    """Three micro-batches, all in fp32: three reduce-scatters and a gather, where ZeRO-1 has one of each."""
+    flags = "--mock-data --train-iters 1 --vocab-size 256 --num-layers 8 --hidden-size 256 --num-attention-heads 4"
+    cut = "--data-parallel-sharding-strategy optim_grads --global-batch-size"
+    environ = {"RANK": "0", "WORLD_SIZE": "4"}
+    (note,) = (n for n in parse(shlex.split(f"{flags} {cut} 12"), environ).notes if "optim_grads" in n)
+    assert "each of 3 micro-batches" in note
+    ours, theirs = (float(number) for number in re.findall(r"([\d.]+) MB", note))
+    assert ours / theirs == pytest.approx((3 + 1) / 2, rel=1e-3)
+    assert not [n for n in parse(shlex.split(f"{flags} {cut} 4"), environ).notes if "optim_grads" in n]
