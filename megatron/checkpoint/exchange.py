@@ -38,12 +38,14 @@ class Tier:
     Attributes:
         folder: of this rank's node.
         nodes: which ranks are on which.
-        group: all ranks, with a communicator for tensors of the CPU.
+        group: all ranks, for what they tell each other.
+        wire: all ranks, with another communicator, for files: not every rank sends as often as it tells.
     """
 
     folder: Path
     nodes: Nodes
     group: Group
+    wire: Group
 
     @property
     def rank(self) -> int:
@@ -93,7 +95,7 @@ class Parcel:
 
 
 def exchange(sent: Parcel | None, received: Parcel | None, group: Group) -> OSError | None:
-    """Send a file to one rank while another comes from one; the peers must call it for the other ends.
+    """Send a file to one rank of a group while another comes from one; the peers must call it for the other ends.
 
     What comes has its name, and is on the disk, when the call returns; a file that had it is replaced.
 

@@ -166,9 +166,9 @@ def _move(tier: Tier, manifest: Manifest, folder: Path, moves: list[tuple[str, i
         giver, taker = givers[number % len(givers)], takers[number % len(takers)]
         size = manifest.files[name].bytes
         if tier.rank == giver:
-            errors.append(exchange(Parcel(folder / name, taker, size), None, tier.group))
+            errors.append(exchange(Parcel(folder / name, taker, size), None, tier.wire))
         elif tier.rank == taker:
-            errors.append(exchange(None, Parcel(folder / name, giver, size), tier.group))
+            errors.append(exchange(None, Parcel(folder / name, giver, size), tier.wire))
     for error in errors:
         if error is not None:
             raise error

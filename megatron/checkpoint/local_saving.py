@@ -125,7 +125,7 @@ def _copy(tier: Tier, folder: Path, results: list[list[WriteResult]]) -> None:
         return
     target, source = tier.nodes.neighbour(tier.rank, 1), tier.nodes.neighbour(tier.rank, -1)
     sent, received = _parcel(folder, results[tier.rank], target), _parcel(folder, results[source], source)
-    error = exchange(sent, received, tier.group)
+    error = exchange(sent, received, tier.wire)
     if error is not None:
         raise error
 

@@ -30,8 +30,11 @@ from megatron.training.origin import Origin, is_asked, newest_own, passed_over
 from megatron.training.setup import Trainer
 
 
-def tier_of(options: CheckpointConfig, group: Group) -> Tier:
+def tier_of(options: CheckpointConfig, group: Group, wire: Group) -> Tier:
     """The nodes' folders of a run with a ``local_save``; collective over all ranks, which are ``group``.
+
+    Files go over ``wire``, the same ranks with communicators of their own for tensors of the CPU. Where none is sent
+    yet, it may be the same.
 
     Raises:
         UserError: when the nodes have not as many ranks each.
@@ -42,7 +45,7 @@ def tier_of(options: CheckpointConfig, group: Group) -> Tier:
         counts = ", ".join(str(len(nodes.ranks(node))) for node in range(nodes.count))
         sentence = f"--local-save: the nodes have {counts} ranks; each keeps copies for another, so all need as many"
         raise UserError([Problem("E804", sentence, ("drop --local-save",))])
-    return Tier(folder_of(str(options.local_save), nodes.of[group.rank]), nodes, group)
+    return Tier(folder_of(str(options.local_save), nodes.of[group.rank]), nodes, group, wire)
 
 
 @contextmanager
@@ -56,7 +59,7 @@ def claimed_on_nodes(options: CheckpointConfig, world: Group) -> Iterator[None]:
     """
     with ExitStack() as stack:
         if options.local_save is not None:
-            tier = tier_of(options, world)
+            tier = tier_of(options, world, world)
             together(lambda: _claim(stack, tier, str(options.local_save)), world)
         yield
 
@@ -90,7 +93,7 @@ def with_local(origin: Origin | UserError, options: CheckpointConfig, world: Gro
         OSError: when a disk refuses.
 
     """
-    tier = tier_of(options, world)
+    tier = tier_of(options, world, world)
     found, notes = find(tier)
     _refuse_others(found, options)
     step = options.ckpt_step if is_asked(options) else None

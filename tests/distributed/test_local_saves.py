@@ -40,7 +40,8 @@ def everyone(rank: int) -> Group:
 
 
 def tier(folder: Path, rank: int) -> Tier:
-    return Tier(folder / f"node{NODES.of[rank]}", NODES, everyone(rank))
+    wire = Group(tuple(range(WORLD)), rank, dist.new_group(list(range(WORLD))))
+    return Tier(folder / f"node{NODES.of[rank]}", NODES, everyone(rank), wire)
 
 
 def quarters(rank: int, sample: Sample) -> list[Box]:
@@ -55,8 +56,9 @@ def parts(rank: int, value: float) -> dict[str, GlobalTensor]:
 def step(rank: int, world: int, folder: Path, iteration: int) -> None:
     """Save as a run does, and delete the one before."""
     extra = Extra({"iteration": iteration}, {"checkpoint": {"save": "a"}}, {"tokenizer/tokenizer.json": b"{}"})
-    write_local(tier(folder, rank), iteration, parts(rank, iteration), extra)
-    assert keep_only(tier(folder, rank), iteration) is None
+    here = tier(folder, rank)
+    write_local(here, iteration, parts(rank, iteration), extra)
+    assert keep_only(here, iteration) is None
 
 
 def killed(rank: int, world: int, folder: Path, victim: int, target: int) -> None:
@@ -86,13 +88,14 @@ def calls(rank: int, world: int, folder: Path) -> int:
 
 def newest(rank: int, world: int, folder: Path) -> int:
     """The step of the newest checkpoint that the nodes have all of, of which this rank gets another part."""
-    found, _ = find(tier(folder, rank))
+    here = tier(folder, rank)
+    found, _ = find(here)
     for checkpoint in found:
         tensors = {
             n: s.empty([whole(s.view)] if rank == 3 else [Box((0, 1, 0), (2, 4, 5))]) for n, s in content(0).items()
         }
         try:
-            manifest, _ = bring_together(tier(folder, rank), checkpoint, tensors)
+            manifest, _ = bring_together(here, checkpoint, tensors)
         except DamagedError:
             continue
         read(manifest, tensors, everyone(rank))

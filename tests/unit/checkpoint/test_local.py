@@ -122,7 +122,7 @@ def test_a_newer_version_is_not_passed_over(tmp_path: Path) -> None:
 
 
 def tier(folder: Path) -> Tier:
-    return Tier(folder, Nodes((0,)), ALONE)
+    return Tier(folder, Nodes((0,)), ALONE, ALONE)
 
 
 def step(folder: Path, iteration: int) -> None:
