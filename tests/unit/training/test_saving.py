@@ -77,9 +77,9 @@ def test_steps_are_taken_while_a_slow_disk_writes(plain: Path, tmp_path: Path) -
     assert told.status == 0
     assert same_as(plain, tmp_path, 4, 6)
     first = next(r for r in records(tmp_path, "event") if r["event"] == "checkpoint")
-    taken = [r["time"] for r in records(tmp_path) if r["iteration"] == 6]
-    assert first["seconds"] > 3.0 > 3 * first["blocking-seconds"]
-    assert taken[0] < first["time"]
+    (taken,) = (r["time"] for r in records(tmp_path) if r["iteration"] == 5)
+    assert first["seconds"] - first["blocking-seconds"] > 3.0
+    assert taken < first["time"]
 
 
 def test_the_last_one_is_waited_for_with_a_word(plain: Path, tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_the_last_one_is_waited_for_with_a_word(plain: Path, tmp_path: Path) -> 
     told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 100")), event)
     assert told.status == 0
     assert same_as(plain, tmp_path, 6)
-    assert told.out.count("waiting for the checkpoint of step 6: 0s so far") == 2
+    assert told.out.count("waiting for the checkpoint of step 6: ") >= 2
     assert ", training stood still for 0." in told.out
 
 
