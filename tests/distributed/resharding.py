@@ -229,7 +229,7 @@ def bytes_of_files(manifest: Manifest) -> dict[str, int]:
         found.sort()
         ends = [offset + n for offset, n in found]
         assert all(end == start for end, (start, _) in zip(ends, found[1:])), f"{file} has holes, or bytes twice"
-        assert ends[-1] == (manifest.path / file).stat().st_size
+        assert ends[-1] == Path(str(manifest.path), file).stat().st_size
     return {file: sum(n for _, n in found) for file, found in spans.items()}
 
 
