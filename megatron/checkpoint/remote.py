@@ -142,10 +142,12 @@ class RemotePath:
         Raises:
             OSError: when the store does not say.
         """
-        _, top = _reached(self)
-        start = len(top.strip("/")) + 1
-        found = self._list(lambda fs, key: list(fs.find(key, detail=True).values()))
-        return {entry["name"].strip("/")[start:]: entry["size"] for entry in found}
+
+        def inside(fs: Any, key: str) -> list[dict[str, Any]]:
+            start, found = len(key.strip("/")) + 1, fs.find(key, detail=True).values()
+            return [{"name": entry["name"].strip("/")[start:], "size": entry["size"]} for entry in found]
+
+        return {entry["name"]: entry["size"] for entry in self._list(inside)}
 
     def read_bytes(self) -> bytes:
         """All of an object.

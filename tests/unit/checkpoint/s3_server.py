@@ -99,6 +99,8 @@ class Handler(BaseHTTPRequestHandler):
             self.connection.close()
             return
         elif fault is not None and fault.isdigit():
+            if kind == "DeleteMany":  # which no store does all at once
+                self.delete(key, re.findall(rb"<Key>([^<]+)</Key>", body)[1:])
             code = {"403": "AccessDenied", "503": "SlowDown"}.get(fault, "InternalError")
             self.error(int(fault), code, method == "HEAD")
             return
@@ -129,12 +131,16 @@ class Handler(BaseHTTPRequestHandler):
         if kind == "PUT":
             s.objects[key] = body
         elif kind == "DeleteMany":
-            for name in re.findall(rb"<Key>([^<]+)</Key>", body):
-                s.objects.pop(f"{key}/{unescape(name.decode())}", None)
+            self.delete(key, re.findall(rb"<Key>([^<]+)</Key>", body))
             return 200, {}, b"<DeleteResult></DeleteResult>"
         elif kind == "DELETE":
             s.objects.pop(key, None)
         return 204 if kind == "DELETE" else 200, {"ETag": f'"{hashlib.md5(body).hexdigest()}"'}, b""
+
+    def delete(self, bucket: str, names: list[bytes]) -> None:
+        """Remove these objects."""
+        for name in names:
+            self.store.objects.pop(f"{bucket}/{unescape(name.decode())}", None)
 
     def upload(self, kind: str, key: str, query: dict[str, str], body: bytes) -> tuple[int, dict[str, str], bytes]:
         """What is asked of an upload in parts."""
