@@ -121,9 +121,9 @@ class Trials:
         trial, folder = Trial(setup), self._folder / f"{setup.name}, call {number}".replace(" ", "-")
         return self._made(trial, folder, lambda: self._strike(trial, folder, fault))
 
-    def calls_of_a_save(self, setup: Setup, step: int = STEPS // 2) -> list[int]:
-        """Numbers of the calls of rank 0 that the save of ``step`` consists of."""
-        calls = self.reference(setup).ended.calls[0]
+    def calls_of_a_save(self, setup: Setup) -> list[int]:
+        """Numbers of the calls of rank 0 that the second save consists of; of the first where threads save."""
+        calls, step = self.reference(setup).ended.calls[0], 2 if "--async-save" in setup.way else 4
         return [number for number, call in enumerate(calls) if f"/iter_{step:07d}" in call]
 
     def _made(self, trial: Trial, folder: Path, happen: Callable[[], None]) -> Trial:
@@ -167,7 +167,7 @@ class Trials:
         """Start the run, and hold what it says at its beginning against what is there."""
         before = Before.look(trial.setup, folder) if folder.exists() else Before(set(), ())
         ended = start(trial.setup, folder, fault)
-        began = f": step {before.newest}, " in ended.said or "starts from nothing" in ended.said
+        began = any(words in ended.said for words in ("resumed from ", "starts from nothing"))
         if fault is None or began:
             trial.wrong += before.complaints(ended.said)
         if fault is not None and fault.kind == "full disk":
@@ -292,14 +292,14 @@ def main(argv: Sequence[str]) -> int:
     trials = Trials(folder, setups, options.seed)
     for setup in setups:  # before there are other processes, which share them
         trials.reference(setup)
-    made = at_random(trials, options.faults, options.jobs)
-    text = [*report(made, f"drawn at random, seed {options.seed}")]
-    options.output.write_text("\n".join(text) + "\n")
+    made, text = [], []
+    if options.faults:
+        made = at_random(trials, options.faults, options.jobs)
+        text += [*report(made, f"drawn at random, seed {options.seed}"), ""]
     if options.every_call:
-        every = at_every_call(trials, IN_EVERY_CALL, options.jobs)
-        text += ["", *report(every, "killed at every call of one save")]
-        made += every
-        options.output.write_text("\n".join(text) + "\n")
+        every = at_every_call(trials, [setup for setup in IN_EVERY_CALL if setup in setups], options.jobs)
+        made, text = made + every, [*text, *report(every, "killed at every call of one save"), ""]
+    options.output.write_text("\n".join(text))
     if any(trial.wrong for trial in made):
         print(f"the folders of runs that went wrong are in {folder}")
         return 1
