@@ -26,13 +26,16 @@ from megatron.training.setup import Trainer, build
 from megatron.training.step import train_step
 from megatron.training.stop import SIGNALS
 from megatron.training.verify import Held, RankTrace, StepTrace, hold, join
-from tests.distributed.grid import FACTORS, LAYOUT, case_of, label, layouts, valid
+from tests.distributed.grid import FACTORS, LAYOUT, SHARING, case_of, label, layouts, valid
 from tests.distributed.pairwise import Choice
 from tests.runs import Told, before_step, full_disk, kill, misread, start
 
 GLOBAL_BATCH = 6
 BEFORE, AFTER = 2, 10
 """Steps before and after the checkpoint."""
+
+CUT = tuple(name for name in SHARING if name not in (*LAYOUT, "biases"))
+"""What is as it is by default here: ``resharding`` is about it."""
 
 OTHERWISE = ("recompute", "loss_chunk", "overlap", "bucket")
 """What may change with the layout."""
@@ -56,8 +59,7 @@ def layouts_of(layers: int, ranks: int) -> list[Choice]:
     """All layouts of a model with so many layers on at most so many ranks; without a pipeline, of one chunk."""
     found = [layout for layout in layouts() if layout["layers"] == layers and layout["samples"] == GLOBAL_BATCH]
     found = [c for c in found if c["pp"] > 1 or (c["vpp"], c["schedule"]) == (1, "1f1b")]
-    by_three = [layout | {"dp": 3} for layout in found if layout["dp"] == 1 and layout["micro_batch"] <= 2]
-    return [layout for layout in found + by_three if ranks_of(layout) <= ranks]
+    return [layout for layout in found if ranks_of(layout) <= ranks]
 
 
 def random_pair(seed: int, ranks: int, **fixed: Choice) -> Pair:
@@ -69,7 +71,9 @@ def random_pair(seed: int, ranks: int, **fixed: Choice) -> Pair:
         fixed: what is not left to chance, of the ``model``, and of the layouts ``before`` and ``after``.
     """
     chance = random.Random(seed)
-    model = {name: chance.choice(values) for name, values in FACTORS.items() if name not in LAYOUT}
+    free = set(FACTORS) - set(LAYOUT) - set(CUT)
+    model = {name: chance.choice(values) if name in free else values[0] for name, values in FACTORS.items()}
+    model = {name: value for name, value in model.items() if name not in LAYOUT}
     model |= {"documents": "one", "masked": False, **fixed.get("model", {})}
     for name, value in (("rotary", "plain"), ("optimizer", "adam")):
         if not valid(model):
