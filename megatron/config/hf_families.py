@@ -200,13 +200,14 @@ _TRAINING = ("output_router_logits", "router_aux_loss_coef")
 asked for. What the model computes does not depend on it."""
 
 
+_NONE_SHARED: Values = {"moe_shared_expert_intermediate_size": None}
 _MIXTRAL = Key("window_size", "sliding_window", None), Key("num_experts", "num_local_experts", 8)
 
 
 def _read_mixtral(config: Json) -> Values:
     own = {key.ours: value_of(key, config) for key in _MIXTRAL}
     same = {"moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
-    return _read_decoder({"rope_theta": 1e6} | config) | own | same
+    return _read_decoder({"rope_theta": 1e6} | config) | own | same | _NONE_SHARED
 
 
 def _write_mixtral(model: ModelConfig) -> Values:
@@ -224,7 +225,7 @@ def _read_qwen3_moe(config: Json) -> Values:
     if len({*said.values()}) > 1:
         raise RefusedError(" and ".join(f"{name} {n}" for name, n in said.items()) + " contradict each other")
     experts = {"num_experts": next(iter(said.values()), 128), "qk_layernorm": True, "window_size": window}
-    return _read_decoder(config) | experts | weighed
+    return _read_decoder(config) | experts | weighed | _NONE_SHARED
 
 
 def _write_qwen3_moe(model: ModelConfig) -> Values:

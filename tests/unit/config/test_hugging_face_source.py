@@ -43,6 +43,19 @@ def test_no_other_flag_is_needed_for_the_model(folder: Path) -> None:
     assert (model.position_embedding_type, model.hidden_dropout) == ("rope", 0.0)
 
 
+OWN = {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+MIXTRAL = {key: value for key, value in LLAMA.items() if not key.endswith("_bias")} | OWN
+
+
+def test_experts_are_the_models_and_no_flag_says_others(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps(MIXTRAL))
+    model = started(folder, "--moe-aux-loss-coeff", "0.01").config.model
+    assert (model.num_experts, model.moe_router_topk, model.expert_ffn) == (4, 2, 80)
+    assert codes(folder, "--moe-shared-expert-intermediate-size", "64") == ["E821"]
+    (folder / "config.json").write_text(json.dumps(LLAMA))
+    assert codes(folder, "--num-experts", "4") == ["E821"]
+
+
 def test_samples_are_no_longer_than_what_the_model_knows(folder: Path) -> None:
     assert started(folder).config.training.seq_length == 64
     assert started(folder, "--seq-length", "16").config.training.seq_length == 16
