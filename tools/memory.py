@@ -21,7 +21,7 @@ NEEDED = {
     ("--mock-data",): ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path"),
     ("--train-iters", "1"): ("--train-samples",),
 }
-"""What a run must be told and memory does not depend on, and flags that say the same or otherwise."""
+"""What a run must be told and memory does not depend on, and flags that say it otherwise; a file may say all."""
 
 GB = 2**30
 
@@ -44,7 +44,8 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
 
 def completed(argv: Sequence[str]) -> list[str]:
     """The flags, and those without which there is no run."""
-    missing = (flag for flag, others in NEEDED.items() if not {flag[0], *others} & {*argv})
+    said = {word.partition("=")[0] for word in argv}
+    missing = (flag for flag, others in NEEDED.items() if not {flag[0], "--config", *others} & said)
     return [*argv, *(word for flag in missing for word in flag)]
 
 

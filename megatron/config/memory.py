@@ -141,15 +141,14 @@ class Bucket:
     shards: int
     copies: int
 
-    def spread(self, amount: dict[str, int] | None = None) -> list[int]:
-        """Of every part, the elements of parameters in it; or the sum of amounts of parameters that reach into it."""
-        found, length = [0] * self.shards, self.packing.size // self.shards
+    def shares(self) -> Iterator[tuple[Parameter, int, int]]:
+        """Every parameter with each part that it reaches into, and its elements there."""
+        length = self.packing.size // self.shards
         for p in self.parameters:
             start = self.packing.offsets[p.name]
-            for part in range(start // length, (start + p.numel - 1) // length + 1):
-                inside = min((part + 1) * length, start + p.numel) - max(part * length, start)
-                found[part] += inside if amount is None else amount[p.name]
-        return found
+            stop = start + p.numel
+            for part in range(start // length, (stop - 1) // length + 1):
+                yield p, part, min((part + 1) * length, stop) - max(part * length, start)
 
 
 def buckets(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[Bucket]:
@@ -199,12 +198,12 @@ class _Stage:
             "moments": _moment_bytes(optimizer, bucket.key.uncut, wide),
             "average": wide if optimizer.ema_decay is not None else 0,
         }
-        rows = {p.name: INTEGER * p.shape[0] for p in bucket.parameters} if _rounds(config) else {}
-        indices = bucket.spread(rows) if rows else [0] * bucket.shards
-        for held, elements, index in zip(self.parts[bucket.key.axes == EXPERT], bucket.spread(), indices, strict=True):
-            for part, size_of_one in each.items():
-                held[part] += elements * size_of_one
-            held["buffers"] += index
+        index = INTEGER if _rounds(config) else 0
+        parts = self.parts[bucket.key.axes == EXPERT]
+        for parameter, part, elements in bucket.shares():
+            for what, size_of_one in each.items():
+                parts[part][what] += elements * size_of_one
+            parts[part]["buffers"] += parameter.shape[0] * index
 
     def held_at(self, place: _Place) -> dict[str, int]:
         """Bytes of a rank by :data:`PARTS`."""
