@@ -28,6 +28,7 @@ from tests.runs import Told, before_step, differences, start, steps, tiny_run
 
 ZERO = "--use-distributed-optimizer"
 TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+LONG = pytest.mark.slow
 LOCAL, DURABLE = 5, 4
 """Steps of the newest checkpoints of a run that was killed at step 6."""
 
@@ -193,7 +194,10 @@ def resave(rank: int, world_size: int, config: RunConfig, per_node: int, folder:
     return notes
 
 
-@pytest.mark.parametrize(("flags", "world", "per_node"), [("", 2, 2), ("", 2, 1), (TP2, 4, 1), (f"{TP2} {ZERO}", 4, 2)])
+@pytest.mark.parametrize(
+    ("flags", "world", "per_node"),
+    [("", 2, 1), (TP2, 4, 1), pytest.param("", 2, 2, marks=LONG), pytest.param(f"{TP2} {ZERO}", 4, 2, marks=LONG)],
+)
 def test_on_any_other_layout_and_nodes(pool: Pool, tmp_path: Path, flags: str, world: int, per_node: int) -> None:
     """From two nodes of TP 2 x DP 2, whose second one is lost. Where nodes come to be, they have nothing at first."""
     go_on(pool, run_of(tmp_path, TP2, save_interval=LOCAL), killed_at=6)
