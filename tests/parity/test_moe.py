@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -59,6 +60,11 @@ SHAPES = [
 ]
 
 
+def save(shape: Shape, folder: Path) -> None:
+    theirs: Any = shape.build(seed=3)
+    theirs.save_pretrained(folder)
+
+
 def checked(folder: Path) -> float:
     """The largest relative difference that the check of a conversion finds."""
     model = read_model(folder)
@@ -67,7 +73,7 @@ def checked(folder: Path) -> float:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
 def test_the_check_of_a_conversion_reads_experts_as_transformers_does(shape: Shape, tmp_path: Path) -> None:
-    shape.build(seed=3).save_pretrained(tmp_path)
+    save(shape, tmp_path)
     assert checked(tmp_path) < 1e-6
 
 
@@ -82,7 +88,7 @@ class Swapped(HFSource):
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
 def test_swapped_experts_are_found(shape: Shape, tmp_path: Path) -> None:
-    shape.build(seed=3).save_pretrained(tmp_path)
+    save(shape, tmp_path)
     model = read_model(tmp_path)
     with pytest.raises(MismatchError, match="block 0"):
         check(tmp_path, tmp_path / CONFIG, model, Swapped(tmp_path, model))
@@ -90,7 +96,7 @@ def test_swapped_experts_are_found(shape: Shape, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: shape.family)
 def test_a_missing_expert_is_named(shape: Shape, tmp_path: Path) -> None:
-    shape.build(seed=3).save_pretrained(tmp_path)
+    save(shape, tmp_path)
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
     lost = next(name for name in tensors if ".experts.2." in name)

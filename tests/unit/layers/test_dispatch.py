@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -88,7 +90,7 @@ def test_no_tokens_are_no_rows() -> None:
 
 
 def test_a_backward_by_the_wrong_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    def forward(ctx: dispatch.Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(order)
         return x[order]
 
