@@ -32,7 +32,9 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
 
     """
     with Saver(trainer, log) as saver:
-        return _train(trainer, take_step, log, stop, profiler, saver)
+        status = _train(trainer, take_step, log, stop, profiler, saver)
+    trainer.optimizer.weights.wait()  # nobody leaves while others still get weights from here
+    return status
 
 
 def _train(
