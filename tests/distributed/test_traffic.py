@@ -61,7 +61,7 @@ REPLICAS = (
 
 
 def test_replicas_send_what_the_formulas_say(pool: Pool) -> None:
-    found = pool.run(4, step, REPLICAS)
+    found = pool.run(4, step, REPLICAS, timeout=240.0)
     for number, flags in enumerate(REPLICAS):
         expected: dict[str, float] = defaultdict(float, replica_traffic(config_of(flags, 4), 4))
         expected[ALL_REDUCE] += 2 * ring(SCALARS, 4)
@@ -109,7 +109,7 @@ def test_tokens_travel_to_their_experts_and_back(pool: Pool) -> None:
         f"--global-batch-size 4 {ZERO}"
     )
     every = tuple(f"{flags} {strategy}" for strategy in ("no_shard", "optim", "optim_grads"))
-    found = pool.run(4, step, every)
+    found = pool.run(4, step, every, timeout=240.0)
     rows = LENGTH * held  # of each rank, for the experts that the other one has
     ways = 4 * rows * HIDDEN * 4  # there and back, and the gradients of both
     counts = 2 * held * 8 // 2

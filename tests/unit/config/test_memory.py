@@ -134,7 +134,7 @@ CUT = (
 
 
 def test_so_they_are_on_every_rank_whatever_is_cut(pool: Pool) -> None:
-    found = pool.run(4, every_rank, CUT)
+    found = pool.run(4, every_rank, CUT, timeout=240.0)
     for number, flags in enumerate(CUT):
         config = config_of(flags, 4)
         foretold = [rank_bytes(config, 4, rank) for rank in range(4)]
@@ -167,7 +167,7 @@ def test_whole_buckets_of_zero_2_are_no_more_than_is_foretold(pool: Pool, more: 
     ranks = 2 if not more.startswith("--pipe") else 4
     flags = f"{SMALL} optim_grads --global-batch-size 8 --num-layers 8 {more}"
     bound = transient_bytes(config_of(flags, ranks), ranks)
-    for made, gradients in pool.run(ranks, lent, flags):
+    for made, gradients in pool.run(ranks, lent, flags, timeout=240.0):
         assert 0 < made <= bound
         if not more:
             assert bound < gradients, "ZeRO-2 has to need less than the gradients"
