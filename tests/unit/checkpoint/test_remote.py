@@ -479,3 +479,12 @@ def test_leftovers_are_those_of_no_marker(store: Store) -> None:
     assert Checkpoints(RUN).leftovers == [RUN / "iter_0000009", path / "attempt-000000000000"]
     Checkpoints(RUN).retain(None)
     assert {key.split("/")[4] for key in store.objects} == {MARKER, inside, "notes"}
+
+
+def test_a_removal_that_is_cut_off_leaves_no_checkpoint(store: Store) -> None:
+    path = RUN / "iter_0000001"
+    save(path, content(1))
+    with failing(store, lambda r: "403" if r.kind == "DeleteMany" else None), suppress(OSError):
+        attempts.remove(path)
+    assert f"bucket/runs/a/iter_0000001/{MARKER}" not in store.objects
+    assert Checkpoints(RUN).leftovers == [path]
