@@ -38,7 +38,7 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
         print("\n".join(table(parsed.config, parsed.world_size)))
     except UserError as error:
         print(error, file=sys.stderr)
-        return 1
+        return 2
     return 0
 
 
