@@ -8,6 +8,8 @@ from pathlib import Path
 from megatron.config.arguments import parse
 from megatron.config.flops import FlopsPerToken, matmul_parameters
 from megatron.config.kernels import CANDIDATES
+from megatron.config.parallel import STAGES
+from megatron.config.traffic import replica_traffic
 from megatron.training.records import TrainRecord
 from megatron.training.throughput import Yardstick
 
@@ -52,6 +54,17 @@ def test_metrics_have_the_names_it_says() -> None:
     for _, metrics, _ in table("column"):
         assert set(re.findall(r"[a-z][a-z-]+", metrics.replace("...", ""))) <= logged
     assert {metric for metric, *_ in table("metric")} <= logged
+
+
+def test_bytes_of_zero_are_those_of_the_formula() -> None:
+    run = "--preset llama2-7b --bf16 --mock-data --train-iters 1 --micro-batch-size 1 --world-size 8 --check-config"
+    strategies = dict(zip("012", STAGES))
+    for stage, instances, *cells in table("ZeRO"):
+        for microbatches, cell in zip((1, 4, 16), cells, strict=True):
+            flags = f"--data-parallel-sharding-strategy {strategies[stage]} --global-batch-size {8 * microbatches}"
+            flags += f" --num-distributed-optimizer-instances {instances}"
+            configs = [parse(f"{run} {flags} {wire}".split(), {}).config for wire in ("", "--grad-reduce-in-bf16")]
+            assert cell == " / ".join(f"{sum(replica_traffic(c, 8).values()) / 2**30:.1f}" for c in configs)
 
 
 def test_every_flag_exists() -> None:
