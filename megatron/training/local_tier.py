@@ -81,6 +81,8 @@ def _claim(stack: ExitStack, tier: Tier, pattern: str) -> None:
 def with_local(origin: Origin | UserError, options: CheckpointConfig, world: Group) -> Origin:
     """Begin with what the nodes have, where that is newer than the run's own checkpoints in ``save``; collective.
 
+    Where it is not, it waits for its turn: a durable checkpoint may turn out to be damaged when it is read.
+
     Args:
         origin: what the run begins with otherwise, or why it cannot.
         options: of the run, with a ``local_save``.
@@ -100,7 +102,7 @@ def with_local(origin: Origin | UserError, options: CheckpointConfig, world: Gro
     floor = newest_own(origin, options) if isinstance(origin, Origin) else -1
     usable = []
     for checkpoint in found:
-        problem = _problem(tier, checkpoint, floor, step)
+        problem = _problem(tier, checkpoint, step)
         if problem is None:
             usable.append(checkpoint)
         else:
@@ -113,7 +115,8 @@ def with_local(origin: Origin | UserError, options: CheckpointConfig, world: Gro
     if isinstance(origin, UserError):
         why = (problem.sentence for problem in origin.problems)
         return Origin(mode=mode, notes=(*why, *notes), local=tuple(usable))
-    notes.append(f"the nodes have a checkpoint of step {usable[0].iteration}; {_newest(floor)} in --save")
+    if usable[0].iteration > floor:
+        notes.append(f"the nodes have a checkpoint of step {usable[0].iteration}; {_newest(floor)} in --save")
     own = floor >= 0
     said = origin.notes if own else ()
     return Origin(origin.paths if own else (), mode=mode, notes=(*said, *notes), local=tuple(usable))
@@ -139,14 +142,12 @@ def _refuse_others(found: list[LocalCheckpoint], options: CheckpointConfig) -> N
             raise UserError([Problem("E804", sentence, (f"--local-save {options.local_save}-new",))])
 
 
-def _problem(tier: Tier, checkpoint: LocalCheckpoint, floor: int, step: int | None) -> str | None:
+def _problem(tier: Tier, checkpoint: LocalCheckpoint, step: int | None) -> str | None:
     """Why a local checkpoint is not begun with; collective.
 
     Raises:
         UserError: when it is complete and newer than the one that is asked for, so that the next start would find it.
     """
-    if checkpoint.iteration <= floor:
-        return f"that of step {floor} in --save is not older"
     if step is not None and checkpoint.iteration < step:
         return f"step {step} is asked for"
     try:

@@ -25,6 +25,9 @@ from megatron.config.run import HUGGING_FACE, CheckpointConfig, RunConfig
 BATCH = {"global_batch_size", "rampup_batch_size"}
 """Options that say how many samples a step takes."""
 
+Candidate = LocalCheckpoint | Location
+"""A checkpoint that may be tried."""
+
 Place = tuple[int, int]
 """How far a run is: steps, and the samples they used."""
 
@@ -34,7 +37,7 @@ class Origin:
     """What a run begins with; nothing, where neither ``local``, ``paths`` nor ``hf`` say anything.
 
     Attributes:
-        local: checkpoints on the nodes' own disks to try first, in this order.
+        local: checkpoints on the nodes' own disks to try, newest first.
         paths: checkpoints to try, in this order; the first has been looked at.
         hf: folder of a Hugging Face model.
         mode: how much of a checkpoint is taken over, a choice of ``resume_mode``.
@@ -51,6 +54,21 @@ class Origin:
     def fresh(self) -> bool:
         """Whether the run begins from nothing."""
         return not self.paths and not self.local and self.hf is None
+
+    @property
+    def in_turn(self) -> tuple[Candidate, ...]:
+        """Checkpoints to try one after the other, the newest first; of one step the durable one first."""
+        if not self.local:
+            return self.paths
+        return tuple(sorted((*self.paths, *self.local), key=_step, reverse=True))
+
+
+def _step(checkpoint: Candidate) -> int:
+    """Step of one of the run's own checkpoints."""
+    if isinstance(checkpoint, LocalCheckpoint):
+        return checkpoint.iteration
+    named = NAME.fullmatch(checkpoint.name)
+    return int(named[1]) if named else -1
 
 
 def look(options: CheckpointConfig) -> Origin:
@@ -97,9 +115,7 @@ def is_asked(options: CheckpointConfig) -> bool:
 
 def newest_own(origin: Origin, options: CheckpointConfig) -> int:
     """Step of the run's own checkpoint that it begins with; -1 where it has none."""
-    first = next((path for path in origin.paths if is_own(path, options)), None)
-    named = NAME.fullmatch(first.name) if first is not None else None
-    return int(named[1]) if named else -1
+    return next((_step(path) for path in origin.paths if is_own(path, options)), -1)
 
 
 def _nothing(options: CheckpointConfig, notes: tuple[str, ...]) -> Origin:

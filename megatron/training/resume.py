@@ -24,7 +24,7 @@ from megatron.data.vocabulary import carried_tokenizer
 from megatron.parallel.comm import Group
 from megatron.training.checkpointing import held, restore, restore_from_source, restore_weights, to_fill
 from megatron.training.local_tier import remarks, tier_of, with_local
-from megatron.training.origin import Origin, changes_since, look, passed_over
+from megatron.training.origin import Candidate, Origin, changes_since, look, passed_over
 from megatron.training.setup import Trainer
 from megatron.training.together import on_first
 
@@ -84,8 +84,7 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
         trainer.files = companions(recorded, carried)
         restore_from_source(trainer, HFSource(origin.hf, config.model))
         return [*notes, f"weights from {origin.hf}", *other_words(recorded, carried)]
-    candidates: list[Candidate] = [*origin.local, *origin.paths]
-    for candidate in candidates:
+    for candidate in origin.in_turn:
         try:
             manifest, files = _opened(trainer, candidate, notes)
             changes = changes_since(manifest, config, trainer.mesh.world.size, origin.mode, notes)
@@ -100,9 +99,6 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
             continue
         return [*notes, _loaded(trainer, manifest, origin.mode), *changes.lines]
     raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
-
-
-Candidate = LocalCheckpoint | Location
 
 
 def _opened(trainer: Trainer, candidate: Candidate, notes: list[str]) -> tuple[Manifest, dict[str, bytes]]:

@@ -152,9 +152,11 @@ class Trials:
     def _disturb(self, trial: Trial, folder: Path, chance: random.Random) -> None:
         """Have something happen: in a start, or to the files between two."""
         setup = trial.setup
-        whole = whole_steps(setup.durable(folder), setup.nodes(folder))
-        possible = [*DAMAGE] if len(whole) > 1 else []
-        possible += ["lost node"] if any(map(checkpoints, setup.nodes(folder))) and len(whole) > 1 else []
+        durable, nodes = setup.durable(folder), setup.nodes(folder)
+        whole = whole_steps(durable, nodes)
+        one_may_go = len(whole_steps(durable, [])) + len(whole_steps(folder / "nowhere", nodes)) > 1
+        possible = [*DAMAGE] if one_may_go else []
+        possible += ["lost node"] if any(map(checkpoints, nodes)) and one_may_go else []
         kind = chance.choice([*IN_A_START, *possible])
         if kind in AFTERWARDS:
             trial.story.append(_damage(setup, folder, chance, kind, max(whole)))

@@ -15,11 +15,13 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron.checkpoint.local import LocalCheckpoint
 from megatron.checkpoint.manifest import MANIFEST, Manifest
 from megatron.checkpoint.store import write
 from megatron.config.run import RunConfig
 from megatron.parallel.mesh import everyone
 from megatron.training.checkpointing import state, to_write
+from megatron.training.origin import Origin
 from megatron.training.resume import begin, choose
 from megatron.training.setup import build
 from tests.distributed.pool import Pool
@@ -208,6 +210,23 @@ def test_on_any_other_layout_and_nodes(pool: Pool, tmp_path: Path, flags: str, w
     notes = pool.run(world, resave, config, per_node, tmp_path / "again", check_collectives=False)[0]
     assert any(f"resumed from {tmp_path}/node0/iter_0000005: step 5" in note for note in notes)
     assert differences(tmp_path / "again", tmp_path / "durable") == []
+
+
+def test_a_durable_one_that_rots_unseen_has_its_like_on_the_nodes(pool: Pool, tmp_path: Path) -> None:
+    """Both are of one step; that the durable one is damaged shows when its tensors are read."""
+    config = run_of(tmp_path, save_interval=LOCAL, world_size=2)
+    go_on(pool, config, 1, killed_at=6, world_size=2)
+    flip(tmp_path / "saved/iter_0000005" / tensors(0))
+    said = go_on(pool, config, 1, world_size=2).out.replace(str(tmp_path), ".")
+    assert f"passed over ./saved/iter_0000005: {tensors(0)} has flipped bytes" in said
+    assert "resumed from ./node0/iter_0000005: step 5," in said
+
+
+def test_the_newest_comes_first_wherever_it_is() -> None:
+    local = tuple(LocalCheckpoint(step, "", None, {}) for step in (8, 6))
+    paths = tuple(Path("saved", name) for name in ("iter_0000008", "iter_0000007", "iter_0000004.tmp", "iter_0000004"))
+    turn = Origin(paths, local=local).in_turn
+    assert turn == (paths[0], local[0], paths[1], local[1], *paths[2:])
 
 
 def test_one_node_keeps_checkpoints_and_says_what_that_is_worth(pool: Pool, tmp_path: Path) -> None:
