@@ -292,7 +292,7 @@ class CheckpointConfig:
 
     save: str | None = option(
         None,
-        "Folder for this run's checkpoints, or s3://BUCKET/RUN. A run whose folder holds some continues from the newest "
+        "Folder for this run's checkpoints, or s3://BUCKET/RUN. A run whose folder holds some goes on from the newest "
         "valid one.",
     )
     save_interval: int | None = option(

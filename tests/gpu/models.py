@@ -98,7 +98,8 @@ def gradients(trainer: Trainer, batches: Sequence[MicroBatch]) -> tuple[float, d
     t.buckets.start_step(len(here))
     t.compute(here, 1.0 / tokens)
     t.optimizer.finish()
-    return mean_loss(t, take_sums(t), tokens).item(), {name: grad.double().cpu() for name, grad in t.buckets.grads.items()}
+    loss = mean_loss(t, take_sums(t), tokens).item()
+    return loss, {name: grad.double().cpu() for name, grad in t.buckets.grads.items()}
 
 
 def distance(found: dict[str, Tensor], right: dict[str, Tensor]) -> dict[str, float]:

@@ -102,9 +102,7 @@ def local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
         sentence = "--local-save without --local-save-interval: nothing would be written there"
         yield Problem("E804", sentence, ("--local-save-interval 50", "drop --local-save"))
     if isinstance(location(c.local_save), RemotePath):
-        sentence = (
-            f"--local-save {c.local_save} is in an object store, which is no node's own disk"
-        )
+        sentence = f"--local-save {c.local_save} is in an object store, which is no node's own disk"
         yield Problem("E804", sentence, (f"--save {c.local_save}", "--local-save /dev/shm/checkpoints"))
     for name in sorted({*re.findall(r"{[^{}]*}", c.local_save)} - {"{node}"}):
         sentence = f"--local-save {c.local_save}: {name} stands for nothing; {{node}} is the node's number"
