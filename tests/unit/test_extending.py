@@ -5,13 +5,16 @@ import runpy
 import time
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.boxes import partition_problem
 from megatron.config import parallel
 from megatron.config.arguments import parse
 from megatron.config.kernels import CANDIDATES
@@ -141,6 +144,33 @@ def test_layer_declares_its_parameter(page: dict[str, Any]) -> None:
     layer(x).sum().backward()
     assert context.specs["layers.0.scale.factor"].numel == 4
     torch.testing.assert_close(grads["layers.0.scale.factor"], x.sum((0, 1)))
+
+
+def test_layer_of_experts_declares_what_each_rank_has(page: dict[str, Any]) -> None:
+    boxes = []
+    for ep, etp in product(range(2), range(2)):
+        place = SimpleNamespace(coordinate={"ep": ep, "etp": etp}, layout=SimpleNamespace(sizes={"ep": 2, "etp": 2}))
+        context = BuildContext(cast(Mesh, place), GradSink(), torch.float64, initialised=False)
+        layer = page["ExpertGain"](context.at("layers.0.mlp"), experts=4, width=6)
+        spec = context.specs["layers.0.mlp.gain"]
+        assert layer.gain.shape == (2, 3)
+        assert (spec.shape, spec.matrices, spec.reduce_axes) == ((4, 6), 1, ("edp",))
+        boxes += [piece.place for piece in spec.owned]
+    assert partition_problem((4, 1, 6), boxes) is None
+
+
+def test_layer_of_experts_scales_rows_by_their_expert(page: dict[str, Any]) -> None:
+    sink = GradSink()
+    context = BuildContext(Mesh(Layout.from_config(ParallelConfig(), 1), 0), sink, torch.float64)
+    layer = page["ExpertGain"](context, experts=3, width=4)
+    grads = {"gain": torch.zeros(3, 4, dtype=torch.float64)}
+    sink.bind(grads.__getitem__, lambda name: None)
+    layer.gain.data.copy_(torch.arange(12.0).view(3, 4))
+    x = torch.randn(5, 4, dtype=torch.float64)
+    y = layer(x, (2, 0, 3))
+    assert torch.equal(y, torch.cat((x[:2] * layer.gain[0], x[2:] * layer.gain[2])))
+    y.sum().backward()
+    torch.testing.assert_close(grads["gain"], torch.stack((x[:2].sum(0), torch.zeros(4).double(), x[2:].sum(0))))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
