@@ -233,9 +233,10 @@ def _buffers(config: RunConfig, pp_rank: int) -> int:
 def transient_bytes(config: RunConfig, world_size: int) -> int:
     """At most so many bytes of gradients are on their way on the fullest rank, beside what is kept.
 
-    The sum over the ranks that cut a bucket comes in a buffer of its own, as large as one part; what travels as bf16
-    is rounded into one as large as the bucket, and comes in another. In ZeRO-2 the buckets themselves are there only
-    from the first gradient of a micro-batch until they are summed, in buffers that go from one to the next of its size.
+    On GPUs the sum over the ranks that cut a bucket takes the place of this rank's part (gloo, on CPUs, needs as much
+    besides). What travels as bf16 is rounded into a buffer as large as the bucket, and comes in another. In ZeRO-2 the
+    buckets themselves are there only from the first gradient of a micro-batch until they are summed, in buffers that
+    go from one to the next of its size.
 
     Raises:
         ValueError: while the vocabulary's size is not known.
@@ -247,8 +248,8 @@ def transient_bytes(config: RunConfig, world_size: int) -> int:
         reduced = [bucket for bucket in buckets(config, layout, pp) if bucket.shards * bucket.copies > 1]
         streamed = [bucket for bucket in reduced if config.parallel.zero_stage == 2 and bucket.shards > 1]
         kept = [bucket for bucket in reduced if bucket not in streamed]
-        sums = sum(_sum_bytes(config, bucket, wide) for bucket in kept)
-        sums += sum(sorted(_sum_bytes(config, bucket, wide) for bucket in streamed)[-STREAMED_SUMS - 1 :])
+        sums = sum(_sum_bytes(config, bucket) for bucket in kept)
+        sums += sum(sorted(_sum_bytes(config, bucket) for bucket in streamed)[-STREAMED_SUMS - 1 :])
         found.append(sums + _streamed_elements(streamed, _in_turn(config, layout, pp)) * wide)
     return max(found)
 
@@ -261,10 +262,9 @@ def _in_turn(config: RunConfig, layout: Layout, pp: int) -> bool:
     return all(action.kind != WEIGHT for action in program.ranks[pp])
 
 
-def _sum_bytes(config: RunConfig, bucket: Bucket, wide: int) -> int:
+def _sum_bytes(config: RunConfig, bucket: Bucket) -> int:
     """Of what a sum on its way needs besides its bucket."""
-    part = bucket.packing.size // bucket.shards * wide if bucket.shards > 1 else 0
-    return part + (2 * bucket.packing.size * BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0)
+    return 2 * bucket.packing.size * BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0
 
 
 def _streamed_elements(streamed: list[Bucket], in_turn: bool) -> int:

@@ -1,7 +1,7 @@
 """Rows of tokens on their way to the experts that compute them, and back.
 
 None is dropped: whoever is chosen computes, however many come. So how many rows travel is known only once they are
-counted, and the host waits for these counts in every layer.
+counted, and the host waits for these counts once in every layer.
 
 T tokens of this rank, K experts of each, C = K x TP inside experts, R rows that come to this rank.
 """
@@ -97,12 +97,14 @@ class Route:
         held = experts * tp_size // group.size
         ranks = experts_TK.unsqueeze(-1) // held * tp_size + torch.arange(tp_size, device=experts_TK.device)
         keys = (ranks * held + experts_TK.unsqueeze(-1) % held).flatten()
-        leaving = torch.bincount(keys, minlength=group.size * held).view(group.size, held)
+        leaving = keys.new_zeros(group.size * held).index_add_(0, keys, torch.ones_like(keys)).view(group.size, held)
         coming = comm.start_all_to_all(leaving, group).wait()
         numbers = torch.arange(held, device=keys.device).repeat(group.size)
-        sent, received, counts = (tuple(n.tolist()) for n in (leaving.sum(1), coming.sum(1), coming.sum(0)))
+        on_host = torch.cat((leaving.sum(1), coming.sum(1), coming.sum(0))).tolist()  # in one piece: one wait
+        split = group.size, 2 * group.size
+        sent, received, counts = on_host[: split[0]], on_host[split[0] : split[1]], on_host[split[1] :]
         by_expert = Permutation.sorting(numbers.repeat_interleave(coming.flatten(), output_size=sum(received)))
-        return cls(Permutation.sorting(keys), sent, received, by_expert, counts, group)
+        return cls(Permutation.sorting(keys), tuple(sent), tuple(received), by_expert, tuple(counts), group)
 
     def there(self, x_TH: Tensor) -> Tensor:
         """Bring every token to its experts: ``[T, H] -> [R, H]``, by expert."""

@@ -33,13 +33,13 @@ def start_reduce_scatter(x: Tensor, group: Group, wire: torch.dtype) -> Sum:
     """This rank's part ``[n / size]`` of the sum of ``x`` ``[n]`` over the group, in the format of ``x``.
 
     Args:
-        x: flat; must stay as it is until the sum is there.
+        x: flat; must stay as it is until the sum is there, which on GPUs takes the place of this rank's part.
         group: over which to sum.
         wire: what travels.
 
     """
     if group.size == 1 or wire == x.dtype:
-        return Sum(comm.start_reduce_scatter(x, group))
+        return Sum(comm.start_reduce_scatter(x, group, x.view(group.size, -1)[group.rank]))
     # Each rank gets everybody's addends of its own part and adds them in the order of the ranks.
     addends = comm.start_all_to_all(x.to(wire), group)
     return Sum(addends, lambda parts: parts.view(group.size, -1).sum(0, dtype=x.dtype))

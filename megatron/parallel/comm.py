@@ -126,11 +126,12 @@ def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pend
     return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True), group)
 
 
-def start_reduce_scatter(x: Tensor, group: Group) -> Pending:
-    """:func:`reduce_scatter`, not waited for."""
+def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
+    """:func:`reduce_scatter`, not waited for; on GPUs into ``out``, which may be this rank's rows of ``x``."""
     if group.size == 1:
         return Pending(x, None, group)
-    out = _rows_like(x, x.shape[0] // group.size)
+    if out is None or not x.is_cuda:  # NCCL sums in place; of gloo nobody says so
+        out = _rows_like(x, x.shape[0] // group.size)
     group.sends(REDUCE_SCATTER, x.nbytes)
     return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True), group)
 

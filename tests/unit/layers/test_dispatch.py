@@ -89,6 +89,21 @@ def test_no_tokens_are_no_rows() -> None:
     assert not route.by_target.order.numel()
 
 
+def test_the_host_waits_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For all counts together; ``bincount`` would look for the largest number first."""
+    waits: list[str] = []
+    for holder, name in ((Tensor, "tolist"), (Tensor, "item"), (Tensor, "__bool__"), (torch, "bincount")):
+        original = getattr(holder, name)
+
+        def noted(*given: Any, name: str = name, original: Any = original, **named: Any) -> Any:
+            waits.append(name)
+            return original(*given, **named)
+
+        monkeypatch.setattr(holder, name, noted)
+    Route.plan(torch.tensor([[0, 2], [1, 2]]), 3, 1, Group())
+    assert waits == ["tolist"]
+
+
 def test_a_backward_by_the_wrong_order_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
         ctx.save_for_backward(order)

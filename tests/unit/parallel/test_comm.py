@@ -56,6 +56,18 @@ def test_collectives_alone_return_their_input(operation: Callable[..., torch.Ten
     assert operation(x, ALONE) is x
 
 
+@pytest.mark.parametrize("on_gpu", [True, False])
+def test_sums_take_the_place_of_a_ranks_rows_on_gpus_alone(monkeypatch: pytest.MonkeyPatch, on_gpu: bool) -> None:
+    outs = []
+    monkeypatch.setattr(comm, "_reduce_scatter", lambda out, x, **rest: outs.append(out))
+    monkeypatch.setattr(torch.Tensor, "is_cuda", on_gpu)
+    x = torch.zeros(6, 2)
+    comm.start_reduce_scatter(x, Group((0, 1, 2), 1), x[2:4])
+    comm.start_reduce_scatter(x, Group((0, 1, 2), 1))
+    assert [out.shape for out in outs] == [(2, 2), (2, 2)]
+    assert [out.data_ptr() == x[2:4].data_ptr() for out in outs] == [on_gpu, False]
+
+
 def test_rows_alone_are_whole() -> None:
     x = torch.randn(4, 2)
     assert Rows(x).wait() is x
