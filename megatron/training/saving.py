@@ -85,15 +85,20 @@ class Job:
     started: float
 
     def run(self, group: Group, blocking: float | None = None) -> Saved:
-        """Write it, and then delete those that need not be kept; collective over ``group``.
+        """Write it, if there is room, and then delete those that need not be kept; collective over ``group``.
+
+        Only here is the disk asked for anything, so that one that does not answer stops nobody else.
 
         Older ones are deleted by rank 0, after the new one was opened as a start of the run opens it: marker and
         manifest as they were written, every file there and as long as it should be. Where it cannot be, none is.
 
         Raises:
-            StorageError: when it cannot be written, on every rank alike; the older ones are as they were.
+            StorageError: when there is no room for it or it cannot be written, on every rank alike; the older ones are
+                as they were.
 
         """
+        if problem := _shortage(self.options, self.bytes, group):
+            raise StorageError(str(problem))
         folder = Checkpoints(location(str(self.options.save)))
         path = folder.path(self.iteration)
         write(path, self.tensors, self.state, self.config, group, self.files)
@@ -133,7 +138,6 @@ def begin_save(trainer: Trainer, staging: Staging, group: Group) -> Future[Saved
         What came of it, in time: what :func:`save` returns or raises.
 
     Raises:
-        StorageError: when the disk has no room for it, on every rank alike.
         RuntimeError: when the samples that the ranks have read are not those of the stream.
 
     """
@@ -144,18 +148,15 @@ def begin_save(trainer: Trainer, staging: Staging, group: Group) -> Future[Saved
 
 
 def prepare(trainer: Trainer) -> Job:
-    """Gather what goes into a checkpoint, and make sure that the disk has room for it; collective.
+    """Gather what goes into a checkpoint; collective.
 
     Raises:
-        StorageError: when it has not, on every rank alike.
         RuntimeError: when the samples that the ranks have read are not those of the stream.
 
     """
     t, started = trainer, time.monotonic()
     tensors = to_write(t)
     size = _size_of(tensors, t)
-    if problem := _shortage(t, size):
-        raise StorageError(str(problem))
     return Job(t.config.checkpoint, t.iteration, tensors, state(t), to_dict(t.config), t.files, size, started)
 
 
@@ -168,7 +169,7 @@ def refuse_full_disk(trainer: Trainer) -> None:
     """
     if trainer.config.checkpoint.save is None or trainer.iteration >= trainer.total_steps:
         return
-    if problem := _shortage(trainer, size_of(trainer)):
+    if problem := _shortage(trainer.config.checkpoint, size_of(trainer), trainer.mesh.world):
         raise UserError([problem])
 
 
@@ -181,10 +182,9 @@ def _size_of(tensors: Mapping[str, GlobalTensor], trainer: Trainer) -> int:
     return sum(comm.all_gather_objects(bytes_of(tensors), trainer.mesh.world))
 
 
-def _shortage(trainer: Trainer, size: int) -> Problem | None:
+def _shortage(options: CheckpointConfig, size: int, group: Group) -> Problem | None:
     """What is wrong where a checkpoint of that size does not fit, as rank 0 sees the disk; collective."""
-    folder = location(str(trainer.config.checkpoint.save))
-    return on_first(lambda: shortage(folder, size), trainer.mesh.world)
+    return on_first(lambda: shortage(location(str(options.save)), size), group)
 
 
 @dataclass(frozen=True)

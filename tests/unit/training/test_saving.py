@@ -134,6 +134,24 @@ def test_without_room_there_is_no_save_until_there_is(plain: Path, tmp_path: Pat
     assert warning.startswith(f"warning: step 4 is not saved: E816 {tmp_path}/saved: a checkpoint takes ")
 
 
+def test_no_step_waits_for_a_disk_that_does_not_answer(plain: Path, tmp_path: Path) -> None:
+    """When step 4 is saved the disk says nothing, not even how much room it has, until the run is at step 6."""
+    at_6, real, asked = threading.Event(), saving.shortage, [0]
+
+    def shortage(*arguments: Any) -> Any:
+        asked[0] += 1
+        if asked[0] == 2:  # the first time was the start
+            wait_on(at_6)
+        return real(*arguments)
+
+    told = start(
+        run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")),
+        all_of(before_step(6, lambda _: at_6.set()), patch.object(saving, "shortage", shortage)),
+    )
+    assert told.status == 0
+    assert same_as(plain, tmp_path, 4, 6)
+
+
 @pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
 def test_without_room_at_the_end_there_is_an_error(tmp_path: Path, flags: str) -> None:
     told = start(run_of(tmp_path, flags.replace("interval 2", "interval 100")), disk_with(1 << 30, 10))
