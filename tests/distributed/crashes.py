@@ -298,6 +298,7 @@ def main(argv: Sequence[str]) -> int:
     if options.faults:
         made = at_random(trials, options.faults, options.jobs)
         text += [*report(made, f"drawn at random, seed {options.seed}"), ""]
+        options.output.write_text("\n".join(text))
     if options.every_call:
         every = at_every_call(trials, [setup for setup in IN_EVERY_CALL if setup in setups], options.jobs)
         made, text = made + every, [*text, *report(every, "killed at every call of one save"), ""]
