@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,6 +18,7 @@ from megatron.checkpoint.manifest import MANIFEST, FileRecord
 from megatron.checkpoint.parts import GlobalTensor
 from megatron.checkpoint.publish import abandon, begin, building, publish, remove, write_marker
 from megatron.checkpoint.remote import on_disk
+from megatron.checkpoint.room import bytes_of, lacking
 from megatron.checkpoint.saving import (
     Extra,
     FileResult,
@@ -26,6 +27,9 @@ from megatron.checkpoint.saving import (
     write_small,
     write_tensors,
 )
+
+FULL = "free some space", "--local-save ELSEWHERE"
+"""What helps against a disk that is full."""
 
 T = TypeVar("T")
 
@@ -81,7 +85,8 @@ def _write(tier: Tier, final: Path, tensors: Mapping[str, GlobalTensor], extra: 
     def leaders_do(action: Callable[[], object]) -> None:
         all_do(lambda: action() if leads else None)
 
-    leaders_do(lambda: begin(final))
+    sizes = all_do(lambda: bytes_of(tensors))
+    leaders_do(lambda: _begin(tier, final, sizes))
     plans = all_do(planner.create_local_plan)
     all_do(lambda: planner.create_global_plan(plans) if tier.rank == 0 else None)
     small = all_do(lambda: write_small(folder, extra.files) if leads else {})
@@ -90,6 +95,15 @@ def _write(tier: Tier, final: Path, tensors: Mapping[str, GlobalTensor], extra: 
     content = all_do(lambda: _described(plans, results, small[0], extra) if tier.rank == 0 else b"")[0]
     leaders_do(lambda: _describe(folder, content))
     leaders_do(lambda: _finish(final, content))
+
+
+def _begin(tier: Tier, final: Path, sizes: Sequence[int]) -> None:
+    """Make the folder to build in, where the node's disk has room for its ranks' bytes and the copies of others."""
+    kept = {tier.node, (tier.node - 1) % tier.nodes.count}
+    size = sum(sizes[rank] for node in kept for rank in tier.nodes.ranks(node))
+    if sentence := lacking(tier.folder, size):
+        raise StorageError(f"{sentence} (rank {tier.rank}); no local checkpoint was written", *FULL)
+    begin(final)
 
 
 def _write_own(folder: Path, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -144,5 +158,4 @@ def _telling(action: Callable[[], T], final: Path, rank: int) -> T:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         what = "the disk is full" if full else error.strerror or str(error)
         sentence = f"{error.filename or final}: {what} (rank {rank}); no local checkpoint was written"
-        fixes = ("free some space", "--local-save ELSEWHERE") if full else ("--local-save ELSEWHERE",)
-        raise StorageError(sentence, *fixes) from error
+        raise StorageError(sentence, *(FULL if full else FULL[1:])) from error

@@ -20,21 +20,27 @@ def bytes_of(tensors: Mapping[str, GlobalTensor]) -> int:
 
 
 def shortage(folder: Location, size: int) -> Problem | None:
-    """What is wrong where the disk of a ``--save`` folder has no room for a checkpoint of ``size`` bytes of tensors.
+    """What is wrong where the disk of a ``--save`` folder has no room for a checkpoint of ``size`` bytes of tensors."""
+    sentence = lacking(folder, size)
+    if sentence is None:
+        return None
+    return Problem("E816", sentence, ("free some space", elsewhere(Checkpoints(folder).to_go_on_from())))
+
+
+def lacking(folder: Location, size: int) -> str | None:
+    """That the disk of a folder of checkpoints has no room for ``size`` bytes more, in words, where that is so.
 
     Room that saves which were cut off still hold is freed first. What the disk does not tell is no shortage.
     """
     free = _free(folder)
     if free is None or free >= size:
         return None
-    runs = Checkpoints(folder)
     with suppress(OSError):
-        runs.retain(None)
+        Checkpoints(folder).retain(None)
     free = _free(folder)
     if free is None or free >= size:
         return None
-    sentence = f"{folder}: a checkpoint takes {shown(size)}, and its disk has {shown(free)} left"
-    return Problem("E816", sentence, ("free some space", elsewhere(runs.to_go_on_from())))
+    return f"{folder}: a checkpoint takes {shown(size)}, and its disk has {shown(free)} left"
 
 
 def _free(folder: Location) -> int | None:

@@ -9,6 +9,7 @@ import shutil
 import signal
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
@@ -23,6 +24,7 @@ from megatron.checkpoint.local import Nodes
 from megatron.checkpoint.local_loading import bring_together, find
 from megatron.checkpoint.local_saving import keep_only, write_local
 from megatron.checkpoint.parts import GlobalTensor
+from megatron.checkpoint.room import bytes_of
 from megatron.checkpoint.saving import Extra
 from megatron.checkpoint.store import read
 from megatron.parallel.comm import Group
@@ -157,6 +159,29 @@ def test_a_full_disk_on_one_rank_is_told_to_all(pool: Pool, tmp_path: Path, fail
     assert f"node{NODES.of[failing]}/iter_0000002" in text
     assert [path.name for path in tmp_path.glob("node*/iter*")] == ["iter_0000001"] * 2
     assert pool.run(WORLD, newest, tmp_path) == [1] * WORLD
+
+
+def crowded(rank: int, world: int, folder: Path, node: int, free: int) -> str:
+    """What is raised where the disk of a node has so many bytes left."""
+    room = SimpleNamespace(free=free if NODES.of[rank] == node else 1 << 30)
+    try:
+        with patch.object(shutil, "disk_usage", lambda path: room):
+            step(rank, world, folder, 2)
+    except StorageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_a_node_without_room_for_its_files_and_copies_is_told_to_all(pool: Pool, tmp_path: Path, node: int) -> None:
+    """A quarter of a checkpoint is each rank's; of two nodes, each has two and the copies of two."""
+    pool.run(WORLD, step, tmp_path, 1)
+    needed = sum(bytes_of(parts(rank, 0)) for rank in range(WORLD))
+    (text,) = {*pool.run(WORLD, crowded, tmp_path, node, needed - 1)}
+    assert text.startswith(f"{tmp_path}/node{node}: a checkpoint takes ")
+    assert text.endswith("no local checkpoint was written\n  fix: free some space | --local-save ELSEWHERE")
+    assert [path.name for path in tmp_path.glob("node*/iter*")] == ["iter_0000001"] * 2
+    assert pool.run(WORLD, crowded, tmp_path, node, needed) == [""] * WORLD
 
 
 BLOCK = 1000
