@@ -27,8 +27,8 @@ BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
 REMAINDER, INTEGER = 2, 8
 """Bytes of a master that is kept as what its weight lacks, and of an index."""
 
-STREAMED_SUMS = 2
-"""Sums of ZeRO-2's buckets that are on their way at once; a test holds it to be that of the buckets."""
+SUMS = 2
+"""Sums of ZeRO-2's buckets, or of rounded addends, on their way at once; a test holds it to be that of the buckets."""
 
 PARTS = ("weights", "gradients", "masters", "moments", "average", "buffers")
 """What a rank holds. Buffers are the frequencies of rotary positions, the steps among which spikes are found, and where
@@ -234,7 +234,8 @@ def transient_bytes(config: RunConfig, world_size: int) -> int:
     """At most so many bytes of gradients are on their way on the fullest rank, beside what is kept.
 
     On GPUs the sum over the ranks that cut a bucket takes the place of this rank's part (gloo, on CPUs, needs as much
-    besides). What travels as bf16 is rounded into a buffer as large as the bucket, and comes in another. In ZeRO-2 the
+    besides). What travels as bf16 is rounded into a buffer as large as the bucket, and comes in another, of as many
+    buckets as are on their way at once. In ZeRO-2 the
     buckets themselves are there only from the first gradient of a micro-batch until they are summed, in buffers that
     go from one to the next of its size.
 
@@ -248,9 +249,8 @@ def transient_bytes(config: RunConfig, world_size: int) -> int:
         reduced = [bucket for bucket in buckets(config, layout, pp) if bucket.shards * bucket.copies > 1]
         streamed = [bucket for bucket in reduced if config.parallel.zero_stage == 2 and bucket.shards > 1]
         kept = [bucket for bucket in reduced if bucket not in streamed]
-        sums = sum(_sum_bytes(config, bucket) for bucket in kept)
-        sums += sum(sorted(_sum_bytes(config, bucket) for bucket in streamed)[-STREAMED_SUMS - 1 :])
-        found.append(sums + _streamed_elements(streamed, _in_turn(config, layout, pp)) * wide)
+        latest = [sorted(_sum_bytes(config, bucket) for bucket in kind)[-SUMS - 1 :] for kind in (streamed, kept)]
+        found.append(sum(map(sum, latest)) + _streamed_elements(streamed, _in_turn(config, layout, pp)) * wide)
     return max(found)
 
 
@@ -272,7 +272,7 @@ def _streamed_elements(streamed: list[Bucket], in_turn: bool) -> int:
     total = 0
     for size in {bucket.packing.size for bucket in streamed}:
         alike = [bucket.key for bucket in streamed if bucket.packing.size == size]
-        total += size * (len(set(alike) if in_turn else alike) + STREAMED_SUMS)
+        total += size * (len(set(alike) if in_turn else alike) + SUMS)
     return total
 
 

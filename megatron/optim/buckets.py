@@ -26,7 +26,8 @@ from megatron.parallel.ownership import BucketKey, Packing, Share, limits_of, pa
 from megatron.parallel.shard import ShardSpec
 
 IN_FLIGHT = 2
-"""Sums of streamed buckets that may be on their way, over all of these, before one is waited for."""
+"""Sums of streamed buckets, over all of these, or of rounded addends that may be on their way before one is waited for:
+they need memory besides what is kept."""
 
 
 @dataclass(frozen=True)
@@ -68,11 +69,12 @@ class Bucket:
         self._buffer = room.zeros(room.packing.size)
         self.own = self._buffer.view(room.shards.size, -1)[room.shards.rank]
         self._sum: Sum | None = None
+        self._started = False
 
     def start_step(self) -> None:
         """Zero the gradients."""
         self._buffer.zero_()
-        self._sum = None
+        self._sum, self._started = None, False
 
     def target(self, name: str) -> Tensor:
         """Where contributions to a gradient are added, ``spec.local_shape``."""
@@ -85,18 +87,24 @@ class Bucket:
 
     def scatter(self) -> None:
         """Have the sum over the ranks that cut the bucket, and start that over the others."""
-        if self._sum is None:
+        if not self._started:
             self._start()
-        if self.room.shards.size > 1 and self._sum is not None:
-            self.own.copy_(self._sum.wait())
+        if self.room.shards.size > 1:
+            self.settle()
             self._sum = start_all_reduce(self.own, self.room.copies, self.room.wire)
 
     def finish(self) -> None:
         """Have the sum over all ranks, after :meth:`scatter`."""
+        self.settle()
+
+    def settle(self) -> None:
+        """Take up the sum that is on its way, if there is one; the memory that it came in is let go of."""
         if self._sum is not None:
             put(self._sum.wait(), self.own)
+            self._sum = None
 
     def _start(self) -> None:
+        self._started = True
         if self.room.shards.size > 1:
             self._sum = start_reduce_scatter(self._buffer, self.room.shards, self.room.wire)
         else:
@@ -220,6 +228,7 @@ class GradBuckets:
         self._missing: dict[str, int] = {}
         self._unfinished: dict[int, int] = {}
         self._reducing, spare = True, Spare()
+        self._rounds, self._rounded = config.grad_reduce_in_bf16, deque[Bucket]()
         streamed = config.zero_stage == 2
         keys = {name: BucketKey.of(spec, str(dtypes[name]), name in uncut, streamed) for name, spec in specs.items()}
         sizes = {name: prod(spec.local_shape) for name, spec in specs.items()}
@@ -284,6 +293,7 @@ class GradBuckets:
         """Zero the gradients and expect this many micro-batches."""
         self._missing = {name: microbatches * spec.uses for name, spec in self.specs.items()}
         self._unfinished = {id(bucket): len(bucket.specs) for bucket in self.buckets}
+        self._rounded.clear()
         for bucket in self.buckets:
             bucket.start_step()
 
@@ -301,7 +311,16 @@ class GradBuckets:
         self._missing[name] -= 1
         self._unfinished[id(bucket)] -= self._missing[name] == 0
         if self._reducing:
-            bucket.contributed(name, self._unfinished[id(bucket)] == 0, self.overlap)
+            complete = self._unfinished[id(bucket)] == 0
+            bucket.contributed(name, complete, self.overlap)
+            if self._rounds and complete and isinstance(bucket, Bucket):
+                self._settle_but(bucket)
+
+    def _settle_but(self, latest: Bucket) -> None:
+        """Take up the sums of rounded addends, but for the latest: they need as much memory as the gradients do."""
+        self._rounded.append(latest)
+        if len(self._rounded) > IN_FLIGHT:
+            self._rounded.popleft().settle()
 
     def finish(self) -> None:
         """Wait until every gradient of this rank's shares is the sum over all data-parallel ranks.
@@ -316,9 +335,15 @@ class GradBuckets:
                     f"the gradient of {name} misses {missing} contributions: the uses in its spec do not match what "
                     "its layer's backward adds"
                 )
+        while self._rounded:
+            self._rounded.popleft().settle()
+        summed: deque[Bucket | StreamedBucket] = deque()
         for bucket in self.buckets:
             bucket.scatter()
-        for bucket in self.buckets:
+            summed.append(bucket)
+            if self._rounds and len(summed) > IN_FLIGHT:
+                summed.popleft().finish()
+        for bucket in summed:
             bucket.finish()
 
 

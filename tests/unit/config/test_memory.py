@@ -174,4 +174,4 @@ def test_whole_buckets_of_zero_2_are_no_more_than_is_foretold(pool: Pool, more: 
 
 
 def test_the_number_of_sums_on_their_way_is_that_of_the_buckets() -> None:
-    assert memory.STREAMED_SUMS == buckets.IN_FLIGHT
+    assert memory.SUMS == buckets.IN_FLIGHT

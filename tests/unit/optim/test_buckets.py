@@ -152,6 +152,45 @@ def test_without_overlap_all_are_reduced_at_the_end(monkeypatch: pytest.MonkeyPa
         assert all((buckets.grads[n] == (4.0 if n == "first" else 2.0)).all() for n in SPECS)
 
 
+@pytest.mark.parametrize("overlap", [True, False])
+@pytest.mark.parametrize("shards", [1, 3])
+def test_few_sums_of_rounded_addends_are_on_their_way(
+    monkeypatch: pytest.MonkeyPatch, shards: int, overlap: bool
+) -> None:
+    """Each needs as much memory as the gradients of its bucket."""
+    pending, most = 0, 0
+
+    def start(x: Tensor, group: Group, wire: torch.dtype) -> Sum:
+        nonlocal pending, most
+        pending, part = pending + 1, x.view(group.size, -1)[group.rank].clone()
+        most = max(most, pending)
+
+        def made_of(_: Tensor) -> Tensor:
+            nonlocal pending
+            pending -= 1
+            return 2 * part
+
+        return Sum(Pending(x), made_of)
+
+    monkeypatch.setattr(Mesh, "shards", lambda self, *axes: Group(tuple(range(shards)), 0))
+    monkeypatch.setattr(module, "start_reduce_scatter", start)
+    monkeypatch.setattr(module, "start_all_reduce", lambda x, group, wire: start(x, Group(), wire))
+    sink, config = GradSink(), ParallelConfig(ddp_bucket_size=1, overlap_grad_reduce=overlap, grad_reduce_in_bf16=True)
+    specs = {f"{name} {i}": spec for i in range(3) for name, spec in SPECS.items()}
+    dtypes = dict.fromkeys(specs, torch.float32)
+    buckets = GradBuckets(specs, dtypes, one_rank_mesh(), sink, torch.device("cpu"), config)
+    for _ in range(2):  # nothing of a step may leak into the next
+        buckets.start_step(1)
+        for name in reversed([*specs]):
+            for _ in range(specs[name].uses):
+                sink.accumulate(name, torch.ones(specs[name].local_shape))
+        buckets.finish()
+        doubled = 2 if shards == 1 else 4
+        assert all((grad == doubled * specs[name].uses).all() for name, grad in buckets.grads.items())
+        assert pending == 0
+    assert most <= IN_FLIGHT + 1
+
+
 WRONG = [
     pytest.param("last middle bias first", "first misses 1 contributions", id="too few"),
     pytest.param("last middle bias first first bias", "bias misses -1 contributions", id="too many"),
