@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError
 from megatron.checkpoint.exchange import Tier, together
@@ -19,7 +20,7 @@ from megatron.checkpoint.remote import location
 from megatron.checkpoint.room import bytes_of
 from megatron.config.launch import Launch
 from megatron.config.problems import Problem, UserError
-from megatron.config.run import CheckpointConfig
+from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.config.sources import to_dict
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
@@ -192,12 +193,20 @@ def save_on_nodes(trainer: Trainer, log: RunLog, window: StepWindow) -> None:
             log.warning(f"step {t.iteration} is not saved on the nodes: {error}")
 
 
+def _described(config: RunConfig) -> dict[str, Any]:
+    """The run's options, with a ``save`` folder that is the same one wherever the next start is made from."""
+    said, save = to_dict(config), location(str(config.checkpoint.save))
+    if isinstance(save, Path):
+        said["checkpoint"]["save"] = str(save.absolute())
+    return said
+
+
 def _save(trainer: Trainer, tier: Tier, log: RunLog) -> None:
     from megatron.checkpoint.local_saving import keep_only, write_local
     from megatron.checkpoint.saving import Extra
 
     t, started, tensors = trainer, time.monotonic(), to_write(trainer)
-    path = write_local(tier, t.iteration, tensors, Extra(state(t), to_dict(t.config), t.files))
+    path = write_local(tier, t.iteration, tensors, Extra(state(t), _described(t.config), t.files))
     warning = keep_only(tier, t.iteration)
     size = sum(comm.all_gather_objects(bytes_of(tensors), tier.group))
     log.checkpoint(path, size, time.monotonic() - started)

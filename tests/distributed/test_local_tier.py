@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -254,6 +254,22 @@ def test_checkpoints_of_another_run_are_refused(pool: Pool, run: Path) -> None:
     text = refused(pool, config)
     assert f"holds the checkpoint of step 5 of another run, which saves to {run}/saved" in text
     assert of(run, 0, MANIFEST).exists()
+
+
+def test_the_same_words_elsewhere_are_another_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ``--save`` folder is said from where the run is started."""
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+    flags = f"--save saved --local-save {tmp_path}/node --local-save-interval 1"
+    config = tiny_run(tmp_path, f"{flags} --train-iters 1")
+    monkeypatch.chdir(tmp_path / "a")
+    assert start(config, nullcontext()).status == 0
+    (tmp_path / "a/saved/iter_0000001").rename(tmp_path / "not-needed")
+    monkeypatch.chdir(tmp_path / "b")
+    told = start(config, nullcontext())
+    assert (told.status, "of another run, which saves to " in told.err) == (2, True), told
+    monkeypatch.chdir(tmp_path / "a")
+    assert "resumed from " in start(config, nullcontext()).out
 
 
 def test_a_step_before_what_the_nodes_have_is_refused(pool: Pool, run: Path) -> None:
