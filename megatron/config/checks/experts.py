@@ -64,10 +64,12 @@ def built(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def remarks(config: RunConfig) -> Iterator[str]:
-    """Lines on what makes the numbers depend on the layout, and on experts that nothing keeps busy."""
+    """Lines on what makes the numbers depend on the layout, on idle experts, and on routers that cannot learn."""
     m = config.model
     if m.num_experts is None:
         return
+    if m.moe_router_topk == 1 and not m.moe_router_pre_softmax:
+        yield "one expert for each token, and its weight is 1: the loss teaches no router (--moe-router-pre-softmax)"
     balanced = m.moe_router_load_balancing_type != "none" and m.moe_aux_loss_coeff > 0
     if not balanced:
         yield "no balancing loss (--moe-aux-loss-coeff 0.01): a few experts may end up with all tokens"
