@@ -73,8 +73,9 @@ class Bucket:
 
     def start_step(self) -> None:
         """Zero the gradients."""
+        self.settle()  # what a step that was given up has left on its way
         self._buffer.zero_()
-        self._sum, self._started = None, False
+        self._started = False
 
     def target(self, name: str) -> Tensor:
         """Where contributions to a gradient are added, ``spec.local_shape``."""

@@ -49,4 +49,4 @@ class GradNorm:
 
 
 def _blocks(piece: Tensor) -> list[Tensor]:
-    return [piece] if piece.is_cuda else list(piece.flatten().split(BLOCK))
+    return [piece] if piece.is_cuda else list(piece.view(-1).split(BLOCK))

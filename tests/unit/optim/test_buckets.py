@@ -218,6 +218,29 @@ def test_start_step_forgets_the_last_step() -> None:
     buckets.finish()
 
 
+def test_a_sum_of_a_step_that_was_given_up_comes_before_the_next_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits = []
+
+    class Late:
+        """Writes the sum when it is waited for, as a device would at any time before."""
+
+        def wait(self) -> None:
+            waits.append(bucket.own.fill_(7.0))
+
+    buckets, sink = build()
+    (bucket,) = buckets.buckets
+    monkeypatch.setattr(comm, "start_all_reduce", lambda x, group: Pending(x, Late()))  # type: ignore[arg-type]
+    buckets.start_step(1)
+    contribute(sink, "last", "middle", "bias", "first", "first")
+    buckets.start_step(1)
+    assert len(waits) == 1
+    assert not bucket.own.any()
+    monkeypatch.setattr(comm, "start_all_reduce", lambda x, group: Pending(x))
+    contribute(sink, "last", "middle", "bias", "first", "first")
+    buckets.finish()
+    assert (buckets.grads["last"] == 1).all()
+
+
 RANKS, RANK = 3, 1
 
 
