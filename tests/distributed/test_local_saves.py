@@ -161,6 +161,36 @@ def test_a_full_disk_on_one_rank_is_told_to_all(pool: Pool, tmp_path: Path, fail
     assert pool.run(WORLD, newest, tmp_path) == [1] * WORLD
 
 
+def on_the_disk(rank: int, world: int, folder: Path) -> list[str]:
+    """Files that this rank's second save asks the disk to keep after it wrote to them for the last time."""
+    names: dict[int, str] = {}
+    dirty, kept, real = set[str](), set[str](), os.open
+
+    def opened(path: Any, *args: Any, **kwargs: Any) -> int:
+        fd = real(path, *args, **kwargs)
+        names[fd] = os.path.basename(path)
+        return fd
+
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if name == "write" and args[0] in names:
+            dirty.add(names[args[0]])
+        elif name == "fsync" and names.get(args[0]) in dirty:
+            dirty.discard(names[args[0]])
+            kept.add(names[args[0]])
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "open", opened)
+        with watched(before):
+            step(rank, world, folder, 2)
+    return sorted(kept - dirty)
+
+
+def test_copies_are_on_the_disk_as_well(pool: Pool, tmp_path: Path) -> None:
+    """What a rank writes, and what comes from the rank of the other node."""
+    for rank, kept in enumerate(pool.run(WORLD, on_the_disk, tmp_path)):
+        assert {f"tensors_{rank:05d}.safetensors", f"tensors_{(rank + 2) % WORLD:05d}.safetensors.part"} <= {*kept}
+
+
 def crowded(rank: int, world: int, folder: Path, node: int, free: int) -> str:
     """What is raised where the disk of a node has so many bytes left."""
     room = SimpleNamespace(free=free if NODES.of[rank] == node else 1 << 30)
