@@ -116,7 +116,7 @@ def parse(
         notes += changes.lines
         found += changes.problems
     if found:
-        explained = any(problem.code == "E801" for problem in found)  # why there is none, better than lost
+        explained = any(problem.code in ("E801", "E802") for problem in found)  # why there is none, better than lost
         raise UserError(found if explained else [*lost, *found])
     if saved is not None:
         told = set(theirs.values) - {"vocab_size"}  # which is most often not said but known from the data

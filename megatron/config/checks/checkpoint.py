@@ -164,12 +164,15 @@ def _step(folder: Location) -> int | None:
 
 
 def remarks(config: RunConfig) -> Iterator[str]:
-    """A line where a run that crashes would have saved nothing."""
+    """A line where a run that crashes would have saved nothing, or where nodes save in vain."""
     c = config.checkpoint
     if c.save is not None and c.save_interval is None:
         yield "--save without --save-interval: checkpoints are written only when the run ends or is stopped"
     if c.local_save is not None and c.save_interval is None:
         yield "--local-save without --save-interval: when more than one node is lost at once, so are all steps"
+    if c.local_save_interval and c.save_interval and c.local_save_interval % c.save_interval == 0:
+        sentence = f"--local-save-interval {c.local_save_interval}: each of these steps is saved to --save as well"
+        yield f"{sentence} (--save-interval {c.save_interval}), so a crash loses no fewer steps"
 
 
 CHECKS = (load_folder, save_folder, local_folder, resume)

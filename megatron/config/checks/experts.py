@@ -70,9 +70,10 @@ def remarks(config: RunConfig) -> Iterator[str]:
         return
     if m.moe_router_topk == 1 and not m.moe_router_pre_softmax:
         yield "one expert for each token, and its weight is 1: the loss teaches no router (--moe-router-pre-softmax)"
-    balanced = m.moe_router_load_balancing_type != "none" and m.moe_aux_loss_coeff > 0
-    if not balanced:
-        yield "no balancing loss (--moe-aux-loss-coeff 0.01): a few experts may end up with all tokens"
+    missing = [] if m.moe_aux_loss_coeff > 0 else ["--moe-aux-loss-coeff 0.01"]
+    missing += ["--moe-router-load-balancing-type seq_aux_loss"] if m.moe_router_load_balancing_type == "none" else []
+    if missing:
+        yield f"no balancing loss ({' '.join(missing)}): a few experts may end up with all tokens"
     elif m.moe_router_load_balancing_type == "aux_loss":
         yield "--moe-router-load-balancing-type aux_loss: the loss depends on the micro-batches, and so on the layout"
 

@@ -49,6 +49,7 @@ def instances(config: RunConfig, world_size: int) -> Iterator[Problem]:
         if size % count:
             sentence = f"{count} instances of the optimizer do not divide {what}, of which there are {size} ranks"
             fit = [n for n in divisors(size) if all(other % n == 0 for other in sizes.values())]
+            fit = [n for n in fit if n < replicas] or fit  # as many as there are copies would cut nothing
             yield Problem("E215", sentence, offers("--num-distributed-optimizer-instances", beside(count, fit)))
 
 
@@ -61,9 +62,12 @@ def recorded(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 
 def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A line on what is rounded, on what ZeRO-2 sends, and on matrices that nobody cuts."""
+    """A line on what is rounded, on what is not cut, on what ZeRO-2 sends, and on matrices that nobody cuts."""
     if config.parallel.grad_reduce_in_bf16:
         yield "--grad-reduce-in-bf16: gradients are rounded on the wire, so the numbers depend on the layout"
+    replicas = config.parallel.data_parallel_size(world_size)
+    if config.parallel.zero_stage and replicas == config.parallel.num_distributed_optimizer_instances:
+        yield f"{CUT} cuts nothing here: one rank holds each of {replicas} instances (DP {replicas})"
     if config.parallel.zero_stage == 2 and config.model.vocab_size is not None:
         yield from _resent(config, world_size)
     if config.optimizer.optimizer != "muon" or not config.parallel.zero_stage:

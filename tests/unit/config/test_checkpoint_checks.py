@@ -181,10 +181,9 @@ def test_places_in_object_stores(
 ) -> None:
     monkeypatch.setattr(remote, "find_spec", lambda name: None if name == "gcsfs" else name)
     flags, _, ranks = flags.partition(" --nproc ")
-    try:
+    with pytest.raises(UserError) as caught:
         parse(shlex.split(f"{RUN} {flags}"), {"WORLD_SIZE": ranks or "1", "RANK": "0"})
-    except UserError as error:
-        (problem,) = error.problems
+    (problem,) = caught.value.problems
     assert problem.code == code
     assert problem.sentence.startswith(sentence)
     assert problem.fixes[0].startswith(fix)
@@ -203,3 +202,22 @@ def test_what_an_object_store_holds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(RemotePath, "folders", silent)
     assert holds_checkpoints("memory://another")  # it may; whoever opens it says what is wrong
+
+
+def test_a_missing_library_is_told_once() -> None:
+    """Not also as a checkpoint that cannot be looked for."""
+    lost = Problem("E811", "checkpoints cannot be looked for")
+
+    def recall(options: object) -> None:
+        raise UserError([lost])
+
+    for flags, codes in (("--save zz://b/run", ["E802"]), ("--save new --micro-batch-size 0", ["E811", "E600"])):
+        with pytest.raises(UserError) as refused:
+            parse(shlex.split(f"{RUN} {flags}"), {}, recall)
+        assert [problem.code for problem in refused.value.problems] == codes
+
+
+@pytest.mark.parametrize(("interval", "told"), [(5, False), (10, True), (20, True), (15, False)])
+def test_local_saves_at_the_steps_of_durable_ones(interval: int, told: bool) -> None:
+    said = notes(f"--save new --save-interval 10 --local-save /disk/a --local-save-interval {interval}")
+    assert any("no fewer steps" in note for note in said) == told

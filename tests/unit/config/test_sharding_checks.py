@@ -8,6 +8,7 @@ import shlex
 import pytest
 
 from megatron.config.arguments import parse
+from megatron.config.problems import UserError
 
 RUN = "--mock-data --train-iters 100 --num-layers 8 --hidden-size 256 --num-attention-heads 4 --optimizer muon"
 
@@ -51,3 +52,22 @@ def test_cut_gradients_are_sent_for_every_microbatch() -> None:
     ours, theirs = (float(number) for number in re.findall(r"([\d.]+) MB", note))
     assert ours / theirs == pytest.approx((3 + 1) / 2, rel=1e-3)
     assert not [n for n in parse(shlex.split(f"{flags} {cut} 4"), environ).notes if "optim_grads" in n]
+
+
+@pytest.mark.parametrize(("ranks", "instances", "told"), [(1, 1, True), (4, 1, False), (4, 2, False), (4, 4, True)])
+def test_nothing_is_cut_where_each_instance_is_one_rank(ranks: int, instances: int, told: bool) -> None:
+    flags = f"{RUN} --vocab-size 257 --global-batch-size {ranks} --use-distributed-optimizer"
+    environ = {"RANK": "0", "WORLD_SIZE": str(ranks)}
+    said = parse(shlex.split(f"{flags} --num-distributed-optimizer-instances {instances}"), environ).notes
+    assert any("cuts nothing" in note for note in said) == told
+
+
+@pytest.mark.parametrize(("instances", "offered"), [(3, ["2"]), (8, ["2"])])
+def test_instances_that_are_offered_cut_something(instances: int, offered: list[str]) -> None:
+    flags = f"{RUN} --vocab-size 257 --global-batch-size 4 --use-distributed-optimizer"
+    with pytest.raises(UserError) as refused:
+        parse(
+            shlex.split(f"{flags} --num-distributed-optimizer-instances {instances}"), {"RANK": "0", "WORLD_SIZE": "4"}
+        )
+    (problem,) = refused.value.problems
+    assert [fix.split()[-1] for fix in problem.fixes] == offered
