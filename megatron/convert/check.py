@@ -234,9 +234,9 @@ class _TheirWeights:
 
     def load(self, name: str) -> Tensor:
         place, _, kind = name.rpartition(".experts.")
-        if kind in EXPERTS and self._key(name) is None:
-            return self._stacked(name, place, EXPERTS[kind])
         key = self._key(name)
+        if key is None and kind in EXPERTS and (experts := self._experts(place, EXPERTS[kind])):
+            return torch.stack(experts)
         if key is None:
             raise MismatchError(f"{self._folder} lacks {name}, which transformers needs")
         self._used.add(key)
@@ -248,16 +248,16 @@ class _TheirWeights:
         names = (name, without, *(n.replace(".mlp.", ".block_sparse_moe.") for n in (name, without)))
         return next((key for key in names if key in self._files), None)
 
-    def _stacked(self, name: str, place: str, spellings: Sequence[tuple[str, ...]]) -> Tensor:
-        """The matrices of all experts, ``[E, rows, columns]``."""
+    def _experts(self, place: str, spellings: Sequence[tuple[str, ...]]) -> list[Tensor]:
+        """The matrix of every expert, which the files hold one by one; none where they hold no experts."""
         for parts in spellings:
             experts: list[Tensor] = []
             while self._key(f"{place}.experts.{len(experts)}.{parts[0]}.weight") is not None:
                 expert = f"{place}.experts.{len(experts)}"
                 experts.append(torch.cat([self.load(f"{expert}.{part}.weight") for part in parts]))
             if experts:
-                return torch.stack(experts)
-        raise MismatchError(f"{self._folder} lacks {name}, which transformers needs")
+                return experts
+        return []
 
     def refuse_unused(self, harmless: Collection[str]) -> None:
         unused = [k for k in self._files if k not in self._used and not any(re.search(p, k) for p in harmless)]

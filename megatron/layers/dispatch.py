@@ -101,8 +101,7 @@ class Route:
         coming = comm.start_all_to_all(leaving, group).wait()
         numbers = torch.arange(held, device=keys.device).repeat(group.size)
         on_host = torch.cat((leaving.sum(1), coming.sum(1), coming.sum(0))).tolist()  # in one piece: one wait
-        split = group.size, 2 * group.size
-        sent, received, counts = on_host[: split[0]], on_host[split[0] : split[1]], on_host[split[1] :]
+        sent, received, counts = on_host[: group.size], on_host[group.size : -held], on_host[-held:]
         by_expert = Permutation.sorting(numbers.repeat_interleave(coming.flatten(), output_size=sum(received)))
         return cls(Permutation.sorting(keys), tuple(sent), tuple(received), by_expert, tuple(counts), group)
 

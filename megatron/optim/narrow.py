@@ -136,12 +136,12 @@ class NarrowRule:
         if self._dtypes:
             self._round(block, rule.state)
 
-    def _round(self, block: Sequence[Cut], wide: Mapping[str, Sequence[Tensor]]) -> None:
+    def _round(self, block: Sequence[Cut], moments: Mapping[str, Sequence[Tensor]]) -> None:
         step = self.step_counts[0].long()
         bits = torch.cat([self._bits(cut, step) for cut in block])
         for part, kind in enumerate(self._dtypes):
-            values = torch.cat([value.float() for value in wide[kind]])
-            rounded = round_at_random(values, bits >> (LOW * part)).split([value.numel() for value in wide[kind]])
+            values = torch.cat([value.float() for value in moments[kind]])
+            rounded = round_at_random(values, bits >> (LOW * part)).split([value.numel() for value in moments[kind]])
             torch._foreach_copy_([cut.of(self.state[kind]) for cut in block], list(rounded))
 
     def _bits(self, cut: Cut, step: Tensor) -> Tensor:

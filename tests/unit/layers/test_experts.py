@@ -86,14 +86,11 @@ def test_output_and_gradients_are_those_of_a_loop(name: str, drop_activation: bo
     made = Made(config_of(name), drop_activation)
     weights = {n: p.detach().clone().requires_grad_() for n, p in made.context.params.items()}
     ours, theirs = hidden().requires_grad_(), hidden().requires_grad_()
-    y, losses = made.run(ours)
+    y, _ = made.run(ours)  # the gradients of losses are tested with the router
     expected = by_hand(made.module.config, weights, theirs)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-13)
     dy = hidden(seed=1)
-    if losses.requires_grad:  # their own gradients are tested with the router
-        (y * dy).sum().backward()
-    else:
-        y.backward(dy)
+    y.backward(dy)
     expected.backward(dy)
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-11, atol=1e-12)
     assert set(made.contributions) == set(weights), "each contributes, also without tokens"
@@ -104,11 +101,8 @@ def test_output_and_gradients_are_those_of_a_loop(name: str, drop_activation: bo
 
 def test_experts_without_tokens_have_zero_gradients() -> None:
     made = Made(config_of("many"))
-    chosen = {
-        e
-        for row in made.module.router(hidden(), random_batch(made.module.config, SAMPLES, LENGTH)).experts
-        for e in row.tolist()
-    }
+    routing = made.module.router(hidden(), random_batch(made.module.config, SAMPLES, LENGTH))
+    chosen = set(routing.experts.flatten().tolist())
     made.run(hidden())[0].sum().backward()
     idle = [e for e, g in enumerate(made.gradients["experts.linear_fc2.weight"].chunk(40)) if not g.any()]
     assert set(idle) >= set(range(40)) - chosen
@@ -183,22 +177,22 @@ def test_losses_of_routers_move_routers() -> None:
     assert not torch.allclose(plain.buckets.grads[name], balanced.buckets.grads[name], rtol=0.1)
 
 
-@pytest.mark.parametrize("fault", ["unweighted", "experts swapped", "gradient of one expert lost"])
+@pytest.mark.parametrize("fault", ["unweighted", "experts swapped", "gradients of others' rows"])
 def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault == "unweighted":
         monkeypatch.setattr(torch, "einsum", lambda equation, weights, parts: parts.sum(1))
     if fault == "experts swapped":
         product = experts._product
         monkeypatch.setattr(experts, "_product", lambda x, ws, rows: product(x, ws[::-1], rows))
-    if fault == "gradient of one expert lost":
+    if fault == "gradients of others' rows":
         original = GradSink.add
         monkeypatch.setattr(
-            GradSink, "add", lambda self, name, x, dy, rows=None: original(self, name, x, dy, _all_but_last(rows))
+            GradSink, "add", lambda self, name, x, dy, rows=None: original(self, name, x, dy, _last_as_first(rows))
         )
-    with pytest.raises((AssertionError, ValueError, RuntimeError)):
+    with pytest.raises(AssertionError):
         test_output_and_gradients_are_those_of_a_loop("two of four", False)
 
 
-def _all_but_last(rows: Any) -> Any:
+def _last_as_first(rows: Any) -> Any:
     """Rows of the last expert counted as the first one's."""
     return None if rows is None else [rows[0] + rows[-1], *rows[1:-1], 0]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import pytest
 import torch
@@ -38,11 +39,13 @@ def build(
     dtypes: dict[str, torch.dtype] | None = None,
     size: int = 10_000,
     overlap: bool = True,
+    uncut: Collection[str] = (),
+    **changes: Any,
 ) -> tuple[GradBuckets, GradSink]:
     specs, sink = specs or SPECS, GradSink()
     dtypes = dict.fromkeys(specs, torch.float32) | (dtypes or {})
-    config = ParallelConfig(ddp_bucket_size=size, overlap_grad_reduce=overlap)
-    return GradBuckets(specs, dtypes, one_rank_mesh(), sink, torch.device("cpu"), config), sink
+    config = ParallelConfig(ddp_bucket_size=size, overlap_grad_reduce=overlap, **changes)
+    return GradBuckets(specs, dtypes, one_rank_mesh(), sink, torch.device("cpu"), config, uncut), sink
 
 
 def names(buckets: GradBuckets) -> list[list[str]]:
@@ -175,13 +178,11 @@ def test_few_sums_of_rounded_addends_are_on_their_way(
     monkeypatch.setattr(Mesh, "shards", lambda self, *axes: Group(tuple(range(shards)), 0))
     monkeypatch.setattr(module, "start_reduce_scatter", start)
     monkeypatch.setattr(module, "start_all_reduce", lambda x, group, wire: start(x, Group(), wire))
-    sink, config = GradSink(), ParallelConfig(ddp_bucket_size=1, overlap_grad_reduce=overlap, grad_reduce_in_bf16=True)
     specs = {f"{name} {i}": spec for i in range(3) for name, spec in SPECS.items()}
-    dtypes = dict.fromkeys(specs, torch.float32)
-    buckets = GradBuckets(specs, dtypes, one_rank_mesh(), sink, torch.device("cpu"), config)
+    buckets, sink = build(specs, size=1, overlap=overlap, grad_reduce_in_bf16=True)
     for _ in range(2):  # nothing of a step may leak into the next
         buckets.start_step(1)
-        for name in reversed([*specs]):
+        for name in reversed(specs):
             for _ in range(specs[name].uses):
                 sink.accumulate(name, torch.ones(specs[name].local_shape))
         buckets.finish()
@@ -281,12 +282,8 @@ def streaming(size: int = 65, overlap: bool = True) -> Iterator[tuple[GradBucket
         patch.setattr(Mesh, "shards", lambda self, *axes: Group(tuple(range(RANKS)), RANK))
         patch.setattr(Mesh, "copies", lambda self, *axes: Group())
         patch.setattr(module, "start_reduce_scatter", scattered)
-        sink, strategy = GradSink(), "optim_grads"
-        config = ParallelConfig(
-            ddp_bucket_size=size, overlap_grad_reduce=overlap, data_parallel_sharding_strategy=strategy
-        )
-        dtypes = dict.fromkeys(SPECS, torch.float32)
-        yield GradBuckets(SPECS, dtypes, one_rank_mesh(), sink, torch.device("cpu"), config), sink, scattered
+        buckets, sink = build(size=size, overlap=overlap, data_parallel_sharding_strategy="optim_grads")
+        yield buckets, sink, scattered
 
 
 def contributions(microbatches: int) -> list[str]:
@@ -343,7 +340,7 @@ def test_every_micro_batch_is_reduced_and_its_buffer_used_again(overlap: bool) -
         for _ in range(3):
             buckets.start_step(4)
             for i in range(4):
-                for name, spec in list(SPECS.items())[::-1]:
+                for name, spec in reversed(SPECS.items()):
                     for use in range(spec.uses):
                         sink.accumulate(name, value_of(name, i * spec.uses + use))
             buckets.finish()
@@ -384,11 +381,7 @@ def test_no_part_has_half_of_what_one_rank_updates_whole(monkeypatch: pytest.Mon
     found: dict[str, int] = dict.fromkeys(SPECS, 0)
     for rank in range(RANKS):
         monkeypatch.setattr(Mesh, "shards", lambda self, *axes, here=rank: Group(tuple(range(RANKS)), here))
-        dtypes = dict.fromkeys(SPECS, torch.float32)
-        config = ParallelConfig(use_distributed_optimizer=True)
-        buckets = GradBuckets(
-            SPECS, dtypes, one_rank_mesh(), GradSink(), torch.device("cpu"), config, {"first", "middle", "last"}
-        )
+        buckets, _ = build(uncut={"first", "middle", "last"}, use_distributed_optimizer=True)
         for name, grad in buckets.grads.items():
             found[name] += 1
             assert name == "bias" or grad.shape == SPECS[name].local_shape
