@@ -97,8 +97,9 @@ def page(rows: Sequence[dict[str, Any]]) -> str:
         text.append("| " + " | ".join(map(str, (*cells, told(row["large"], 2**30, "GB")))) + " |")
     text += [
         "",
-        "As a ring sends them (`megatron/parallel/traffic.py`); every rank sends as much. Counted on real ranks over "
-        "gloo, whose own algorithms may send more; all counts were equal to the formula to the byte.",
+        "As a ring sends them (`megatron/parallel/traffic.py`); every rank sends as much; MB are 2^20 bytes, GB 2^30. "
+        "Counted on real ranks over gloo, whose own algorithms may send more; all counts were equal to the formula to "
+        "the byte.",
     ]
     return "\n".join(text)
 

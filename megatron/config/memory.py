@@ -14,7 +14,7 @@ from megatron.config.batch import microbatches
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parameters import WORDS, Parameter, parameters, stages_by_rank
-from megatron.config.run import OptimizerConfig, RunConfig
+from megatron.config.run import MOMENTS, OptimizerConfig, RunConfig
 from megatron.parallel.layout import Layout
 from megatron.parallel.ownership import BucketKey, Packing, limits_of, pack, partition
 from megatron.parallel.shard import EXPERT
@@ -65,13 +65,18 @@ def checkpoint_bytes(config: RunConfig) -> int:
         ValueError: while the vocabulary's size is not known.
     """
     model, optimizer = config.model, config.optimizer
-    wide = max(BYTES[config.precision.params_dtype], BYTES["fp32"])
+    wide = master_bytes(config)
     weights = wide * (2 if optimizer.ema_decay is not None else 1)
     whole = parameters(model, ParallelConfig(), 0)
     padding = sum(p.numel - model.vocab * model.hidden_size for p in whole if p.name in (WORDS, "output_layer.weight"))
     moments = sum(p.numel * _moment_bytes(optimizer, _is_muons(p, optimizer), wide) for p in whole)
     moments -= padding * _moment_bytes(optimizer, False, wide)
     return model.num_parameters() * weights + moments
+
+
+def master_bytes(config: RunConfig) -> int:
+    """Bytes of a number at the precision of masters and sums of gradients."""
+    return max(BYTES[config.precision.params_dtype], BYTES["fp32"])
 
 
 def rank_parameters(model: ModelConfig, parallel: ParallelConfig) -> int:
@@ -96,7 +101,7 @@ def _moment_bytes(config: OptimizerConfig, muons: bool, wide: int) -> int:
     """Bytes of the moments of one element; ``wide`` is that of its master."""
     if muons or config.optimizer == "sgd":  # whose one momentum has no format of its own
         return wide
-    formats = [config.exp_avg_dtype, config.exp_avg_sq_dtype][: 1 if config.optimizer == "lion" else 2]
+    formats = (config.exp_avg_dtype, config.exp_avg_sq_dtype)[: MOMENTS[config.optimizer]]
     return sum(BYTES["bf16"] if name == "bf16" else wide for name in formats)
 
 
@@ -189,7 +194,7 @@ class _Stage:
     def _add(self, bucket: Bucket, config: RunConfig) -> None:
         optimizer, size = config.optimizer, bucket.packing.size
         narrow = BYTES[config.precision.params_dtype]
-        wide = max(narrow, BYTES["fp32"])
+        wide = master_bytes(config)
         streamed = config.parallel.zero_stage == 2 and bucket.shards > 1
         self.fixed["weights"] += size * narrow
         self.fixed["gradients"] += (size // bucket.shards if streamed else size) * wide
@@ -224,7 +229,7 @@ def _rounds(config: RunConfig) -> bool:
 
 def _buffers(config: RunConfig, pp_rank: int) -> int:
     """Those that do not depend on parameters: of every stage the frequencies, and one window of losses and norms."""
-    wide = max(BYTES[config.precision.params_dtype], BYTES["fp32"])
+    wide = master_bytes(config)
     stages = stages_by_rank(config.model, config.parallel)[pp_rank]
     window = 3 * INTEGER * config.optimizer.spike_window if config.optimizer.skip_spikes is not None else 0
     return len(stages) * (config.model.rotary_dim // 2) * wide + window
@@ -235,15 +240,14 @@ def transient_bytes(config: RunConfig, world_size: int) -> int:
 
     On GPUs the sum over the ranks that cut a bucket takes the place of this rank's part (gloo, on CPUs, needs as much
     besides). What travels as bf16 is rounded into a buffer as large as the bucket, and comes in another, of as many
-    buckets as are on their way at once. In ZeRO-2 the
-    buckets themselves are there only from the first gradient of a micro-batch until they are summed, in buffers that
-    go from one to the next of its size.
+    buckets as are on their way at once. In ZeRO-2 the buckets themselves are there only from the first gradient of a
+    micro-batch until they are summed, in buffers that go from one to the next of its size.
 
     Raises:
         ValueError: while the vocabulary's size is not known.
     """
     layout = Layout.from_config(config.parallel, world_size)
-    wide = max(BYTES[config.precision.params_dtype], BYTES["fp32"])
+    wide = master_bytes(config)
     found = []
     for pp in range(layout.sizes["pp"]):
         reduced = [bucket for bucket in buckets(config, layout, pp) if bucket.shards * bucket.copies > 1]

@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 
 from megatron.config.batch import microbatches
-from megatron.config.memory import BYTES, Bucket, buckets
+from megatron.config.memory import BYTES, Bucket, buckets, master_bytes
 from megatron.config.run import RunConfig
 from megatron.parallel.layout import Layout
 
@@ -42,7 +42,7 @@ def replica_traffic(config: RunConfig, world_size: int, pp_rank: int = 0) -> dic
 def _of_bucket(bucket: Bucket, config: RunConfig, dp: int) -> Iterator[tuple[str, float]]:
     parallel, weight = config.parallel, BYTES[config.precision.params_dtype]
     rounded = parallel.grad_reduce_in_bf16
-    wire = BYTES["bf16"] if rounded else max(weight, BYTES["fp32"])
+    wire = BYTES["bf16"] if rounded else master_bytes(config)
     size, part = bucket.packing.size, bucket.packing.size // bucket.shards
     times = microbatches(config.training, dp) if parallel.zero_stage == 2 else 1
     cut, copied = ((n - 1) / n for n in (bucket.shards, bucket.copies))

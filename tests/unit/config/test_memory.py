@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from itertools import product
 from typing import Any
@@ -51,7 +51,7 @@ def tensors_of(thing: Any, seen: set[int]) -> Iterator[Tensor]:
     seen.add(id(thing))
     if isinstance(thing, Tensor):
         yield thing.detach()
-    elif isinstance(thing, Mapping) and isinstance(thing, dict):
+    elif isinstance(thing, dict):
         for value in thing.values():
             yield from tensors_of(value, seen)
     elif isinstance(thing, list | tuple | set | frozenset):
