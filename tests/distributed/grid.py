@@ -131,7 +131,7 @@ FACTORS: dict[str, tuple[Any, ...]] = {
     "schedule": ("1f1b", *(name for name in NAMES if name != "1f1b")),
     "tp": ("1", "2", "2sp", "4", "4sp"),
     "dp": (1, 2, 3, 4),
-    "zero": ("0", "1", "2", "2 twice"),  # stage 1 is in both of the latter
+    "zero": ("0", "1", "2", "2 twice"),  # "1 twice" is in the product
     "gather": (False, True),
     "experts": tuple(EXPERTS),
     "ep": (1, 2),
