@@ -24,9 +24,11 @@ from megatron.parallel.ownership import (
 )
 from megatron.parallel.shard import DENSE, ExpertShard, Init, Shard, ShardSpec
 
+QUICK = settings(max_examples=100, deadline=None, derandomize=True)
 SIZES = st.lists(st.integers(1, 1000), min_size=1, max_size=12).map(lambda sizes: dict(zip("abcdefghijkl", sizes)))
 
 
+@QUICK
 @given(SIZES, st.integers(1, 5), st.integers(1, 3), st.booleans())
 def test_every_element_lies_in_one_part(sizes: dict[str, int], shards: int, copies: int, uncut: bool) -> None:
     packing = pack(sizes, shards, copies, uncut)
@@ -55,7 +57,7 @@ def test_a_share_is_what_lies_in_the_part() -> None:
     assert [packing.share("a", 100, part, 4) for part in range(4)] == [None, Share(0, 64), Share(64, 100), None]
 
 
-@settings(max_examples=300, deadline=None)
+@QUICK
 @given(st.lists(st.integers(1, 5), min_size=1, max_size=4).map(tuple), st.data())
 def test_a_range_is_at_most_2n_minus_1_boxes(view: tuple[int, ...], data: st.DataObject) -> None:
     start = data.draw(st.integers(0, prod(view)))
@@ -121,7 +123,7 @@ def test_buckets_are_cut_when_full_and_by_what_parameters_have_in_common() -> No
     assert round_up(65, 64) == 128
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@QUICK
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=40), st.integers(1, 9), st.integers(1, 4000))
 def test_uncut_buckets_are_large_enough_to_be_dealt_out(elements: list[int], ranks: int, limit: int) -> None:
     """One that holds all matrices wastes little where there are many; a small one would waste nearly all."""
