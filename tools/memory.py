@@ -67,6 +67,8 @@ def table(config: RunConfig, world_size: int) -> Iterator[str]:
     yield ""
     yield row("on their way", [gigabytes(transient_bytes(stage, world_size)) for stage in stages])
     yield "(gradients between ranks while backward runs: at most so much besides, and gone after it)"
+    if dp == 1:
+        yield f"there is nothing to share with DP 1: more ranks are --world-size {2 * world_size}"
 
 
 def sharded(config: RunConfig, strategy: str) -> RunConfig:

@@ -41,7 +41,7 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
         "batch": _batch(config, world_size),
         "ramp": _ramp(config, world_size),
         "length": _length(config, world_size, iteration, consumed_samples),
-        "optimizer": _optimizer(config),
+        "optimizer": _optimizer(config, world_size),
         "precision": _precision(config),
         "saves": _saves(config),
     }
@@ -172,9 +172,11 @@ def _length(config: RunConfig, world_size: int, *begin: int) -> str:
     return row
 
 
-def _optimizer(config: RunConfig) -> str:
-    o = config.optimizer
-    row = f"{o.optimizer}, learning rate {o.lr:g} {o.lr_decay_style}"
+def _optimizer(config: RunConfig, world_size: int) -> str:
+    o, p = config.optimizer, config.parallel
+    sharers = p.data_parallel_size(world_size) // p.num_distributed_optimizer_instances
+    sharing = f", ZeRO-{p.zero_stage} over {_counted(sharers, 'rank', 'ranks')}" if p.zero_stage else ""
+    row = f"{o.optimizer}{sharing}, learning rate {o.lr:g} {o.lr_decay_style}"
     if o.lr_decay_style != "constant":
         row += f" to {o.min_lr:g}"
     warmups = (
