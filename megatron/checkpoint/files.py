@@ -112,6 +112,16 @@ def make_folder(path: Location) -> None:
         sync_folder(folder.parent)
 
 
+def is_full(error: OSError) -> bool:
+    """Whether a disk says that it has no room left."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def in_words(error: OSError) -> str:
+    """What a disk says."""
+    return "the disk is full" if is_full(error) else error.strerror or str(error)
+
+
 def refused(error: OSError, folder: Location, rank: int, older: Location | None = None) -> StorageError:
     """What to tell of a disk that refused while a checkpoint was written to ``folder``.
 
@@ -121,14 +131,15 @@ def refused(error: OSError, folder: Location, rank: int, older: Location | None 
         rank: the one that met it.
         older: where the run's older checkpoints are, if it has any. A run that is begun elsewhere needs to be told.
     """
-    what, fixes = error.strerror or str(error), [elsewhere(older)]
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        what, fixes = "the disk is full", ["free some space", *fixes]
+    fixes = [elsewhere(older)]
+    if is_full(error):
+        fixes = ["free some space", *fixes]
     if isinstance(folder, RemotePath):
         fixes = [_to_the_store(error), *fixes]
     elif error.errno == errno.ENOENT:
         fixes = ["--save A_FOLDER_THAT_ALL_RANKS_SHARE"]
-    return StorageError(f"{error.filename or folder}: {what} (rank {rank}); no checkpoint was written", *fixes)
+    sentence = f"{error.filename or folder}: {in_words(error)} (rank {rank}); no checkpoint was written"
+    return StorageError(sentence, *fixes)
 
 
 def _to_the_store(error: OSError) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -12,7 +11,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.exchange import Parcel, Tier, exchange, together
-from megatron.checkpoint.files import sync_folder, write_file
+from megatron.checkpoint.files import in_words, is_full, sync_folder, write_file
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import MANIFEST, FileRecord
 from megatron.checkpoint.parts import GlobalTensor
@@ -155,7 +154,5 @@ def _telling(action: Callable[[], T], final: Path, rank: int) -> T:
     try:
         return action()
     except OSError as error:
-        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-        what = "the disk is full" if full else error.strerror or str(error)
-        sentence = f"{error.filename or final}: {what} (rank {rank}); no local checkpoint was written"
-        raise StorageError(sentence, *(FULL if full else FULL[1:])) from error
+        sentence = f"{error.filename or final}: {in_words(error)} (rank {rank}); no local checkpoint was written"
+        raise StorageError(sentence, *(FULL if is_full(error) else FULL[1:])) from error

@@ -16,7 +16,7 @@ from typing import Any
 from megatron.checkpoint.boxes import is_inside, partition_problem
 from megatron.checkpoint.errors import DamagedError, NewerVersionError, unreadable
 from megatron.checkpoint.files import checksum
-from megatron.checkpoint.remote import Location, RemotePath, location
+from megatron.checkpoint.remote import Location, RemotePath, location, on_disk
 from megatron.parallel.shard import Box
 
 FORMAT = "megatron-pretrain"
@@ -116,7 +116,7 @@ class Manifest:
             if sizes is None:
                 manifest.check_file(name)
             else:
-                manifest.check_size(name, sizes.get(name))
+                manifest._check_size(name, sizes.get(name))
         return manifest
 
     @classmethod
@@ -126,6 +126,7 @@ class Manifest:
         Raises:
             DamagedError: when the marker or the manifest is missing, cut short or changed.
             NewerVersionError: when a newer version of this program wrote it.
+            UnreachableError: when an object store does not answer.
         """
         path = location(path)
         mark = _read(path, MARKER)
@@ -172,27 +173,20 @@ class Manifest:
             raise DamagedError(f"{self.path}: the chunks of {name} do not make it up: {problem}")
 
     def check_file(self, name: str) -> None:
-        """Check that a file is there in full length.
+        """Check that a file on a disk is there in full length.
 
         Raises:
             DamagedError: when it is not.
         """
-        path = self.folder / name
-        if isinstance(path, RemotePath):
-            self.check_size(name, _listed(self.folder).get(name))
-            return
+        path = on_disk(self.folder / name)
         try:
             seen = path.stat().st_size
         except OSError as error:
             raise DamagedError(f"{path} is missing ({error.strerror})") from error
-        self.check_size(name, seen)
+        self._check_size(name, seen)
 
-    def check_size(self, name: str, seen: int | None) -> None:
-        """Check the length of a file, None where there is no such file.
-
-        Raises:
-            DamagedError: when it is not what was written.
-        """
+    def _check_size(self, name: str, seen: int | None) -> None:
+        """Check the length of a file, None where there is no such file."""
         expected = self.files[name].bytes
         if seen is None:
             raise DamagedError(f"{self.folder / name} is missing")
@@ -243,10 +237,8 @@ def _chunk_json(chunk: Chunk) -> JSON:
     return place | {key: value for key, value in vars(chunk).items() if key != "box"}
 
 
-def _listed(folder: Location) -> dict[str, int]:
+def _listed(folder: RemotePath) -> dict[str, int]:
     """Bytes of the objects in a place of a store, in one listing, as there may be thousands."""
-    if not isinstance(folder, RemotePath):
-        return {}
     try:
         return folder.files()
     except OSError as error:

@@ -68,6 +68,7 @@ def read(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group: Group) 
     Raises:
         CheckpointError: when the checkpoint does not have what is wanted.
         DamagedError: when what was read is not what was written, or is not there.
+        UnreachableError: when an object store does not answer.
     """
     from torch.distributed.checkpoint.state_dict_loader import load
 

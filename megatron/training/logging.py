@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from megatron.checkpoint.remote import Location
 from megatron.config.memory import shown
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
@@ -163,7 +164,7 @@ class RunLog:
             say(report.line())
             self._record(report.values())
 
-    def checkpoint(self, path: object, size: int, seconds: float, blocking: float | None = None) -> None:
+    def checkpoint(self, path: Location, size: int, seconds: float, blocking: float | None = None) -> None:
         """Report a checkpoint of ``size`` bytes that took ``seconds``, ``blocking`` of which no step could be taken."""
         if self.enabled:
             stood = "" if blocking is None else f", training stood still for {blocking:.2f}s"

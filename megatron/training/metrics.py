@@ -198,7 +198,7 @@ class StepWindow:
 
 
 def _mean_of_finite(values: list[float]) -> float:
-    """NaN where there is none."""
+    """The mean of those that are finite; NaN where none is."""
     finite = [x for x in values if math.isfinite(x)]
     return sum(finite) / len(finite) if finite else math.nan
 

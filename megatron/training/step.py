@@ -22,7 +22,7 @@ Update = Callable[[Rates, Tensor, Tensor], Outcome]
 def train_step(
     trainer: Trainer, batches: Sequence[MicroBatch], rates: Rates, update: Update | None = None
 ) -> StepMetrics:
-    """The pipeline's work on every micro-batch, then the update. No wait for the device in here, but for routers' counts.
+    """The pipeline's work on every micro-batch, then the update. Nothing waits for the device, but routers for counts.
 
     The loss is the sum over the *global* batch's unmasked tokens divided by their number, so it does not depend on
     how samples are dealt out to micro-batches and ranks.

@@ -6,8 +6,8 @@ import errno
 import os
 import random
 import shutil
-import signal
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +31,7 @@ from megatron.parallel.comm import Group
 from megatron.parallel.shard import Box
 from tests.distributed.pool import Pool, RankError
 from tests.unit.checkpoint.samples import Sample
-from tests.unit.checkpoint.test_faults import content, watched
+from tests.unit.checkpoint.test_faults import content, killing, watched
 
 WORLD = 4
 NODES = Nodes((0, 0, 1, 1))
@@ -65,14 +65,7 @@ def step(rank: int, world: int, folder: Path, iteration: int) -> None:
 
 def killed(rank: int, world: int, folder: Path, victim: int, target: int) -> None:
     """The second save, in which one rank is killed before a call to the system, and in the middle of a write."""
-
-    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
-        if rank == victim and number == target:
-            if name == "write":
-                os.pwrite(args[0], memoryview(args[1])[: len(args[1]) // 2], os.lseek(args[0], 0, os.SEEK_CUR))
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    with watched(before):
+    with watched(killing(target)) if rank == victim else nullcontext():
         step(rank, world, folder, 2)
 
 

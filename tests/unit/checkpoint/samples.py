@@ -6,13 +6,13 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.parts import GlobalTensor, Part
+from megatron.checkpoint.remote import Location
 from megatron.checkpoint.store import write
 from megatron.parallel.comm import Group
 from megatron.parallel.shard import Box
@@ -105,6 +105,6 @@ def all_of(tensors: Mapping[str, Sample]) -> dict[str, GlobalTensor]:
     return {name: sample.entry([whole(sample.view)]) for name, sample in tensors.items()}
 
 
-def save(path: Path, tensors: Mapping[str, Sample], **state: object) -> None:
+def save(path: Location, tensors: Mapping[str, Sample], **state: object) -> None:
     """A checkpoint by one process, with a small file."""
     write(path, all_of(tensors), state, {"model": {"hidden_size": 5}}, ALONE, {"tokenizer/tokenizer.json": b"{}"})

@@ -17,6 +17,7 @@ import signal
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,8 @@ def recorded(template: Path, scenario: Callable[[Checkpoints], None]) -> list[tu
     return calls
 
 
-def killed_at(target: int, torn: bool, scenario: Callable[[Checkpoints], None], runs: Checkpoints) -> int:
-    """Run a scenario in a forked process that kills itself at a call; returns how it ended."""
+def killing(target: int, torn: bool = True) -> Callable[[str, int, tuple[Any, ...]], None]:
+    """What kills this process before a call; in the middle of it, if that is a write and shall be ``torn``."""
 
     def before(name: str, number: int, args: tuple[Any, ...]) -> None:
         if number == target:
@@ -111,10 +112,15 @@ def killed_at(target: int, torn: bool, scenario: Callable[[Checkpoints], None], 
                 os.pwrite(args[0], memoryview(args[1])[: len(args[1]) // 2], os.lseek(args[0], 0, os.SEEK_CUR))
             os.kill(os.getpid(), signal.SIGKILL)
 
+    return before
+
+
+def killed_at(target: int, act: Callable[[], None], torn: bool = True) -> int:
+    """Act in a forked process that kills itself at a call; returns how it ended."""
     child = os.fork()
     if not child:
-        with watched(before):
-            scenario(runs)
+        with watched(killing(target, torn)):
+            act()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
@@ -138,7 +144,7 @@ def kill(template: Path, scenario: Callable[[Checkpoints], None], targets: list[
     for target in targets:
         folder = template.with_name(f"kill{target}")
         shutil.copytree(template, folder)
-        assert killed_at(target, torn, scenario, Checkpoints(folder)) == -signal.SIGKILL
+        assert killed_at(target, partial(scenario, Checkpoints(folder)), torn) == -signal.SIGKILL
         check_survivors(Checkpoints(folder))
         shutil.rmtree(folder)
 

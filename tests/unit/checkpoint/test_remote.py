@@ -31,6 +31,7 @@ from megatron.checkpoint.store import read, write
 from megatron.checkpoint.verify import damage
 from tests.unit.checkpoint.s3_server import Fault, Request, Store, serving, settings
 from tests.unit.checkpoint.samples import ALONE, Sample, all_of, partition, same, samples, save, small
+from tests.unit.checkpoint.test_faults import content, is_whole
 
 RUN = RemotePath("s3://bucket/runs/a")
 
@@ -78,18 +79,6 @@ def times(fault: str, number: int, kinds: str = "") -> Fault:
         return fault if seen[request.kind] <= number else None
 
     return one
-
-
-def content(value: float) -> dict[str, Sample]:
-    """Tensors that tell which save wrote them."""
-    return {name: Sample(sample.tensor + value, sample.view) for name, sample in small().items()}
-
-
-def is_whole(manifest: Manifest, value: float) -> bool:
-    reader = CheckpointReader(manifest)
-    return not list(damage(manifest)) and all(
-        same(reader.read(name), sample.tensor.view(sample.view)) for name, sample in content(value).items()
-    )
 
 
 # Places
@@ -438,7 +427,7 @@ def cut_off_at(store: Store, share: int) -> list[int]:
 def test_cut_off_at_some_requests(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """At any moment there is a whole checkpoint, never older than the one before; a later save tidies up."""
     monkeypatch.setattr(retries, "ATTEMPTS", 1)
-    found = cut_off_at(store, 8)
+    found = cut_off_at(store, 16)
     assert found == sorted(found)
     assert set(found) == {2, 20, 30}
 

@@ -154,7 +154,8 @@ def test_no_step_waits_for_a_disk_that_does_not_answer(plain: Path, tmp_path: Pa
 
 @pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
 def test_without_room_at_the_end_there_is_an_error(tmp_path: Path, flags: str) -> None:
-    told = start(run_of(tmp_path, flags.replace("interval 2", "interval 100")), disk_with(1 << 30, 10))
+    config = run_of(tmp_path, f"--train-iters 1 {flags.replace('interval 2', 'interval 100')}")
+    told = start(config, disk_with(1 << 30, 10))
     assert told.status == 1
     assert told.err.startswith(f"error: E816 {tmp_path}/saved: ")
 
