@@ -43,7 +43,7 @@ from tests.distributed.drive import MODEL, RATES, Case, batches_of, compare_with
 from tests.distributed.faults import infinite_gradient
 from tests.distributed.vitals import difference, report, router_losses
 
-TOLERANCE = 1e-8
+TOLERANCE, TOLERANCE_BF16 = 1e-8, 0.02
 LATE_SECONDS = 1.0
 
 
@@ -226,7 +226,7 @@ def reports_like_one_process(case: Case, ranks: Sequence[list[HealthRecord]]) ->
 
 
 def tells_like_one_process(case: Case, ranks: Sequence[list[dict[str, float]]]) -> bool:
-    """Whether the losses of routers are those of one process."""
+    """Whether the loss and the losses of routers are those of one process."""
     alone = router_losses(0, 1, case.twin())
     pairs = [
         (got[name], step[name]) for steps in ranks for got, step in zip(steps, alone, strict=True) for name in step
@@ -259,21 +259,6 @@ def plan_a_route(rank: int, world_size: int) -> tuple[tuple[int, ...], ...]:
     return route.sent, route.received, route.counts
 
 
-def losses_of_routers(rank: int, world_size: int, case: Case) -> dict[str, float]:
-    """What a step reports of how evenly experts are chosen."""
-    trainer = build(case.config(), rank, world_size)
-    metrics = train_step(trainer, batches_of(trainer, case, 0), RATES)
-    return {name: loss.item() for name, loss in metrics.router.items()}
-
-
-def _are_those_of_one_process(case: Case, ranks: Sequence[dict[str, float]]) -> bool:
-    expected = losses_of_routers(0, 1, case.twin())
-    return all(
-        got.keys() == expected.keys() and all(abs(got[n] - x) <= TOLERANCE * abs(x) for n, x in expected.items())
-        for got in ranks
-    )
-
-
 CHOSEN = [[[0, 1], [0, 1], [0, 3]], [[3, 2], [3, 2], [3, 2]]]
 """Experts of each rank's tokens: rank 0 has the first two."""
 
@@ -286,9 +271,6 @@ def nearly_like_one_process(case: Case, ranks: Sequence[list[RankTrace]]) -> boo
     steps = [join(step) for step in zip(*ranks)]
     same = all(d.error <= TOLERANCE_BF16 for d in compare_with_twin(steps, case, gradient_floor=1e-2))
     return same and not any(step.drifted for step in steps)
-
-
-TOLERANCE_BF16 = 0.02
 
 
 _SHARED_KV = replace(MODEL, num_query_groups=1, qk_layernorm=True, hidden_dropout=0.1, attention_dropout=0.1)
@@ -364,7 +346,6 @@ DETECTORS: dict[str, Detector] = {
     "moe-ep2": training(MOE_EP2),
     "moe-tp2": training(MOE_TP2),
     "muon-tp2": training(MUON_TP2),
-    "router-losses": Detector(2, losses_of_routers, (MOE_TP2,), partial(_are_those_of_one_process, MOE_TP2)),
     "factors": Detector(2, factors_of_another_stage, (PP2_FACTORS,), lambda ranks: list(ranks) == [True, True]),
     "timeline": Detector(2, timeline_of_a_step, (PP2,), lambda ranks: list(ranks) == [True, True]),
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
