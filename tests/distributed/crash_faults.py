@@ -18,8 +18,7 @@ from unittest.mock import patch
 
 import xxhash
 
-CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
-"""What a save asks of the system that can leave something behind."""
+from tests.unit.checkpoint.test_faults import CALLS
 
 REFUSED = ("open", "write", "fsync", "mkdir", "rename")
 """Those that a full disk refuses."""

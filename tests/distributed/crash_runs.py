@@ -18,6 +18,7 @@ from tests.runs import differences, steps, tiny_run
 STEPS = 8
 SECONDS = 400.0
 """How long a start may take, on a machine that has other things to do: then it hangs."""
+
 HANG = 240.0
 """How long ranks may take to notice that another one is gone: a few times the timeout of a collective."""
 
