@@ -265,10 +265,11 @@ def torch_adamw(model: nn.Module, config: OptimizerConfig) -> torch.optim.AdamW:
     ],
     ids=str,
 )
-def test_twenty_steps_of_adamw(name: str, dtype: torch.dtype, tolerance: float) -> None:
+@pytest.mark.parametrize("steps", [4, pytest.param(20, marks=pytest.mark.slow)])
+def test_steps_of_adamw(steps: int, name: str, dtype: torch.dtype, tolerance: float) -> None:
     pair = Pair.build(BY_NAME[name], dtype)
     reference = torch_adamw(pair.theirs, pair.ours.optimizer.config)
-    for step in range(20):
+    for step in range(steps):
         batches = [random_batch(pair.config, seed=2 * step + i) for i in range(2)]
         lr = 1e-3 * (1 + step % 3)
         expected = pair.their_backward(batches)
