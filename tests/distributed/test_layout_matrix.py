@@ -210,15 +210,18 @@ LONG = [
 ]
 
 
-@pytest.mark.parametrize("case", LONG)
+@pytest.mark.parametrize(
+    "case", [*(pytest.param(*c.values, id=c.id, marks=pytest.mark.slow) for c in LONG[:2]), *LONG[2:]]
+)
 def test_twenty_steps(pool: Pool, case: Case) -> None:
     steps, expected = run_on(pool, case), reference(case.twin())
     assert [s.loss for s in steps] == pytest.approx([s.loss for s in expected], rel=1e-8, abs=0.0)
     assert steps[-1].drifted == []
 
 
-@pytest.mark.parametrize("case", [LONG[0], LONG[-1]])
-@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    ("case", "dtype"), [(*LONG[0].values, "fp32"), (*LONG[-1].values, "bf16")], ids=["fp32", "bf16"]
+)
 def test_two_equal_runs_are_equal_to_the_bit(pool: Pool, case: Case, dtype: str) -> None:
     case = replace(case, steps=5, precision=PrecisionConfig(params_dtype=dtype))
     first, second = run_on(pool, case), run_on(pool, case)
