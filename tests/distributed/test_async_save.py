@@ -25,6 +25,7 @@ from tests.runs import Told, differences, full_disk, saved_steps, start, tiny_ru
 from tests.saves import all_of, deleted_when, over_before, slowly, written_when
 
 RANKS = 2
+LONG = pytest.mark.slow
 LAYOUTS = {
     "zero1": "--use-distributed-optimizer --overlap-param-gather --bf16 --store-param-remainders",
     "tp2-sp": "--tensor-model-parallel-size 2 --sequence-parallel",
@@ -99,7 +100,7 @@ def plain(pool: Pool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["zero1", "tp2-sp", pytest.param("pp2", marks=LONG)])
 def test_they_are_those_that_are_saved_at_once(pool: Pool, tmp_path: Path, layout: str) -> None:
     for name, flags in (("plain", ""), ("async", "--async-save")):
         config = run_of(tmp_path / name, f"{flags} {LAYOUTS[layout]}", every=4)
@@ -140,7 +141,7 @@ def test_ranks_that_lose_contact_while_writing_save_the_next_time(pool: Pool, tm
     assert equal(tmp_path, plain, 4, 6)
 
 
-@pytest.mark.parametrize("rank", range(RANKS))
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=LONG)])
 def test_a_rank_that_is_killed_while_it_writes(pool: Pool, tmp_path: Path, plain: Path, rank: int) -> None:
     calls = random.Random(rank).randint(0, 2)
     with pytest.raises(RankError, match=rf"rank {rank} of 2 failed in .*: process died: killed by SIGKILL"):

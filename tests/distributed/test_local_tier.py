@@ -163,12 +163,10 @@ FAULTS: dict[str, tuple[Callable[[Path], Any], int, str]] = {
     "no durable one": (lose_durable, LOCAL, "the nodes have a checkpoint of step 5; there is none in --save"),
     "all durable ones damaged": (damage_durable, LOCAL, "no checkpoint in ./saved can be used"),
 }
-SHORT = {"node 1 lost", "a file and the copy of another", "a flipped byte", "both copies lost", "no durable one"}
+SHORT = {"node 1 lost", "a flipped byte", "both copies lost", "no durable one"}
 
 
-@pytest.mark.parametrize(
-    "fault", [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in FAULTS]
-)
+@pytest.mark.parametrize("fault", [pytest.param(name, marks=() if name in SHORT else LONG) for name in FAULTS])
 def test_a_run_goes_on_from_the_newest_whole_checkpoint(
     pool: Pool, killed: tuple[Path, Path], run: Path, fault: str
 ) -> None:
