@@ -206,9 +206,9 @@ def infinite_gradient(weight: str = "layers.0.mlp.linear_fc1.weight") -> Abstrac
     """No fault of the library: numbers that overflow, as they do in fp16, in one weight's gradient on this rank."""
     original = GradSink.add
 
-    def add(self: GradSink, name: str, x: Rows, dy: Rows) -> Tensor | None:
+    def add(self: GradSink, name: str, x: Rows, dy: Rows, rows: Sequence[int] | None = None) -> Tensor | None:
         bad = name == weight
-        return original(self, name, x, Rows(dy.wait() * float("inf")) if bad else dy)
+        return original(self, name, x, Rows(dy.wait() * float("inf")) if bad else dy, rows)
 
     return patch.object(GradSink, "add", add)
 

@@ -41,8 +41,9 @@ def bad_output(trainer: Trainer, module: str, microbatch: int) -> None:
     """From the module's call for ``microbatch`` on."""
     calls = iter(range(1000))
 
-    def spoil(module: Module, inputs: Any, output: Tensor) -> Tensor | None:
-        return output * NAN if next(calls) >= microbatch else None
+    def spoil(module: Module, inputs: Any, output: Any) -> Any:
+        bad = (output[0] * NAN, *output[1:]) if isinstance(output, tuple) else output * NAN
+        return bad if next(calls) >= microbatch else None
 
     part(trainer, module).register_forward_hook(spoil)
 

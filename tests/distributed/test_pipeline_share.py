@@ -30,10 +30,10 @@ def slow_down(trainer: Trainer) -> None:
     def nap(dy: Tensor) -> None:
         time.sleep(BACKWARD)
 
-    def doze(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+    def doze(layer: nn.Module, inputs: Any, output: tuple[Tensor, Tensor | None]) -> None:
         time.sleep(FORWARD)
-        if output.requires_grad:
-            output.register_hook(nap)
+        if output[0].requires_grad:
+            output[0].register_hook(nap)
 
     for chunk in trainer.chunks.values():
         for name, module in chunk.named_modules():
