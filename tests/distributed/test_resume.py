@@ -41,7 +41,7 @@ ONE_RANK: Choice = {"pp": 1, "tp": "1", "dp": 1}
 PAIRS = [
     *(random_pair(seed, ranks=3) for seed in (0, 1, 2, 3, 6)),
     random_pair(24, 3, model={"optimizer": "lion", "biases": "no"}, before={"dp": 2}),
-    random_pair(7, 4, before={"tp": "4"}, after={"tp": "2sp", "dp": 2}),
+    random_pair(7, 4, model={"kv_heads": 2}, before={"tp": "4"}, after={"tp": "2sp", "dp": 2}),
     random_pair(8, 4, before={"pp": 4}, after=ONE_RANK),
     random_pair(9, 4, before=ONE_RANK, after={"pp": 4, "vpp": 1}),
     random_pair(10, 4, before={"pp": 2, "tp": "2"}, after={"dp": 3}),
