@@ -49,7 +49,7 @@ def losses(args: argparse.Namespace, dtype: torch.dtype) -> dict[str, Callable[[
     weight = (0.05 * torch.randn(rows, width)).to(dtype).requires_grad_()
     labels, mask = torch.randint(0, rows, (tokens,)), torch.ones(tokens)
     sink = GradSink()
-    sink.bind({"weight": torch.zeros(rows, width)}, lambda name: None)
+    sink.bind({"weight": torch.zeros(rows, width)}.__getitem__, lambda name: None)
 
     def plain() -> Tensor:
         x.grad = weight.grad = None
