@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.record import keep, machine
+from benchmarks.record import conditions, keep, machine
 from megatron.checkpoint.background import Staging, in_background
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.manifest import Manifest
@@ -214,8 +214,7 @@ def page(result: Mapping[str, Any]) -> str:
         f"Medians in MB/s: {speeds}. A save takes {result['peak_megabytes']} MB of memory besides the tensors.",
         "",
         f"{result['megabytes']} MB in {result['tensors']} tensors, {result['rounds']} alternating rounds, caches "
-        f"dropped before reading; {result['processor']}, load {result['load']} before the start; "
-        f"python {result['python']}, torch {result['torch']}.",
+        f"dropped before reading; {conditions(result)}",
     ]
     return "\n".join(text)
 

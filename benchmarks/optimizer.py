@@ -23,7 +23,7 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from benchmarks.record import keep, machine
+from benchmarks.record import conditions, keep, machine
 from megatron.config.arguments import parse
 from megatron.config.run import RunConfig
 from megatron.model.gpt import build_gpt
@@ -166,8 +166,7 @@ def page(result: Mapping[str, Any]) -> str:
     text += [
         "",
         f"One rank's seconds x ranks; {result['parameters']:,} parameters of GPT-2's shapes in fp32, median and range "
-        f"of {result['rounds']} alternating rounds, processor time of the thread; {result['processor']}, load "
-        f"{result['load']} before the start; python {result['python']}, torch {result['torch']}.",
+        f"of {result['rounds']} alternating rounds, processor time of the thread; {conditions(result)}",
     ]
     return "\n".join(text)
 

@@ -33,6 +33,12 @@ def machine(*packages: str) -> dict[str, str]:
     return {"processor": processor()} | versions(*packages)
 
 
+def conditions(result: Mapping[str, Any]) -> str:
+    """The end of a page: what :func:`machine` says of the figures, and how busy that was when they were begun."""
+    load = f"load {result['load']} before the start"
+    return f"{result['processor']}, {load}; python {result['python']}, torch {result['torch']}."
+
+
 def keep(name: str, result: Mapping[str, Any], page: str) -> None:
     """Write the figures of a benchmark, and the page that tells of them, beside the others'."""
     RESULTS.mkdir(exist_ok=True)

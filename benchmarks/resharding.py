@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.record import keep, machine
+from benchmarks.record import conditions, keep, machine
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor
 from megatron.checkpoint.store import write
@@ -165,8 +165,7 @@ def page(result: dict[str, Any]) -> str:
         "",
         f"{result['bytes'] / 1e9:.2f} GB, written by `{WRITTEN[1]}` on {WRITTEN[0]} ranks; RssAnon of the rank that "
         f"takes most, all of it held before was touched; limit {LIMIT / 1e9:.0f} GB. All bits were those that were "
-        f"written. {result['processor']}, load {result['load']} before the start; python {result['python']}, torch "
-        f"{result['torch']}.",
+        f"written. {conditions(result)}",
     ]
     return "\n".join(text)
 
