@@ -69,7 +69,7 @@ FIELDS = {
         use_distributed_optimizer data_parallel_sharding_strategy num_distributed_optimizer_instances
         overlap_param_gather grad_reduce_in_bf16
         params_dtype loss_scale initial_loss_scale min_loss_scale loss_scale_window hysteresis on_nonfinite
-        micro_batch_size recompute_granularity recompute_method recompute_num_layers recompute_modules
+        micro_batch_size pad_global_batch recompute_granularity recompute_method recompute_num_layers recompute_modules
         cross_entropy_chunk_size kernels deterministic cuda_graph exp_avg_dtype exp_avg_sq_dtype store_param_remainders
         device eval_interval eval_iters log_interval
         data_path train_data_path valid_data_path test_data_path data_args_path per_split_data_args_path
@@ -78,7 +78,7 @@ FIELDS = {
         init_method_std""",
     Role.START: """
         save save_interval keep_last keep_every async_save local_save local_save_interval load ckpt_step resume_mode
-        data_cache_path run_dir exit_interval exit_duration_in_mins
+        data_cache_path run_dir exit_interval exit_duration_in_mins stop_file skip_train
         tensorboard_dir wandb_project wandb_exp_name wandb_save_dir wandb_entity timing_log_level timing_log_option
         log_health_interval check_weight_hash_across_dp_replicas_interval
         profile profile_memory profile_pipeline profile_step_start profile_step_end profile_ranks

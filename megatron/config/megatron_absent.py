@@ -120,7 +120,7 @@ OTHERS = """
 --patch-dim --perform-rl-step --pipeline-model-parallel-comm-backend
 --q-lora-rank --qk-head-dim --qk-l2-norm --qk-pos-emb-head-dim --query-in-block-prob
 --refit-method --rerun-mode --result-rejected-tracker-filename --reuse-grad-buf-for-mxfp8-param-ag
---run-workload-inspector-server --sample-rate --short-seq-prob --skip-train --softmax-type --spec --start-eval-at-iter
+--run-workload-inspector-server --sample-rate --short-seq-prob --softmax-type --spec --start-eval-at-iter
 --suggested-communication-unit-size --swin-backbone-type --symmetric-ar-type --te-precision-config-file
 --tensor-parallel-num-weight-shards --test-mode --titles-data-path --train-sync-interval --use-kitchen-attention
 --use-legacy-static-engine --use-mup --use-one-sent-docs

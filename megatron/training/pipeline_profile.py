@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from megatron.config.run import ProfilingConfig
+from megatron.config.reporting import ProfilingConfig
 from megatron.pipeline.recorder import recording
 from megatron.pipeline.simulate import Timeline
 from megatron.pipeline.trace import write_trace

@@ -16,7 +16,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from megatron.config.checks.profiling import MOST_STEPS
-from megatron.config.run import ProfilingConfig
+from megatron.config.reporting import ProfilingConfig
 from megatron.parallel.ranges import span
 from megatron.training.logging import say, warn
 from megatron.training.pipeline_profile import FOLDER, PipelineProfiler

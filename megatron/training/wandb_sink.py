@@ -12,7 +12,7 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from megatron.config.run import LoggingConfig
+from megatron.config.reporting import LoggingConfig
 from megatron.training.sinks import NotOpenedError, Values, scalars
 from megatron.training.wandb_files import last_step_on_disk
 from megatron.training.wandb_journal import Past, Row, row_of

@@ -9,7 +9,8 @@ import torch
 
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import UserError
-from megatron.config.run import LoggingConfig, PrecisionConfig
+from megatron.config.reporting import LoggingConfig
+from megatron.config.run import PrecisionConfig
 from megatron.training.replicas_check import check_replicas
 from megatron.training.setup import build
 from megatron.training.step import train_step

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from megatron.config.batch import total_steps
 from megatron.config.problems import Problem
-from megatron.config.run import ProfilingConfig, RunConfig
+from megatron.config.reporting import ProfilingConfig
+from megatron.config.run import RunConfig
 
 MOST_STEPS = 20
 """Of one profile. The profiler keeps every event of them in memory: 6 MB a step for 2 layers and 4 micro-batches."""

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from megatron.config.checks.profiling import MOST_STEPS, window
-from megatron.config.run import ProfilingConfig, RunConfig
+from megatron.config.reporting import ProfilingConfig
+from megatron.config.run import RunConfig
 
 LONG = RunConfig(profiling=ProfilingConfig(profile_step_start=1, profile_step_end=MOST_STEPS + 2))
 

@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from megatron.config.model import ModelConfig
-from megatron.config.run import LoggingConfig, RunConfig, TrainingConfig
+from megatron.config.reporting import LoggingConfig
+from megatron.config.run import RunConfig, TrainingConfig
 from megatron.config.sources import from_dict
 from megatron.training import logging as run_logging
 from megatron.training.logging import RunLog

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from megatron.config.run import ProfilingConfig
+from megatron.config.reporting import ProfilingConfig
 from megatron.parallel.ranges import span
 from megatron.training import profiling
 from megatron.training.profile_request import Wish

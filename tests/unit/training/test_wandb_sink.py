@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.config.run import LoggingConfig
+from megatron.config.reporting import LoggingConfig
 from megatron.training import wandb_sink
 from megatron.training.sinks import NotOpenedError
 from megatron.training.wandb_journal import Journal, Past
