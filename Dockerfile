@@ -1,9 +1,60 @@
-# A CPU or GPU image of the checkout; no test builds it.
-#   docker build --build-arg TORCH_INDEX_URL=... -t megatron-pretrain .
-#   docker run --rm -it --gpus all --ipc=host megatron-pretrain python pretrain_gpt.py --help
-FROM python:3.12-slim
-ARG TORCH_INDEX_URL
+# The image of this checkout, for GPUs or, with --target cpu, without.
+#
+#   docker build -t megatron-pretrain .
+#   docker build --build-arg APEX=1 -t megatron-pretrain .        with NVIDIA's apex, which is compiled
+#   docker build --target cpu --build-arg TORCH_INDEX_URL=... -t megatron-pretrain:cpu .
+#   docker run --rm --gpus all --ipc=host megatron-pretrain python pretrain_gpt.py --help
+#
+# TORCH_INDEX_URL is where pip finds torch, and only torch: for GPUs as for CPUs, the index of the wanted build; by
+# default where it finds everything else. Untested: no engine has built it, and apex was never compiled by it; a test
+# lints it and runs what it installs in an environment of its own (tests/unit/test_dockerfile.py).
+ARG PYTHON=3.12
+ARG APEX=0
+ARG CUDA=13.0.2
+
+FROM python:${PYTHON}-slim AS base
+# g++: torch.compile; git: which commit a run is of; the rest: InfiniBand's user half, which NCCL loads if it is there
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install --yes --no-install-recommends g++ git ibverbs-providers libibverbs1 librdmacm1 \
+    && rm -rf /var/lib/apt/lists/* \
+    && useradd --create-home --uid 1000 megatron
+ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ROOT_USER_ACTION=ignore
 WORKDIR /megatron
+
+# Packages before code: a change of the code costs no download.
+FROM base AS packages
+ARG TORCH_INDEX_URL
+COPY requirements.txt .
+# hadolint ignore=DL3013
+RUN torch=$(grep '^torch==' requirements.txt) \
+    && pip install ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
+RUN pip install -r requirements.txt
+
+FROM packages AS code
 COPY . .
-RUN bash -c 'source tools/setup_env.sh'
-ENV PATH=/megatron/.venv/bin:$PATH
+RUN pip install --no-deps --no-build-isolation --editable . \
+    && python -m compileall -q megatron
+
+FROM code AS cpu
+USER 1000
+
+# A compiler of the CUDA version that torch was built with, else apex refuses: python -c "import torch; print(torch.version.cuda)"
+FROM nvidia/cuda:${CUDA}-devel-ubuntu24.04 AS toolkit
+
+FROM packages AS apex-1
+ARG APEX_REVISION=master
+ENV APEX_CPP_EXT=1 APEX_CUDA_EXT=1 CUDA_HOME=/usr/local/cuda TORCH_CUDA_ARCH_LIST="8.0 9.0 10.0"
+COPY --from=toolkit /usr/local/cuda /usr/local/cuda
+RUN pip wheel --no-deps --no-build-isolation --wheel-dir /wheels "git+https://github.com/NVIDIA/apex@$APEX_REVISION"
+
+FROM base AS apex-0
+RUN mkdir /wheels
+
+# hadolint ignore=DL3006
+FROM apex-${APEX} AS apex
+
+FROM code AS gpu
+COPY --from=apex /wheels /wheels
+RUN find /wheels -name '*.whl' -exec pip install --no-deps {} +
+USER 1000

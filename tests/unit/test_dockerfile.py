@@ -1,0 +1,102 @@
+"""The image's recipe: well-formed, made of the steps that set-up scripts take, and installing what a run needs.
+
+No container engine is needed. What only one can show is not tested: that the base images are there, Debian's packages
+in them, the build of apex, and the switch of the user.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCKERFILE = ROOT / "Dockerfile"
+
+
+def stages(text: str) -> dict[str, list[str]]:
+    """Instructions by stage, each on one line; comments are left out."""
+    lines = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
+    found: dict[str, list[str]] = {"": []}
+    for line in re.sub(r"\\\n\s*", "", lines).splitlines():
+        if match := re.fullmatch(r"FROM \S+ AS (\S+)", line):
+            found[match[1]] = []
+        if line:
+            found[[*found][-1]].append(line)
+    return found
+
+
+def commands(stage: str) -> list[str]:
+    """What a stage runs."""
+    return [line.removeprefix("RUN ") for line in stages(DOCKERFILE.read_text())[stage] if line.startswith("RUN ")]
+
+
+def as_regex(pattern: str) -> str:
+    """A line of .dockerignore, which also means everything below what it names."""
+    return re.escape(pattern).replace(r"\*\*/", "(.*/)?").replace(r"\*", "[^/]*") + "(/.*)?"
+
+
+def lint(text: str) -> str:
+    done = subprocess.run(["hadolint", "--no-color", "-"], input=text, capture_output=True, text=True, check=False)
+    return done.stdout + done.stderr
+
+
+def test_hadolint_has_nothing_to_say() -> None:
+    assert lint(DOCKERFILE.read_text()) == ""
+
+
+def test_hadolint_sees_what_is_wrong() -> None:
+    assert "DL3002" in lint("FROM python:3.12-slim\nUSER root\n")
+
+
+@pytest.mark.parametrize("stage", ["cpu", "gpu"])
+def test_an_image_ends_as_an_ordinary_user(stage: str) -> None:
+    user = stages(DOCKERFILE.read_text())[stage][-1]
+    assert f"--uid {user.removeprefix('USER ')} " in " ".join(commands("base"))
+
+
+def test_packages_are_installed_before_the_code_is_copied() -> None:
+    found = stages(DOCKERFILE.read_text())
+    copied = [line for line in found["packages"] if line.startswith("COPY")]
+    assert copied == ["COPY requirements.txt ."]
+    assert found["code"][:2] == ["FROM packages AS code", "COPY . ."]
+
+
+def test_the_steps_are_those_of_the_set_up_script() -> None:
+    """Which every run of these tests takes, from a fresh clone."""
+    script = (ROOT / "tools" / "setup_env.sh").read_text()
+    steps = re.findall(
+        r"setup_pip (.*)", script.replace('"$setup_root', "").replace('/requirements.txt"', "requirements.txt")
+    )
+    ours = re.findall(r"pip install (.*?)(?: && |$)", " && ".join([*commands("packages"), *commands("code")]))
+    assert ours == [step.replace('editable "', "editable .") for step in steps[:3]]
+
+
+def test_what_is_ignored_is_nothing_of_the_project() -> None:
+    kept = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    patterns = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line[:1] not in ("", "#")]
+    ignored = re.compile("|".join(map(as_regex, patterns)))
+    assert [path for path in kept if ignored.fullmatch(path)] == []
+    assert ignored.fullmatch("megatron/config/__pycache__/run.pyc")
+    assert ignored.fullmatch(".git/config")
+
+
+@pytest.mark.slow
+def test_its_install_steps_make_an_environment_in_which_the_program_runs(tmp_path: Path) -> None:
+    """In an environment of the test's, instead of the image's own Python."""
+    code, environment = tmp_path / "megatron", tmp_path / "environment"
+    shutil.copytree(ROOT, code, ignore=shutil.ignore_patterns(".git", ".venv*", "runs", "wandb", "__pycache__"))
+    subprocess.run(["python3", "-m", "venv", str(environment)], check=True)
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV", "PYTHONHOME")}
+    variables["PATH"] = f"{environment / 'bin'}:{variables['PATH']}"
+    for command in [*commands("packages"), *commands("code")]:
+        subprocess.run(["sh", "-ec", command], cwd=code, env=variables, check=True, stdin=subprocess.DEVNULL)
+    flags = "--preset tiny-llama --mock-data --vocab-size 64 --train-iters 2 --seq-length 32 --device cpu"
+    run = ["python", str(code / "pretrain_gpt.py"), *flags.split()]
+    done = subprocess.run(run, cwd=tmp_path, env=variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "2/2" in done.stdout
