@@ -1,0 +1,44 @@
+"""The cluster that the tests of this folder share."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Generator, Iterator
+
+import pytest
+
+from tests.slurm import cluster as slurm
+from tests.slurm.cluster import Cluster
+
+
+@pytest.fixture(scope="session")
+def the_cluster() -> Iterator[Cluster]:
+    """Four nodes of eight GPUs that are none, until the session ends."""
+    if why := slurm.obstacle():
+        pytest.skip(why)
+    with slurm.running(nodes=4, gpus=8) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(the_cluster: Cluster) -> Iterator[Cluster]:
+    """The cluster, all nodes idle; what the test leaves of jobs is cancelled, and what it broke repaired."""
+    # Every wait has its own limit, and then shows the jobs' logs; pytest's, for a whole test, would end the session.
+    faulthandler.cancel_dump_traceback_later()
+    the_cluster.submitted.clear()
+    yield the_cluster
+    for job in the_cluster.submitted:
+        the_cluster.cancel(job)
+    the_cluster.repair()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Show what the cluster was at when a test failed."""
+    report = yield
+    cluster = getattr(item, "funcargs", {}).get("cluster")
+    if report.failed and call.when == "call" and cluster is not None:
+        report.sections.append(("Slurm", cluster.told()))
+    return report
