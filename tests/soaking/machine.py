@@ -1,0 +1,73 @@
+"""Processes of a run, found from outside: whoever inherits its mark belongs to it, in whatever namespace it is."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "SOAK_RUN"
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process.
+
+    Attributes:
+        pid: its number.
+        parent: that of its parent.
+        born: when it began, in ticks since the boot: a number may belong to another process later.
+        command: how it was started.
+        environ: with which variables.
+    """
+
+    pid: int
+    parent: int
+    born: int
+    command: str
+    environ: dict[str, str]
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it is there still, and not a zombie."""
+        stat = _stat(self.pid)
+        return stat is not None and int(stat[19]) == self.born and stat[0] != "Z"
+
+    def send(self, number: signal.Signals) -> None:
+        """Send it a signal, if it is there still."""
+        if self.is_alive:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+
+def _stat(pid: int) -> list[str] | None:
+    """Fields of ``/proc/PID/stat`` from the state on."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+
+
+def marked(mark: str) -> Iterator[Process]:
+    """Processes that live with ``SOAK_RUN=mark``."""
+    wanted = f"{MARK}={mark}".encode()
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            content = (folder / "environ").read_bytes().split(b"\0")
+            command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except OSError:
+            continue
+        stat = _stat(int(folder.name)) if wanted in content else None
+        if stat is not None and stat[0] != "Z":
+            environ = dict(item.decode(errors="replace").partition("=")[::2] for item in content if b"=" in item)
+            yield Process(int(folder.name), int(stat[1]), int(stat[19]), command, environ)
+
+
+def ranks(processes: Iterable[Process], program: str) -> dict[int, Process]:
+    """The ranks among them by number: those that run ``program``, not what they have started themselves."""
+    of_ranks = [process for process in processes if "RANK" in process.environ and program in process.command]
+    pids = {process.pid for process in of_ranks}
+    return {int(process.environ["RANK"]): process for process in of_ranks if process.parent not in pids}

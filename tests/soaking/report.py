@@ -1,0 +1,64 @@
+"""What a soak has found, as text."""
+
+from __future__ import annotations
+
+import datetime
+import statistics
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from tests.soaking.trials import DETECTION_SECONDS, RECOVERY_SECONDS, Outcome, Trial
+
+
+def report(trials: Sequence[Trial], seed: int) -> Iterator[str]:
+    """What was found: a table by kind of fault, then every run."""
+    outcomes = [outcome for trial in trials for outcome in trial.outcomes]
+    wrong, survived = sum(bool(trial.wrong) for trial in trials), sum(map(_survived, trials))
+    starts = sum(trial.starts for trial in trials)
+    yield f"{survived} of {len(outcomes)} faults survived in {len(trials)} runs, {starts} starts, seed {seed}; {wrong} wrong"
+    yield f"torch {torch.__version__}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
+    late = sum(not outcome.is_in_time for outcome in outcomes)
+    yield f"noticed within {DETECTION_SECONDS:.0f} s and training again within {RECOVERY_SECONDS:.0f} s: all but {late}"
+    goodput = [trial.goodput for trial in trials if trial.goodput]
+    if goodput:
+        yield (
+            f"goodput, of runs of a few seconds that are disturbed every other second: median "
+            f"{statistics.median(goodput):.0%}, worst {min(goodput):.0%}"
+        )
+    yield ""
+    yield from _table(trials)
+    yield ""
+    yield from (f"{number:>3} {line(trial)}" for number, trial in enumerate(trials))
+
+
+def _table(trials: Sequence[Trial]) -> Iterator[str]:
+    """A line for each kind of fault."""
+    yield f"{'seconds until':<42}{'noticed':>16}{'training again':>18}"
+    yield f"{'':<22}{'count':>8}{'survived':>12}{'median':>9}{'worst':>8}{'median':>9}{'worst':>8}"
+    for kind in sorted({outcome.strike.kind for trial in trials for outcome in trial.outcomes}):
+        with_it = [(trial, o) for trial in trials for o in trial.outcomes if o.strike.kind == kind]
+        survived = sum(not trial.wrong for trial, _ in with_it)
+        times = _times([o.noticed for _, o in with_it]) + _times([o.again for _, o in with_it])
+        yield f"{kind:<22}{len(with_it):>8}{survived:>12}{times}"
+
+
+def _times(seconds: Sequence[float | None]) -> str:
+    known = [value for value in seconds if value is not None]
+    return f"{statistics.median(known):>9.1f}{max(known):>8.1f}" if known else f"{'never':>17}"
+
+
+def _survived(trial: Trial) -> int:
+    return 0 if trial.wrong else len(trial.outcomes)
+
+
+def line(trial: Trial) -> str:
+    """A run in a line, and more where something was wrong."""
+    story = "; ".join(map(_told, trial.outcomes))
+    end = "\n".join(["WRONG", *trial.wrong]) if trial.wrong else f"same, goodput {trial.goodput:.0%}"
+    return f"{trial.setup.name} | {story} | {end}"
+
+
+def _told(outcome: Outcome) -> str:
+    noticed, again = ("never" if s is None else f"{s:.1f}" for s in (outcome.noticed, outcome.again))
+    return f"{outcome.strike.what} ({noticed}, {again} s)"
