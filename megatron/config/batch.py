@@ -10,9 +10,18 @@ def global_batch(config: TrainingConfig, data_parallel_size: int) -> int:
     return config.global_batch_size or config.micro_batch_size * data_parallel_size
 
 
-def microbatches(config: TrainingConfig, data_parallel_size: int) -> int:
-    """Those of the full batch on each data-parallel rank."""
-    return global_batch(config, data_parallel_size) // (config.micro_batch_size * data_parallel_size)
+def microbatches(config: TrainingConfig, data_parallel_size: int, batch: int | None = None) -> int:
+    """Those of ``batch``, or of the full one, on each data-parallel rank; the last of them may be padded."""
+    samples = global_batch(config, data_parallel_size) if batch is None else batch
+    unit = config.micro_batch_size * data_parallel_size
+    return -(-samples // unit) if config.pad_global_batch else samples // unit
+
+
+def padding(config: TrainingConfig, data_parallel_size: int, batch: int) -> int:
+    """Samples that ``--pad-global-batch`` computes besides those of ``batch``, and that do not count."""
+    if not config.pad_global_batch:
+        return 0
+    return microbatches(config, data_parallel_size, batch) * config.micro_batch_size * data_parallel_size - batch
 
 
 def batch_stages(config: TrainingConfig, data_parallel_size: int) -> list[tuple[int, int]]:

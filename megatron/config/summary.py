@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config.batch import batch_stages, global_batch, microbatches, total_steps, trained_samples
+from megatron.config.batch import batch_stages, global_batch, microbatches, padding, total_steps, trained_samples
 from megatron.config.memory import checkpoint_bytes, rank_parameters, shown, state_bytes
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
-from megatron.config.run import RunConfig
+from megatron.config.run import RunConfig, TrainingConfig
 from megatron.parallel.shard import padded_vocabulary
 from megatron.pipeline.partition import StageLayers, notation
 from megatron.pipeline.plan import (
@@ -145,7 +145,15 @@ def _batch(config: RunConfig, world_size: int) -> str:
     full = global_batch(t, dp)
     count = _counted(microbatches(t, dp), "micro-batch", "micro-batches")
     tokens = f"{full * t.seq_length:,} tokens"
-    return f"{full:,} samples x {t.seq_length} = {tokens} a step: {count} of {t.micro_batch_size} on each DP rank"
+    row = f"{full:,} samples x {t.seq_length} = {tokens} a step: {count} of {t.micro_batch_size} on each DP rank"
+    return row + _padding(t, dp, full)
+
+
+def _padding(t: TrainingConfig, dp: int, size: int) -> str:
+    """What of a batch is computed and does not count."""
+    extra = padding(t, dp, size)
+    whole = size + extra
+    return f", {extra:,} of {whole:,} samples padding ({extra / whole:.1%} of the work)" if extra else ""
 
 
 def _counted(count: int, one: str, many: str) -> str:
@@ -153,13 +161,16 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 def _ramp(config: RunConfig, world_size: int) -> str:
-    stages = batch_stages(config.training, config.parallel.data_parallel_size(world_size))
+    t, dp = config.training, config.parallel.data_parallel_size(world_size)
+    stages = batch_stages(t, dp)
     if len(stages) == 1:
         return ""
     shown = [f"{size} from sample {at:,}" for at, size in stages]
     if len(shown) > 4:
         shown[2:-1] = [f"... {len(shown) - 3} more ..."]
-    return ", ".join(shown)
+    most = max((size for _, size in stages), key=lambda size: padding(t, dp, size) / size)
+    extra = padding(t, dp, most)
+    return ", ".join(shown) + (f"; at most {extra / (most + extra):.1%} of the work is padding" if extra else "")
 
 
 def _length(config: RunConfig, world_size: int, *begin: int) -> str:

@@ -49,6 +49,7 @@ class DataSource:
         seq_length: tokens of a sample.
         micro_batch_size: samples of a micro-batch.
         vocab_size: entries of the model's vocabulary; no id may be beyond.
+        padded: whether a global batch need not fill the micro-batches of all ranks.
         masks: what special ids do in them.
         notes: what a person may not have meant, a sentence each.
     """
@@ -60,6 +61,7 @@ class DataSource:
     micro_batch_size: int
     vocab_size: int
     masks: Masks = PLAIN
+    padded: bool = False
     notes: tuple[str, ...] = ()
 
     def summary(self) -> list[str]:
@@ -122,10 +124,13 @@ class DataSource:
             DataError: when the split has no such samples.
         """
         self._dataset(split, range(consumed_samples, consumed_samples + global_batch))
-        return micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size)
+        return micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size, self.padded)
 
     def micro_batch(self, split: str, places: range, step: int, device: torch.device | str = "cpu") -> MicroBatch:
-        """The samples at ``places``, read for step ``step``.
+        """The samples at ``places``, read for step ``step``, and padding where they are not a micro-batch.
+
+        Padding is the sample before the end of ``places`` again, of which no label counts. It has that sample's
+        identity too, so what a rank computes of it, dropout included, is finite where the sample itself is.
 
         Raises:
             DataError: when the split has no such samples, or holds ids beyond the vocabulary.
@@ -141,13 +146,16 @@ class DataSource:
                 host = host.pin_memory()  # a GPU fetches from such memory by itself, and nobody waits
             return host.to(device, non_blocking=True)
 
-        tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, i) for i in places)))
+        missing = self.micro_batch_size - len(places) if self.padded else 0
+        ids = [*places, *[places.stop - 1] * missing]
+        tokens, labels = (np.stack(column) for column in zip(*(self._sample(split, i) for i in ids)))
         columns = self.masks.columns(tokens, labels)
+        columns.loss_mask[len(places) :] = 0.0
         return MicroBatch(
             tensor(columns.tokens),
             tensor(columns.labels),
             tensor(columns.loss_mask),
-            tensor(np.array(places, dtype=np.int64)),
+            tensor(np.array(ids, dtype=np.int64)),
             step,
             None if columns.positions is None else tensor(columns.positions),
             None if columns.documents is None else tensor(columns.documents),
@@ -272,6 +280,7 @@ def build_data(
         training.micro_batch_size,
         vocab_size,
         masks,
+        training.pad_global_batch,
         tuple(note for note in told if note),
     )
 

@@ -77,7 +77,9 @@ class Router(nn.Module):
         counted_B = batch.loss_mask.sum(1).to(probs_SBE.dtype)
         f_BE = chosen_BE * (experts / (self.config.moe_router_topk * length))
         if self.config.moe_router_load_balancing_type == "aux_loss":
-            f_BE, counted_B = f_BE.mean(0, keepdim=True), counted_B.mean().expand(samples)
+            counts_B = (counted_B > 0).to(f_BE.dtype)  # a sample that pads the batch is no part of the mean
+            share_B = counts_B / counts_B.sum().clamp(min=1.0)
+            f_BE, counted_B = share_B @ f_BE, counts_B * (share_B @ counted_B)
         return (f_BE * probs_SBE.sum(0) * counted_B.unsqueeze(-1)).sum() / length
 
     def _z(self, logits_SBE: Tensor, batch: MicroBatch) -> Tensor:

@@ -99,9 +99,12 @@ class Vitals:
     chosen: Tensor
     _seen: dict[tuple[str, int], MicroBatch] = field(default_factory=dict)
     _handles: list[Any] = field(default_factory=list)
+    _begun: MicroBatch = field(init=False)
 
     def begin(self) -> None:
         """Put hooks on the embedding, the blocks, the cores of attention and the routers."""
+        for chunk in self.trainer.chunks.values():
+            self._handles.append(chunk.register_forward_pre_hook(self._begin_chunk))
         for name, module in (named for chunk in self.trainer.chunks.values() for named in chunk.named_modules()):
             if isinstance(module, CoreAttention):
                 self._handles.append(module.register_forward_hook(self._attended(layer_of(name))))
@@ -122,20 +125,28 @@ class Vitals:
 
     def _routed(self, layer: str) -> Any:
         def note(module: Router, inputs: tuple[Any, ...], output: Routing) -> None:
-            if self._is_new(f"router of {layer}", inputs[1]):
-                experts = self.chosen.shape[1]
-                self.chosen[self.rows[layer]] += torch.bincount(output.experts.flatten(), minlength=experts)
+            x_SBH, batch = inputs
+            if self._is_new(f"router of {layer}", batch):
+                counts_T = counting(batch).repeat(x_SBH.shape[0]) > 0
+                chosen, experts = output.experts[counts_T].flatten(), self.chosen.shape[1]
+                self.chosen[self.rows[layer]] += torch.bincount(chosen, minlength=experts)
 
         return note
 
     def _put_out(self, layer: str) -> Any:
         def note(module: Any, inputs: tuple[Any, ...], output: Any) -> None:
             if layer == EMBEDDING or self._is_new(layer, inputs[1].batch):  # embeddings are never recomputed
-                hidden = output if layer == EMBEDDING else output[0]
-                self.sums[self.rows[layer], OUTPUT] += square_sum(hidden.detach())
-                self.sums[self.rows[layer], OUTPUTS] += hidden.numel()
+                x_SBH, batch = (output, self._begun) if layer == EMBEDDING else (output[0], inputs[1].batch)
+                counts_B = counting(batch)
+                counted_SBH = x_SBH.detach().where(counts_B.view(1, -1, 1) > 0, 0.0)
+                self.sums[self.rows[layer], OUTPUT] += square_sum(counted_SBH)
+                self.sums[self.rows[layer], OUTPUTS] += counts_B.sum() * (x_SBH.numel() // x_SBH.shape[1])
 
         return note
+
+    def _begin_chunk(self, chunk: Any, inputs: tuple[Any, ...]) -> None:
+        """Note which micro-batch the embedding is about to see: it is told the tokens alone."""
+        self._begun = inputs[1]
 
     def _is_new(self, what: str, batch: MicroBatch) -> bool:
         """Whether this is the first forward of a micro-batch, not one that recomputes activations."""
@@ -196,6 +207,11 @@ def watch(trainer: Trainer) -> Vitals:
     vitals = Vitals(t, {name: row for row, name in enumerate(rows)}, before, sums, logits, chosen)
     vitals.begin()
     return vitals
+
+
+def counting(batch: MicroBatch) -> Tensor:
+    """Fp64 ``[b]``, 1 for samples that have a label that counts, 0 for those that pad a batch: nothing counts these."""
+    return (batch.loss_mask.sum(1) > 0).double()
 
 
 def layer_of(name: str) -> str:

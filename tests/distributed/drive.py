@@ -14,6 +14,7 @@ from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.run import ComputeConfig, DataConfig, OptimizerConfig, PrecisionConfig, RunConfig, TrainingConfig
 from megatron.data.masks import Masks
+from megatron.data.sampler import micro_batches
 from megatron.optim.schedule import Rates
 from megatron.parallel.microbatch import MicroBatch
 from megatron.pipeline.plan import resolved
@@ -155,11 +156,15 @@ def compare_with_twin(steps: Sequence[StepTrace], case: Case, gradient_floor: fl
 
 
 def batches_of(trainer: Trainer, case: Case, step: int) -> list[MicroBatch]:
-    """This rank's micro-batches of a step: micro-batch ``m`` of the global batch goes to replica ``m % dp``."""
+    """This rank's micro-batches of a step: micro-batch ``m`` of the global batch goes to replica ``m % dp``.
+
+    Where the case pads its batch, what is missing of a micro-batch is the sample before it again, of which no label
+    counts.
+    """
     replicas, size = trainer.mesh.replicas, trainer.config.training.micro_batch_size
-    whole = global_batch(case, step)
-    starts = range(replicas.rank * size, case.samples, replicas.size * size)
-    return [_rows(whole, slice(at, at + size)) for at in starts]
+    whole, padded = global_batch(case, step), trainer.config.training.pad_global_batch
+    places = micro_batches(0, case.samples, size, replicas.rank, replicas.size, padded)
+    return [_rows(whole, mine, size) for mine in places]
 
 
 def global_batch(case: Case, step: int) -> MicroBatch:
@@ -181,6 +186,8 @@ def global_batch(case: Case, step: int) -> MicroBatch:
     return MicroBatch(tokens, labels, mask * counts, samples, step, positions, documents)
 
 
-def _rows(batch: MicroBatch, rows: slice) -> MicroBatch:
-    cut: dict[str, Any] = {name: x[rows] for name, x in vars(batch).items() if isinstance(x, Tensor)}
+def _rows(batch: MicroBatch, rows: range, size: int) -> MicroBatch:
+    ids = [*rows, *[rows.stop - 1] * (size - len(rows))]
+    cut: dict[str, Any] = {name: x[ids] for name, x in vars(batch).items() if isinstance(x, Tensor)}
+    cut["loss_mask"][len(rows) :] = 0.0
     return replace(batch, **cut)

@@ -22,7 +22,7 @@ from megatron.training.health import HealthRecord, layer_of, watch
 from megatron.training.setup import build
 from megatron.training.step import train_step
 from tests.distributed.drive import GLOBAL_BATCH, LR, MODEL, RATES, SEQ_LENGTH, Case, batches_of, global_batch
-from tests.distributed.grid import DOCUMENTS, RECOMPUTE
+from tests.distributed.grid import DOCUMENTS, EXPERTS, RECOMPUTE
 from tests.distributed.pool import Pool
 from tests.distributed.vitals import difference, report
 
@@ -153,6 +153,13 @@ def pipeline(pp: int, schedule: str | None = None, vpp: int | None = None, **oth
 
 CASES = {
     "dp2": Case(BARE, dp=2, steps=2),
+    "dp3, padded": Case(
+        replace(BARE, **EXPERTS["balanced"]),
+        dp=3,
+        samples=5,
+        training=TrainingConfig(micro_batch_size=2, pad_global_batch=True),
+        steps=2,
+    ),
     "tp2": Case(parallel=parallel(2), training=TrainingConfig(micro_batch_size=4), steps=2),
     "tp2, sequence": Case(MQA, parallel(2, sequence=True), training=TrainingConfig(micro_batch_size=2), steps=2),
     "tp4, kv copies": Case(GQA, parallel(4), documents=DOCUMENTS["attention"], steps=2),

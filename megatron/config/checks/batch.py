@@ -9,23 +9,28 @@ from megatron.config.numbers import beside, divisors, multiples_beside, offers
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 
+PADDED = "--pad-global-batch"
+
 
 def share(config: RunConfig, world_size: int) -> int:
-    """Samples by which every global batch must divide: a micro-batch on every data-parallel rank."""
+    """A micro-batch on every data-parallel rank, in samples: by them every global batch divides, or is padded."""
     return config.training.micro_batch_size * config.parallel.data_parallel_size(world_size)
 
 
 def full_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Every data-parallel rank gets the same number of whole micro-batches."""
+    """Every data-parallel rank gets the same number of whole micro-batches, or they are filled up."""
     t, unit = config.training, share(config, world_size)
-    if t.global_batch_size is None or t.global_batch_size % unit == 0:
+    if t.pad_global_batch and t.global_batch_size is None:
+        sentence = "--pad-global-batch fills up the batch that is given, and would follow the ranks where none is"
+        yield Problem("E307", sentence, (f"--global-batch-size {unit}", f"drop {PADDED}"))
+    if t.global_batch_size is None or t.global_batch_size % unit == 0 or t.pad_global_batch:
         return
     micro, ranks = t.micro_batch_size, unit // t.micro_batch_size
     fixes = offers("--global-batch-size", multiples_beside(t.global_batch_size, unit))
     if t.global_batch_size % ranks == 0:
         fixes += offers("--micro-batch-size", beside(micro, divisors(t.global_batch_size // ranks))[:1])
     sentence = f"global batch {t.global_batch_size} is not a multiple of micro-batch {micro} x DP {ranks}"
-    yield Problem("E301", sentence, fixes)
+    yield Problem("E301", sentence, (*fixes, PADDED))
 
 
 def ramp(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -42,10 +47,10 @@ def ramp(config: RunConfig, world_size: int) -> Iterator[Problem]:
     elif (full - start) % increment:
         sentence = f"the batch cannot grow from {start} to {full} in steps of {increment}"
         yield Problem("E302", sentence, _ramps(start, increment, samples, full, unit))
-    elif uneven and full % unit == 0:
+    elif uneven and full % unit == 0 and not t.pad_global_batch:
         shown = ", ".join(map(str, uneven[:3])) + (", ..." if len(uneven) > 3 else "")
         sentence = f"the ramp passes batches that are no multiple of micro-batch x DP = {unit}: {shown}"
-        yield Problem("E303", sentence, _ramps(start, increment, samples, full, unit))
+        yield Problem("E303", sentence, (*_ramps(start, increment, samples, full, unit), PADDED))
 
 
 def _ramps(start: int, increment: int, samples: int, full: int, unit: int) -> tuple[str, ...]:

@@ -44,10 +44,11 @@ def batches(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if parallel is None or world_size % parallel.model_ranks:
         return
     t, unit = config.training, share(config, world_size)
-    ramp = batch_stages(t, parallel.data_parallel_size(world_size))
+    ranks = parallel.data_parallel_size(world_size)
+    ramp = batch_stages(t, ranks)
     for sample, size in ramp:
-        count, rest = divmod(size, unit)
-        if rest or not count:  # of which the checks of batches tell
+        count = microbatches(t, ranks, size)
+        if not count or (size % unit and not t.pad_global_batch):  # of which the checks of batches tell
             continue
         full = sample == ramp[-1][0]
         problem = _told("E211", plan.peaks_for, parallel, count)

@@ -229,6 +229,7 @@ CASES = (
     # batch
     Case("--global-batch-size 100 --micro-batch-size 8", ranks=4),
     Case("--global-batch-size 30 --micro-batch-size 4", ranks=8),
+    Case("--pad-global-batch", ranks=3),
     Case("--rampup-batch-size 64 8 1000 --global-batch-size 64"),
     Case("--rampup-batch-size 16 10 1000 --global-batch-size 64"),
     Case("--rampup-batch-size 16 8 1000 --global-batch-size 64 --micro-batch-size 2", ranks=8),
@@ -347,6 +348,13 @@ CASES = (
     Case("--load hf:tests/golden/hf_llama --override-opt-param-scheduler --ckpt-step 100"),
     Case("--load hf:tests/golden/hf_llama --preset tiny-llama --seq-length 32 --norm-epsilon 1e-5"),
     Case("--load hf:tests/golden/hf_llama --vocab-size 500 --tensor-model-parallel-size 8 --lr fast", ranks=8),
+    # ends
+    Case("--stop-file="),
+    Case("--stop-file runs/nowhere/stop"),
+    Case("--stop-file tests/golden"),
+    Case("--stop-file s3://bucket/stop"),
+    Case("--skip-train"),
+    Case("--skip-train --save tests/golden --eval-iters 2"),
     # where a run reports to
     Case("--run-dir= --wandb-project= --tensorboard-dir="),
     Case("--run-dir README.md"),

@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from fractions import Fraction
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.config.batch import batch_at, batch_stages, global_batch, total_samples, total_steps, trained_samples
+from megatron.config.batch import (
+    batch_at,
+    batch_stages,
+    global_batch,
+    microbatches,
+    padding,
+    total_samples,
+    total_steps,
+    trained_samples,
+)
 from megatron.config.run import TrainingConfig
 
 
@@ -93,6 +103,15 @@ def test_stages_are_whole_steps_in_order(config: TrainingConfig) -> None:
         assert at < end
         assert size < larger
         assert (end - at) % size == 0
+
+
+@given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8))
+def test_padding_is_what_micro_batches_of_all_ranks_have_besides_the_batch(batch: int, micro: int, ranks: int) -> None:
+    config = TrainingConfig(micro_batch_size=micro, global_batch_size=batch, pad_global_batch=True)
+    computed = microbatches(config, ranks) * micro * ranks
+    assert padding(config, ranks, batch) == computed - batch
+    assert 0 <= computed - batch < micro * ranks
+    assert padding(replace(config, pad_global_batch=False), ranks, batch) == 0
 
 
 @given(st.integers(1, 64), st.integers(1, 8), st.integers(1, 8), st.integers(1, 1000))

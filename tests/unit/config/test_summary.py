@@ -110,6 +110,16 @@ def test_the_ramp_is_shown_and_long_ones_are_cut() -> None:
     assert ", 64 from sample 2," in many["ramp"]
 
 
+def test_what_padding_costs_is_told() -> None:
+    batch = ["--pad-global-batch", "--global-batch-size", "8"]
+    told = rows(*batch, ranks=3)
+    assert told["batch"].endswith(": 3 micro-batches of 1 on each DP rank, 1 of 9 samples padding (11.1% of the work)")
+    assert "padding" not in rows(*batch, ranks=4)["batch"]
+    ramp = ["--rampup-batch-size", "4", "2", "20"]
+    assert rows(*batch, *ramp, ranks=4)["ramp"].endswith(" from sample 24; at most 25.0% of the work is padding")
+    assert "padding" not in rows(*batch, *ramp, ranks=2)["ramp"]
+
+
 def test_an_unknown_vocabulary_leaves_the_embeddings_out() -> None:
     argv = ["--mock-data", "--train-iters", "10", "--tokenizer-type", "ByteTokenizer"]
     told = summary(parse(argv, {}).config, 1)

@@ -89,6 +89,29 @@ def test_any_layout_reads_the_same_global_batch(data: DataConfig, micro: int, ra
     assert sorted(read(micro, ranks)) == list(range(16, 24))
 
 
+@pytest.mark.parametrize(("micro", "ranks"), [(1, 3), (2, 3), (3, 2), (5, 2), (1, 16)])
+def test_padding_is_the_sample_before_it_and_does_not_count(micro: int, ranks: int) -> None:
+    """Every rank has equally many whole micro-batches; what counts is the global batch, and so is what is digested."""
+    source = build_data(FILES, replace(TRAINING, micro_batch_size=micro, pad_global_batch=True), 1000, ranks)
+    plain = build_data(FILES, TRAINING, 1000, 1)
+    text = [t for b in step_batches(plain, "train", 16, 8, 0, 1, step=2) for t in b.tokens.tolist()]
+    by_rank = [step_batches(source, "train", 16, 8, rank, ranks, step=2) for rank in range(ranks)]
+    assert {len(mine) for mine in by_rank} == {-(-8 // (micro * ranks))}
+    counted, seen = [], 0
+    for batch in (b for mine in by_rank for b in mine):
+        assert batch.tokens.shape == (micro, 32)
+        assert batch.tokens.tolist() == [text[i - 16] for i in batch.sample_ids.tolist()]
+        counts = batch.loss_mask.sum(1) > 0
+        assert batch.loss_mask[counts].all()
+        assert set(batch.sample_ids[~counts].tolist()) <= {23}
+        counted += batch.sample_ids[counts].tolist()
+        seen += len(counts)
+    assert sorted(counted) == list(range(16, 24))
+    assert seen == len(by_rank[0]) * micro * ranks
+    digests = [source.digest_places("train", source.share("train", 16, 8, rank, ranks)) for rank in range(ranks)]
+    assert sum(digests) % 2**64 == plain.digest("train", 16, 24)
+
+
 def test_splits_are_different_text() -> None:
     for data in (FILES, MOCK):
         source = build_data(data, TRAINING, 1000, 1, ("train", "valid", "test"))

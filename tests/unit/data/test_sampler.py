@@ -59,3 +59,17 @@ def test_a_batch_that_groups_do_not_fill_is_refused(batch: int) -> None:
 def test_a_rank_that_does_not_exist_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank {rank} of 3"):
         micro_batches(0, 6, 2, rank, 3)
+
+
+@settings(deadline=None)
+@given(st.integers(0, 1000), st.integers(1, 40), st.integers(1, 4), st.integers(1, 5))
+def test_a_padded_batch_is_a_full_one_cut_off(consumed: int, batch: int, micro: int, size: int) -> None:
+    """Places stay where a full batch has them; ranks have equally many micro-batches, and all places once."""
+    unit = micro * size
+    full = -(-batch // unit) * unit
+    by_rank = [micro_batches(consumed, batch, micro, rank, size, padded=True) for rank in range(size)]
+    for rank, mine in enumerate(by_rank):
+        whole = micro_batches(consumed, full, micro, rank, size)
+        assert [list(m) for m in mine] == [[i for i in m if i < consumed + batch] for m in whole]
+        assert all(m.stop <= consumed + batch and m.step == 1 for m in mine)
+    assert sorted(i for mine in by_rank for m in mine for i in m) == list(range(consumed, consumed + batch))

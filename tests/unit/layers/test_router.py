@@ -104,6 +104,21 @@ def test_losses_and_gradients_are_those_of_loops(kind: str, topk: int) -> None:
     torch.testing.assert_close(gradients["router.weight"], weight.grad, rtol=1e-10, atol=1e-13)
 
 
+@pytest.mark.parametrize("kind", ["seq_aux_loss", "aux_loss"])
+def test_a_sample_without_labels_has_no_part_in_the_losses(kind: str) -> None:
+    """Whatever it holds: it fills up a batch."""
+    made, _ = router(moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.07, moe_router_load_balancing_type=kind)
+    batch, found = random_batch(made.config, SAMPLES, LENGTH), []
+    for samples in (SAMPLES - 1, SAMPLES):
+        mask = batch.loss_mask.clone()
+        mask[SAMPLES - 1 :] = 0.0
+        cut = replace(batch, tokens=batch.tokens[:samples], loss_mask=mask[:samples])
+        losses = made(hidden()[:, :samples], cut).losses
+        (gradient,) = torch.autograd.grad(losses.sum(), made.weight)
+        found.append((losses, gradient))
+    torch.testing.assert_close(found[0], found[1], rtol=1e-12, atol=1e-14)
+
+
 def test_an_even_choice_costs_the_least() -> None:
     """The mean of the balancing loss is 1 when all experts are as likely and as often chosen, E when one has all."""
     made, _ = router(moe_aux_loss_coeff=1.0, moe_router_topk=1)
