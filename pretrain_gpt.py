@@ -47,12 +47,24 @@ def main(argv: Sequence[str]) -> int:
         return 2
     if parsed.check_only:
         checked = Parsed(config, parsed.world_size, notes=(*parsed.notes, *seen.notes))
-        print(checked.summary(*begin, data))
-        return 0
+        print(checked.summary(*begin, data), flush=True)
+        return 0 if parsed.fake_rank is None else show_fake_world(config, parsed.world_size, parsed.fake_rank, started)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
     from megatron.training.main import run  # torch takes seconds to import: only for flags known to be good
 
     return run(config, parsed.notes, started)
+
+
+def show_fake_world(config: RunConfig, world_size: int, rank: int, started: float) -> int:
+    """Build one rank of a large run here, and print what it is; returns the exit status, 2 for flags that will not do."""
+    from megatron.training.fake_world import fake_world
+
+    try:
+        print(fake_world(config, world_size, rank, started).report())
+    except UserError as error:
+        print(error, file=sys.stderr, flush=True)
+        return 2
+    return 0
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:

@@ -60,7 +60,8 @@ class Parsed:
     Attributes:
         config: resolved: derived values are written out.
         world_size: ranks it was checked for.
-        check_only: whether ``--check-config`` asked for nothing more.
+        check_only: whether nothing but a check was asked for, of ``--check-config`` or ``--fake-world``.
+        fake_rank: the rank that ``--fake-world`` asks to build after it; None without.
         notes: one line each, to be printed: what was ignored, and why.
     """
 
@@ -68,6 +69,7 @@ class Parsed:
     world_size: int
     check_only: bool = False
     notes: tuple[str, ...] = ()
+    fake_rank: int | None = None
 
     def summary(self, iteration: int = 0, consumed_samples: int = 0, data: Sequence[str] = ()) -> str:
         """What ``--check-config`` prints of a run that has taken so many steps and used so many samples.
@@ -106,7 +108,9 @@ def parse(
     said = lay_over(layer.values for layer in layers)
     config = build(said)
     found = [problem for layer in layers for problem in layer.problems] + habits(reading.spellings, config)
+    checking = known.check_config or known.fake_world
     world_size = _world_size(known, config, environ, found, notes)
+    fake_rank = _fake_rank(known, environ, found)
     doubtful = {name for layer in layers for name in layer.doubtful}
     found += [_in_flags(problem) for problem in problems(config, world_size, doubtful)]
     in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
@@ -127,8 +131,8 @@ def parse(
     notes += [*experts.remarks(config), *sharding.remarks(config, world_size)]
     asked = lay_over(layer.values for layer in (*files, flags, assignments))
     notes += map(in_flags, idle.remarks(config, asked))
-    notes += optimizer.unseen(config) if known.check_config else ()
-    return Parsed(resolve(config, world_size), world_size, known.check_config, tuple(notes))
+    notes += optimizer.unseen(config) if checking else ()
+    return Parsed(resolve(config, world_size), world_size, checking, tuple(notes), fake_rank)
 
 
 def _in_flags(problem: Problem) -> Problem:
@@ -193,7 +197,7 @@ def _world_size(
     if asked is not None and asked < 1:
         found.append(Problem("E008", f"--world-size {asked}: there is at least one rank", ("--world-size 1",)))
         asked = None
-    if known.check_config:
+    if known.check_config or known.fake_world:
         fewest = max(1, config.parallel.model_ranks)
         if asked is None and launch.launcher is None and fewest > 1:
             notes.append(f"--world-size is not given: checked for {fewest} ranks, the fewest that hold one model")
@@ -203,3 +207,23 @@ def _world_size(
         sentence = f"--world-size {asked}, but the launcher started {launch.world_size}"
         found.append(Problem("E008", sentence, (f"torchrun --nproc-per-node {asked}", "--check-config")))
     return asked or launch.world_size
+
+
+def _fake_rank(known: argparse.Namespace, environ: Mapping[str, str], found: list[Problem]) -> int | None:
+    """The rank that ``--fake-world`` is to build; problems about it are appended."""
+    rank, launched = known.fake_rank, Launch.read(environ).world_size
+    if not known.fake_world:
+        if rank is not None:
+            sentence = f"--fake-rank {rank} is a rank of --fake-world, which is not asked for"
+            found.append(Problem("E010", sentence, ("--fake-world --world-size N", "drop --fake-rank")))
+        return None
+    if launched > 1:
+        sentence = f"--fake-world needs one process for ranks of any number, and the launcher started {launched}"
+        found.append(Problem("E010", sentence, ("python pretrain_gpt.py --fake-world --world-size N",)))
+    if known.world_size is None:
+        sentence = "--fake-world builds a rank of a large run, and nothing says how large"
+        found.append(Problem("E010", sentence, ("--world-size 1024",)))
+    elif rank is not None and known.world_size > 0 and not 0 <= rank < known.world_size:
+        sentence = f"--fake-rank {rank}: the ranks of --world-size {known.world_size} are 0 to {known.world_size - 1}"
+        found.append(Problem("E010", sentence, ("--fake-rank 0", f"--fake-rank {known.world_size - 1}")))
+    return rank or 0

@@ -13,7 +13,7 @@ from megatron.config.run import RunConfig
 from megatron.config.settings import SPELLINGS
 from megatron.config.sources import Layer
 
-GENERAL = ("--preset", "--config", "--set", "--check-config", "--world-size", "--help")
+GENERAL = ("--preset", "--config", "--set", "--check-config", "--fake-world", "--fake-rank", "--world-size", "--help")
 KEEP_SCHEDULE = ("--use-checkpoint-opt_param-scheduler", "--use-checkpoint-opt-param-scheduler")
 MOST_REASONS = 3
 

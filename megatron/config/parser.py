@@ -51,7 +51,8 @@ class Reading:
     """A command line, taken apart.
 
     Attributes:
-        known: ``preset``, ``config``, ``set``, ``check_config``, ``world_size``; the flags of fields as ``given``.
+        known: ``preset``, ``config``, ``set``, ``check_config``, ``fake_world``, ``fake_rank``, ``world_size``;
+            the flags of fields as ``given``.
         foreign: flags that are not ours, each with the words after it; and words that follow no flag.
         malformed: what is wrong with the way in which flags are written.
     """
@@ -163,6 +164,9 @@ def _add_sources(group: Any) -> None:
     group.add_argument("--set", nargs="+", action="extend", default=[], metavar="GROUP.FIELD=VALUE", help=assignment)
     group.add_argument("--check-config", action="store_true", help="Check everything, print a summary and stop.")
     ranks = "Ranks to check for. Default: as many as launched."
+    fake = "Check, then build one rank of --world-size, with nothing allocated and no other rank there, and stop."
+    group.add_argument("--fake-world", action="store_true", help=fake)
+    group.add_argument("--fake-rank", type=_whole, metavar="R", help="The rank of --fake-world. [0]")
     group.add_argument("--world-size", type=_whole, metavar="N", help=ranks)
 
 

@@ -57,7 +57,7 @@ def choose(
 
     Args:
         words: of ``--kernels``, valid.
-        device: of the run.
+        device: of the run; on ``meta``, where nothing is computed, all is PyTorch's.
         dtype: of parameters and activations.
         deterministic: leave out what gives other bits in equal calls.
 
@@ -98,6 +98,8 @@ class _Refusal:
 
 def _order(operation: str, wish: Wish, device: torch.device) -> Sequence[str]:
     """What is tried, best first; on CPUs ``auto`` is torch."""
+    if device.type == "meta":
+        return ("torch",)
     if wish.name == "auto":
         return CANDIDATES[operation] if device.type == "cuda" else ("torch",)
     return (wish.name,) if wish.alone or wish.name == "torch" else (wish.name, "torch")

@@ -28,6 +28,8 @@ BUBBLE = "bubble"
 """The name under which a rank's waits for others of its pipeline are counted."""
 PIPELINE = "pp"
 """The name under which the bytes are counted that it sends them."""
+PRETENDED = "fake"
+"""The backend of groups in which this rank alone is there (:func:`megatron.parallel.mesh.pretended`)."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
@@ -54,6 +56,11 @@ class Group:
     def size(self) -> int:
         """Number of ranks."""
         return len(self.ranks)
+
+    @property
+    def answers(self) -> bool:
+        """Whether there are others who say something; those of a pretended world would all say the same."""
+        return self.size > 1 and dist.get_backend(self.handle) != PRETENDED
 
     def waiting(self, x: Tensor) -> AbstractContextManager[None]:
         """Count the time inside, a range in profiles, as waiting for the other ranks, on the device of ``x``."""
@@ -206,7 +213,7 @@ def _rows_like(x: Tensor, rows: int) -> Tensor:
 def all_gather_objects(value: T, group: Group) -> list[T]:
     """Each rank's picklable ``value``, in rank order; for set-up and messages, never inside a step."""
     values = [value] * group.size
-    if group.size > 1:
+    if group.answers:
         dist.all_gather_object(values, value, group.handle)
     return values
 
@@ -214,6 +221,6 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
 def broadcast_object(value: T, group: Group) -> T:
     """The picklable ``value`` of the group's first rank; what the others give is not looked at."""
     values = [value]
-    if group.size > 1:
+    if group.answers:
         dist.broadcast_object_list(values, group.ranks[0], group.handle)
     return values[0]

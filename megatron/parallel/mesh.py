@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 import torch
@@ -13,7 +14,7 @@ import torch.distributed as dist
 
 from megatron.config.launch import Launch
 from megatron.config.problems import Problem, UserError
-from megatron.parallel.comm import BUBBLE, Channel, Group
+from megatron.parallel.comm import BUBBLE, PRETENDED, Channel, Group
 from megatron.parallel.layout import DENSE_AXES, Layout
 from megatron.parallel.traffic import Meter
 from megatron.pipeline.comms import channels
@@ -37,6 +38,21 @@ AS_DENSE: dict[str, tuple[str, ...]] = {"edp": ("dp", "cp"), "ep": (), "etp": ("
 """Axes of the grid of experts, and what they are where experts are not dealt out: as everything else lies."""
 
 
+@dataclass(frozen=True)
+class Groups:
+    """Communicators that were made in one go: every rank is in one of the groups, or alone.
+
+    Attributes:
+        name: the axes along which their ranks differ, and what they are for where others have the same ranks.
+        count: how many there are in the world.
+        size: ranks in each.
+    """
+
+    name: str
+    count: int
+    size: int
+
+
 class Mesh:
     """This rank's place on the grid and the groups it belongs to.
 
@@ -44,6 +60,7 @@ class Mesh:
         placement: pipeline rank of every stage.
         ends: the ranks of the first and of the last stage, for one of them; others are alone in theirs.
         channels: to and from this rank's neighbours in the pipeline, by the pipeline ranks of sender and receiver.
+        created: all groups of the world, in the order of their creation.
     """
 
     def __init__(
@@ -72,6 +89,7 @@ class Mesh:
         self.layout, self.rank = layout, rank
         self.coordinate = layout.coordinate(rank)
         self._timeout = timeout
+        self.created: list[Groups] = []
         self._created: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
         partitions = {axes: layout.groups(axes) for axes in AXES_IN_USE}
         named = {self._name(axes): len(parts[0]) for axes, parts in partitions.items()}
@@ -80,9 +98,9 @@ class Mesh:
         self.meter = Meter(waits)
         self._groups = {axes: self._create(parts, self._name(axes)) for axes, parts in partitions.items()}
         blocks = [g[i : i + kv_copies] for g in layout.groups(("tp",)) for i in range(0, len(g), kv_copies)]
-        self._kv_sharers = self._create(blocks, "tp")
+        self._kv_sharers = self._create(blocks, "tp", label="kv")
         self.placement = placement
-        self.ends = self._create(self._ends(), "pp")
+        self.ends = self._create(self._ends(), "pp", label="ends")
         self.channels = self._open(edges)
         self._shards = {axes: self._halves(axes, instances) for axes in REDUCED}
         use = "gathers" if gathers else ""
@@ -129,7 +147,8 @@ class Mesh:
         blocks = self._blocks(axes, instances)
         size, groups = len(blocks[0]), self.layout.groups(axes)
         copies = [ranks[i::size] for ranks in groups for i in range(size)]
-        return self._create(blocks, self._name(axes)), self._create(copies, self._name(axes))
+        name = self._name(axes)
+        return self._create(blocks, name, label="shards"), self._create(copies, name, label="copies")
 
     @property
     def pipeline(self) -> Group:
@@ -213,12 +232,18 @@ class Mesh:
             axes = tuple(same for axis in axes for same in AS_DENSE.get(axis, (axis,)))
         return "-".join(axis for axis in axes if sizes[axis] > 1)
 
-    def _create(self, partition: list[tuple[int, ...]], name: str, use: str = "") -> Group:
-        """This rank's group of a partition of all ranks; equal partitions of one use share their communicators."""
+    def _create(self, partition: list[tuple[int, ...]], name: str, use: str = "", label: str = "") -> Group:
+        """This rank's group of a partition of all ranks; equal partitions of one use share their communicators.
+
+        ``label`` says what they are for, where their communicators are nobody else's.
+        """
         mine = next(ranks for ranks in partition if self.rank in ranks)
         key = use, tuple(partition)
         if key not in self._created:
             self._created[key] = None
+            sizes = Counter(len(ranks) for ranks in partition if len(ranks) > 1)
+            what = f"{name} {label or use}".rstrip()
+            self.created += [Groups(what, count, size) for size, count in sizes.items()]
             for ranks in partition:
                 handle = dist.new_group(list(ranks), timeout=self._timeout) if len(ranks) > 1 else None
                 if ranks == mine:
@@ -258,6 +283,29 @@ def start_distributed(backend: str | None, timeout: timedelta, device: torch.dev
     os.environ.setdefault("MASTER_PORT", "29500")
     chosen = backend or ("nccl" if device.type == "cuda" else "gloo")
     dist.init_process_group(chosen, rank=launch.rank, world_size=launch.world_size, timeout=timeout)
+
+
+@contextmanager
+def pretended(rank: int, world_size: int) -> Iterator[None]:
+    """Inside, this process is one rank of a world of which no other is there, as a :class:`Mesh` of it takes them.
+
+    Collectives return at once and leave results as they find them: good for shapes and sizes, not for values.
+
+    Args:
+        rank: to be.
+        world_size: ranks of the world; one by itself needs no torch.distributed here either.
+
+    """
+    if world_size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # which makes the backend known, too
+
+    dist.init_process_group(PRETENDED, rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 def everyone(rank: int, world_size: int) -> Group:

@@ -16,6 +16,7 @@ from megatron.checkpoint.exchange import Tier
 from megatron.config.batch import batch_at, global_batch, microbatches, total_steps
 from megatron.config.launch import Launch
 from megatron.config.lengths import lengths
+from megatron.config.parameters import parameters
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.data.errors import DataError
@@ -27,13 +28,13 @@ from megatron.optim.groups import check_patterns, rule_of
 from megatron.optim.optimizer import Optimizer
 from megatron.optim.scaler import LossScaler
 from megatron.optim.schedule import Schedule
-from megatron.parallel import comm
 from megatron.parallel.build import DTYPES, BuildContext
 from megatron.parallel.grads import GradSink
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh, everyone, start_distributed
 from megatron.parallel.microbatch import MicroBatch
 from megatron.parallel.shard import ShardSpec
+from megatron.parallel.stopwatch import Clock, unmeasured
 from megatron.pipeline.actions import Schedule as Program
 from megatron.pipeline.plan import FILE, program_for, stage_layers
 from megatron.pipeline.runtime import Pipeline
@@ -232,7 +233,14 @@ def _too_few_gpus(gpus: int, launch: Launch) -> Problem:
     return Problem("E207", f"this machine runs at least {launch.local_size} ranks, but has {seen}", fixes)
 
 
-def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> Trainer:
+def build(
+    config: RunConfig,
+    rank: int,
+    world_size: int,
+    fresh: bool = True,
+    device: torch.device | None = None,
+    clock: Clock = unmeasured,
+) -> Trainer:
     """Build the model and everything around it on this rank; collective over all ranks.
 
     Args:
@@ -240,32 +248,33 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
         rank: global rank.
         world_size: number of ranks; more than one needs torch.distributed to be started.
         fresh: a run that begins. Otherwise the weights are left zero and the place open, for a checkpoint to say.
+        device: in place of the one that is configured; on ``meta`` nothing is allocated.
+        clock: measures the parts: ``groups``, ``kernels``, ``model``, ``optimizer``, ``data``.
 
     Raises:
         UserError: when the device, a kernel, or a parameter that was asked for is not there.
         DataError: when the data of a run that begins cannot be opened.
 
     """
-    device = choose_device(config.training.device)
+    device = device or choose_device(config.training.device)
     model, parallel, training = config.model, config.parallel, config.training
-    mesh = _mesh(config, rank, world_size)
+    with clock("groups"):
+        mesh = _mesh(config, rank, world_size)
     dtype = DTYPES[config.precision.params_dtype]
-    kernels, notes = choose(config.compute.kernels, device, dtype, config.compute.deterministic)
-    check_same_kernels(notes[0], mesh.world)
+    with clock("kernels"):
+        kernels, notes = choose(config.compute.kernels, device, dtype, config.compute.deterministic)
+        check_same_kernels(notes[0], mesh.world)
     sink = GradSink(kernels.weight_gradient)
     context = BuildContext(
         mesh, sink, dtype, device, training.seed, parallel.sequence_parallel, initialised=fresh, kernels=kernels
     )
     layers, here = stage_layers(model, parallel), mesh.coordinate["pp"]
-    chunks = build_chunks(model, training, context, {s: layers[s] for s, r in enumerate(mesh.placement) if r == here})
+    held = {stage: layers[stage] for stage, pp in enumerate(mesh.placement) if pp == here}
+    with clock("model"):
+        chunks = build_chunks(model, training, context, held)
     specs, params = context.specs, context.params
-    names = dict.fromkeys(name for held in comm.all_gather_objects([*specs], mesh.world) for name in held)
-    check_patterns(config.optimizer, names)
-    dtypes = {name: p.dtype for name, p in params.items()}
-    uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
-    buckets = GradBuckets(specs, dtypes, mesh, sink, device, parallel, uncut)
-    overlap = parallel.overlap_param_gather
-    optimizer = Optimizer(params, specs, buckets, mesh, config.optimizer, training.seed, kernels.adam, overlap)
+    with clock("optimizer"):
+        buckets, optimizer = _optimizer(config, context)
     for chunk in chunks.values():
         optimizer.weights.awaited_by(chunk.parts)
     pipeline = Pipeline(chunks, mesh.placement, here, mesh.channels, partial(hidden_state, config, dtype, device), sink)
@@ -275,8 +284,21 @@ def build(config: RunConfig, rank: int, world_size: int, fresh: bool = True) -> 
         config, mesh, device, chunks, pipeline, specs, params, buckets, optimizer, scaler, timers, notes=tuple(notes)
     )
     if fresh:
-        trainer.begin_at(0, 0)
+        with clock("data"):
+            trainer.begin_at(0, 0)
     return trainer
+
+
+def _optimizer(config: RunConfig, context: BuildContext) -> tuple[GradBuckets, Optimizer]:
+    """The gradients of what was built in the context, and who moves it along them."""
+    model, parallel, mesh, specs, params = config.model, config.parallel, context.mesh, context.specs, context.params
+    ranks = range(parallel.pipeline_model_parallel_size)
+    check_patterns(config.optimizer, dict.fromkeys(p.name for pp in ranks for p in parameters(model, parallel, pp)))
+    dtypes = {name: p.dtype for name, p in params.items()}
+    uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
+    buckets = GradBuckets(specs, dtypes, mesh, context.sink, context.device, parallel, uncut)
+    kernel, overlap = context.kernels.adam, parallel.overlap_param_gather
+    return buckets, Optimizer(params, specs, buckets, mesh, config.optimizer, context.seed, kernel, overlap)
 
 
 def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
