@@ -37,10 +37,11 @@ class Incidents:
         """Tell of a start, a warning, an error, a stop."""
         kind = str(values["event"])
         self._place = int(str(values["iteration"]))
-        if kind == "start":
+        if kind in ("start", "evaluation"):
+            began = self._start if kind == "start" else "an evaluation alone"
             ranks = "1 rank" if values["world-size"] == 1 else f"{values['world-size']} ranks"
             run = f", run {values['run-id']}" if values["run-id"] else ""
-            self._write(values, f"{self._start} on {ranks}{run}")
+            self._write(values, f"{began} on {ranks}{run}")
         elif kind in KINDS:
             self._write(values, str(values["text"]) if kind == "stop" else f"{kind}: {values['text']}")
 

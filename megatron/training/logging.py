@@ -82,7 +82,7 @@ class RunLog:
         self._pending: Callable[[], TrainRecord] | None = None
         self._seq_length, self._world_size = config.training.seq_length, world_size
         self._place = self._place_of(iteration, consumed_samples)
-        self._closed = False
+        self._closed, self._has_curve = False, False
         if not enabled:
             return
         name = device_name(device)
@@ -91,8 +91,10 @@ class RunLog:
         if self.folder is not None:
             used_before = self._open(self.folder, to_yaml(config), name, world_size, data or {})
         self._open_others(config, run_id)
-        self._event({"event": "start", **self._place, "run-id": run_id, "world-size": world_size})
+        kind = "evaluation" if config.training.skip_train else "start"  # the former is no restart of the run's curve
+        self._event({"event": kind, **self._place, "run-id": run_id, "world-size": world_size})
         if used_before:
+            self._has_curve = not config.training.skip_train
             self.note(used_before)
 
     def _open(
@@ -121,10 +123,11 @@ class RunLog:
         if options.tensorboard_dir is not None:
             make = partial(TensorBoard, Path(options.tensorboard_dir), to_yaml(config), *begin)
             self._sinks.add("TensorBoard", partial(Background, make))
+        before = begin[0] - config.training.skip_train  # an evaluation alone has a row of its own
         if options.wandb_project is not None and turned_off():
             say("Weights & Biases is turned off by WANDB_MODE=disabled")
         elif options.wandb_project is not None:
-            self._sinks.add("the journal for Weights & Biases", partial(self._open_wandb, config, run_id, begin[0]))
+            self._sinks.add("the journal for Weights & Biases", partial(self._open_wandb, config, run_id, before))
 
     def _open_wandb(self, config: RunConfig, run_id: str, iteration: int) -> Sink:
         """Open the client, and the journal, which goes on where that fails."""
@@ -144,7 +147,7 @@ class RunLog:
 
     def train(self, record: TrainRecord) -> None:
         """Report the steps since the last log line."""
-        self._pending = None
+        self._pending, self._has_curve = None, True
         if not self.enabled:
             return
         say(progress_line(record, self.yardstick, _width()))
@@ -200,7 +203,7 @@ class RunLog:
             return
         self._closed = True
         self._sinks.close(failed)
-        if self.folder is not None:
+        if self.folder is not None and self._has_curve:
             self._draw(self.folder)
 
     def _draw(self, folder: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from megatron.data.splits import kind_of
+from megatron.training import finished
 from megatron.training.graphs import StepRunner
 from megatron.training.health import Vitals, watch
 from megatron.training.local_tier import save_on_nodes
@@ -17,23 +18,31 @@ from megatron.training.replicas_check import check_replicas
 from megatron.training.saving import Saver
 from megatron.training.setup import Trainer
 from megatron.training.step import evaluate
-from megatron.training.stop import StopRequest, reason
+from megatron.training.stop import TIME_IS_UP, StopRequest, exit_status, reason
 
 
 def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopRequest, profiler: Profiler) -> int:
-    """Train to the end, or until told to stop.
+    """Train to the end, or until told to stop; with ``skip_train`` evaluate alone.
 
     Returns:
-        The exit status: 0 at the end and at ``exit_interval``, what ``stop`` says after a signal or in time.
+        The exit status: 0 at the end, at ``exit_interval`` and after ``stop_file``, what ``stop`` says after a signal
+        or in time.
 
     Raises:
         NonFiniteError: with ``on_nonfinite`` stop.
-        StorageError: when the last checkpoint cannot be written.
+        StorageError: when the last checkpoint, or the proof that training has ended, cannot be written.
 
     """
+    if trainer.config.training.skip_train:
+        stop.restore()  # there is nothing that would have to be saved before a signal may end it
+        return evaluate_alone(trainer, log)
+    if trainer.iteration < trainer.total_steps:
+        finished.retract(trainer)
     with Saver(trainer, log) as saver:
         status = _train(trainer, take_step, log, stop, profiler, saver)
     trainer.optimizer.weights.wait()  # nobody leaves while others still get weights from here
+    if trainer.iteration >= trainer.total_steps:
+        finished.declare(trainer)
     return status
 
 
@@ -42,11 +51,9 @@ def _train(
 ) -> int:
     """The steps; :func:`train` says what is returned and raised."""
     t, config, options, logging = trainer, trainer.config.training, trainer.config.checkpoint, trainer.config.logging
-    for split in evaluations_due(t):  # the step was stopped by a signal
-        evaluate_on(t, split, log)
+    if told := begin(t, log, stop, profiler, saver):
+        return exit_status(told)
     window = window_of(t)
-    if t.iteration >= t.total_steps:
-        log.note(f"nothing to do: this run ends with step {t.total_steps}, and {t.iteration} are taken")
     while t.iteration < t.total_steps:
         rates = t.schedule.rates(t.consumed_samples)
         with profiler.step(t.iteration + 1):
@@ -81,10 +88,41 @@ def _train(
                 saver.save(needed=bool(leave))
         save_on_nodes(t, log, window)  # not earlier: a run that finds its last step there has nothing more to save
         if leave and not last:
-            why = reason(told) if told else f"--exit-interval {config.exit_interval}"
+            why = reason(told, config.stop_file) if told else f"--exit-interval {config.exit_interval}"
             log.stopped(f"stopped by {why} after step {t.iteration} of {t.total_steps}")
-            return told
+            return exit_status(told)
     return 0
+
+
+def begin(trainer: Trainer, log: RunLog, stop: StopRequest, profiler: Profiler, saver: Saver) -> int:
+    """Make up for what an earlier start did not come to; what stops this one before its first step, or 0; collective.
+
+    Raises:
+        StorageError: when the last step was taken, is not saved, and cannot be.
+
+    """
+    t, over = trainer, trainer.iteration >= trainer.total_steps
+    if not over and (told := told_meanwhile(t, stop, profiler)):
+        why = f"stopped by {reason(told, t.config.training.stop_file)} before the first step of this start"
+        log.stopped(f"{why}: {t.iteration} of {t.total_steps} are taken, and there is nothing new to save")
+        return told
+    for split in evaluations_due(t):  # the step was stopped by a signal
+        evaluate_on(t, split, log)
+    if over:
+        log.note(f"nothing to do: this run ends with step {t.total_steps}, and {t.iteration} are taken")
+        if t.config.checkpoint.save is not None and not finished.is_saved(t):  # the step is another run's, or a node's
+            saver.save(needed=True)
+    return 0
+
+
+def told_meanwhile(trainer: Trainer, stop: StopRequest, profiler: Profiler) -> int:
+    """What the run was told while it started: what stops it before a step, or 0; collective.
+
+    Time that is up already does not: a job that is queued again and again would never come further.
+    """
+    told = stop.agreed()
+    profiler.ask(trainer.iteration, stop.wish)
+    return 0 if told == TIME_IS_UP else told
 
 
 def window_of(trainer: Trainer) -> StepWindow:
@@ -116,6 +154,16 @@ def examine(trainer: Trainer, vitals: Vitals | None, metrics: StepMetrics, windo
             log.health(vitals.report(metrics))
         if compare:
             check_replicas(trainer)
+
+
+def evaluate_alone(trainer: Trainer, log: RunLog) -> int:
+    """Evaluate what was loaded on all validation and test data, and take no step; returns the exit status."""
+    for split in trainer.data.used:
+        if kind_of(split) != "train":
+            evaluate_on(trainer, split, log)
+    trainer.optimizer.weights.wait()
+    log.note(f"evaluated step {trainer.iteration}; no step is taken with --skip-train")
+    return 0
 
 
 def evaluations_due(trainer: Trainer) -> list[str]:

@@ -6,6 +6,8 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
 
 from megatron.config.launch import Launch
 from megatron.config.problems import UserError
@@ -20,6 +22,7 @@ from megatron.training.graphs import StepRunner
 from megatron.training.local_tier import claimed_on_nodes
 from megatron.training.logging import RunLog, say, warn
 from megatron.training.loop import train
+from megatron.training.origin import only_read
 from megatron.training.pipeline_profile import PipelineProfiler
 from megatron.training.profile_request import ProfileRequests
 from megatron.training.profiling import Profiler
@@ -59,12 +62,15 @@ def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = No
 
 def join_and_train(config: RunConfig, notes: Sequence[str], started: float | None) -> int:
     """The run itself; returns its exit status."""
+    if config.training.skip_train:
+        config = replace(config, checkpoint=only_read(config.checkpoint))
     with before_the_first_step():
         device = choose_device(config.training.device)
         notes = [*notes, *make_deterministic(config.compute.deterministic, device)]
         rank, world_size = join(config)
     world, minutes = everyone(rank, world_size), config.training.exit_duration_in_mins
-    stop = StopRequest(world, device, minutes, started, ProfileRequests(config.logging.run_dir, rank, warn))
+    file = Path(config.training.stop_file) if config.training.stop_file and rank == 0 else None
+    stop = StopRequest(world, device, minutes, started, ProfileRequests(config.logging.run_dir, rank, warn), file)
     try:
         with claimed(config.checkpoint.save, world), claimed_on_nodes(config.checkpoint, world):
             return train_from_origin(config, notes, stop, started)

@@ -17,6 +17,7 @@ from megatron.checkpoint.local import LocalCheckpoint, is_local
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.publish import is_complete, is_cut_off
 from megatron.checkpoint.remote import Location, location
+from megatron.config.checks.checkpoint import holds_checkpoints
 from megatron.config.checks.optimizer import schedule_problems
 from megatron.config.compare import compare
 from megatron.config.problems import Problem, UserError
@@ -111,6 +112,18 @@ def is_asked(options: CheckpointConfig) -> bool:
     return options.load is None or (
         options.save is not None and load is not None and load.resolve() == location(options.save).resolve()
     )
+
+
+def only_read(options: CheckpointConfig) -> CheckpointConfig:
+    """What a run is told of checkpoints that begins with the same one, but claims no folder and saves nothing.
+
+    A run that is at work on its ``save`` folder meanwhile notices nothing of it.
+    """
+    if is_asked(options):
+        options = replace(options, load=options.load or options.save)
+    elif holds_checkpoints(options.save):  # these come first, and of those neither mode nor step was meant
+        options = replace(options, load=options.save, resume_mode="exact", ckpt_step=None)
+    return replace(options, save=None, save_interval=None, local_save=None, local_save_interval=None)
 
 
 def newest_own(origin: Origin, options: CheckpointConfig) -> int:

@@ -238,6 +238,14 @@ HARMLESS = (
     ),
     Rule(("sequence_parallel",), lambda c: c.parallel.tensor_model_parallel_size > 1, "TP above 1"),
     Rule(("eval_interval",), lambda c: c.training.eval_iters > 0, "eval_iters above 0"),
+    Rule(
+        (
+            *("eval_interval", "exit_interval", "exit_duration_in_mins", "stop_file"),
+            *("save_interval", "keep_last", "keep_every", "async_save", "local_save", "local_save_interval"),
+        ),
+        lambda c: not c.training.skip_train,
+        "steps to take, of which skip_train takes none",
+    ),
     Rule(("min_lr",), lambda c: c.optimizer.lr_decay_style != "constant", "a learning rate that decays"),
     Rule(
         ("lr_warmup_init",),

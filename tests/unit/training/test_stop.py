@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,7 +11,8 @@ import torch
 from megatron.parallel.comm import Group
 from megatron.training import stop
 from megatron.training.profile_request import NOTHING
-from megatron.training.stop import StopRequest
+from megatron.training.stop import FILE_IS_THERE, StopRequest, exit_status, reason
+from tests.runs import before_step, column, differences, records, saved_steps, start, tiny_run
 
 CPU = torch.device("cpu")
 
@@ -74,3 +76,86 @@ def test_the_clock_counts_from_where_it_is_told(
     request = StopRequest(Group(), CPU, minutes=10.0, since=since)
     assert request.agreed() == answer
     request.restore()
+
+
+def test_a_file_is_looked_for_every_time(heard: list[int], tmp_path: Path) -> None:
+    file = tmp_path / "stop"
+    request = StopRequest(Group(), CPU, file=file)
+    assert request.agreed() == 0
+    file.touch()
+    assert request.agreed() == FILE_IS_THERE
+    file.unlink()
+    assert request.agreed() == 0
+    request.restore()
+
+
+def test_a_file_is_the_last_of_all_reasons(heard: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    now = [0.0]
+    monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[-1]))
+    request = StopRequest(Group(), CPU, minutes=1.0, file=tmp_path)
+    told = [request.agreed()]
+    now.append(60.0)
+    told.append(request.agreed())
+    signal.raise_signal(signal.SIGUSR1)
+    told.append(request.agreed())
+    assert told == [FILE_IS_THERE, stop.TIME_IS_UP, 128 + signal.SIGUSR1]
+    assert [exit_status(number) for number in (0, *told)] == [0, 0, 124, 138]
+    assert [reason(number, "a/stop") for number in told] == [
+        "--stop-file a/stop",
+        "--exit-duration-in-mins",
+        "signal 10 (SIGUSR1)",
+    ]
+    request.restore()
+
+
+FLAGS = "--save {0}/saved --eval-interval 1 --eval-iters 1 --stop-file {0}/stop"
+
+
+def test_a_file_ends_a_run_as_a_signal_does_but_for_the_status(tmp_path: Path) -> None:
+    config, file = tiny_run(tmp_path / "run", FLAGS.format(tmp_path)), tmp_path / "stop"
+    told = start(config, before_step(3, lambda trainer: file.touch()))
+    assert (told.status, told.err) == (0, "")
+    assert saved_steps(tmp_path / "saved") == [3]
+    assert column(tmp_path / "run", "iteration", "lm loss validation") == [1, 2]  # nobody waits for another one
+    stops = [record["text"] for record in records(tmp_path / "run", "event") if record["event"] == "stop"]
+    assert stops == [f"stopped by --stop-file {file} after step 3 of 6"]
+    file.unlink()
+    assert start(config).status == 0
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    start(tiny_run(whole / "run", FLAGS.format(whole)))
+    assert differences(tmp_path / "saved/iter_0000006", whole / "saved/iter_0000006") == []
+
+
+def test_a_file_that_is_there_already_stops_the_run_before_a_step(tmp_path: Path) -> None:
+    (tmp_path / "stop").touch()
+    config = tiny_run(tmp_path / "run", FLAGS.format(tmp_path))
+    told = start(config)
+    assert (told.status, told.samples, saved_steps(tmp_path / "saved")) == (0, {}, [])
+    assert "before the first step of this start: 0 of 6 are taken, and there is nothing new to save" in told.out
+    (tmp_path / "stop").unlink()
+    start(config)
+    (tmp_path / "stop").touch()
+    told = start(config)  # which has nothing to do, and says so
+    assert "nothing to do" in told.out
+    assert "stopped by" not in told.out
+
+
+def test_a_signal_during_the_start_ends_it_before_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = StopRequest.__init__
+
+    def signalled(request: StopRequest, *arguments: object, **named: object) -> None:
+        original(request, *arguments, **named)  # type: ignore[arg-type]
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(StopRequest, "__init__", signalled)
+    told = start(tiny_run(tmp_path / "run", FLAGS.format(tmp_path)))
+    assert (told.status, told.samples, told.err) == (143, {}, "")
+    assert "stopped by signal 15 (SIGTERM) before the first step" in told.out
+
+
+def test_time_that_is_up_before_the_first_step_still_leaves_one(tmp_path: Path) -> None:
+    """Else a job that is queued again and again, with a limit below what a start takes, would never end."""
+    flags = FLAGS.format(tmp_path) + " --exit-duration-in-mins 1e-9"
+    told = start(tiny_run(tmp_path / "run", flags))
+    assert (told.status, sorted(told.samples), saved_steps(tmp_path / "saved")) == (124, [1], [1])

@@ -1,0 +1,105 @@
+"""Evaluations without training: ``--skip-train``."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+
+from megatron.checkpoint.lock import hold
+from megatron.config.run import CheckpointConfig
+from megatron.training.history import read_history
+from megatron.training.origin import only_read
+from tests.runs import column, records, start, tiny_run
+
+FLAGS = "--save {0}/saved --save-interval 3 --eval-interval 3 --eval-iters 2"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of six steps, saved and evaluated after the third and the last."""
+    folder = tmp_path_factory.mktemp("trained")
+    assert start(tiny_run(folder / "run", FLAGS.format(folder))).status == 0
+    return folder
+
+
+def files(folder: Path) -> dict[str, bytes]:
+    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_the_losses_are_those_of_the_run_and_nothing_is_changed(trained: Path, tmp_path: Path) -> None:
+    before = files(trained)
+    told = start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train"))
+    assert (told.status, told.samples, told.err) == (0, {}, "")
+    assert files(trained) == before
+    for kind in ("lm loss validation", "lm loss test"):
+        assert column(tmp_path, kind, kind) == column(trained / "run", kind, kind)[-1:]
+        assert column(tmp_path, "iteration", kind) == [6]
+    assert "validation at 6: loss" in told.out
+    assert "saves      nothing" in told.out
+    assert not (tmp_path / "finished.json").exists()
+    assert not (tmp_path / "loss.png").exists()
+
+
+def test_an_older_checkpoint_is_evaluated_on_request(trained: Path, tmp_path: Path) -> None:
+    flags = f"--load {trained}/saved --ckpt-step 3 --eval-iters 2 --skip-train"
+    assert start(tiny_run(tmp_path, flags)).status == 0
+    kind = "lm loss validation"
+    assert column(tmp_path, "iteration", kind) == [3]
+    assert column(tmp_path, kind, kind) == column(trained / "run", kind, kind)[:1]
+
+
+def test_weights_alone_are_evaluated_as_those_of_no_step(trained: Path, tmp_path: Path) -> None:
+    flags = f"--load {trained}/saved --resume-mode weights-only --eval-iters 2 --skip-train --seed 7"
+    assert start(tiny_run(tmp_path, flags)).status == 0
+    kind = "lm loss validation"
+    assert column(tmp_path, "iteration", kind) == [0]
+    assert column(tmp_path, kind, kind) != column(trained / "run", kind, kind)[-1:]  # other samples
+
+
+def test_a_run_that_is_at_work_is_not_disturbed(trained: Path, tmp_path: Path) -> None:
+    """Its folder is locked meanwhile, and its curve in the same run folder stays whole."""
+    config = tiny_run(trained / "run", FLAGS.format(trained) + " --skip-train --log-interval 2")
+    curve = read_history(trained / "run/metrics.jsonl").train
+    with hold(trained / "saved"):
+        assert start(config).status == 0
+    assert read_history(trained / "run/metrics.jsonl").train == curve
+    assert read_history(trained / "run/metrics.jsonl").restarts == []
+    assert "an evaluation alone on 1 rank" in (trained / "run/incidents.md").read_text()
+    ids = [record["run-id"] for record in records(trained / "run", "run-id")]
+    assert len(set(ids)) == 2, "an evaluation is no part of the run, in no place that it reports to"
+
+
+def test_idle_options_are_told_and_proofs_stay(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "finished.json").write_text("{}")
+    told = start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train --train-iters 9 --lr-decay-iters 6"))
+    assert told.status == 0
+    assert (tmp_path / "finished.json").read_text() == "{}"
+
+
+def test_a_signal_ends_it_at_once(trained: Path, tmp_path: Path) -> None:
+    heard: list[int] = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: heard.append(number))
+    try:
+        with patch("megatron.training.loop.evaluate_on", lambda *arguments: signal.raise_signal(signal.SIGTERM)):
+            start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train"))
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert heard == [signal.SIGTERM] * 2  # as many as there are splits: nobody else listened
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_what_is_loaded_is_what_a_run_would_begin_with(tmp_path: Path, own: bool) -> None:
+    save = tmp_path / "save"
+    if own:
+        (save / "iter_0000003").mkdir(parents=True)
+    options = CheckpointConfig(save=str(save), load="other", resume_mode="new-schedule", ckpt_step=4)
+    read = only_read(options)
+    assert read.save is None
+    assert (read.load, read.resume_mode, read.ckpt_step) == (
+        (str(save), "exact", None) if own else ("other", "new-schedule", 4)
+    )
+    asked = only_read(CheckpointConfig(save=str(save), ckpt_step=4))
+    assert (asked.load, asked.ckpt_step) == (str(save), 4)
