@@ -1,0 +1,163 @@
+"""Scripts that start runs: what is in them, that shells take them, and that they start what they say."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.config.arguments import parse
+from tools import launch
+
+ROOT = Path(__file__).resolve().parents[3]
+TINY = (
+    "--preset tiny-llama --mock-data --vocab-size 64 --seq-length 16 --train-iters 2 --device cpu --params-dtype fp32"
+)
+LARGE = "--preset llama3-70b --mock-data --train-iters 1000"
+
+
+def written(capsys: pytest.CaptureFixture[str], cluster: Path, arguments: str) -> str:
+    assert launch.main([*arguments.split(), "--cluster", str(cluster)]) == 0
+    return capsys.readouterr().out
+
+
+def run(script: str, folder: Path, variables: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    path = folder / "script.sh"
+    path.write_text(script)
+    environ = {"PATH": os.environ["PATH"], "HOME": str(folder), **variables}
+    return subprocess.run(["bash", str(path), *arguments], env=environ, capture_output=True, text=True, cwd=folder)
+
+
+def stand_in(folder: Path, name: str, body: str) -> dict[str, str]:
+    """An environment in which the program ``name`` does something else."""
+    (folder / name).write_text(f"#!/bin/bash\n{body}\n")
+    (folder / name).chmod(0o755)
+    return {"PATH": f"{folder}:{os.environ['PATH']}"}
+
+
+def layout(script: str, ranks: int) -> tuple[int, int]:
+    words = shlex.split(script.replace("\\\n", "").replace('"$@"', ""), comments=True)
+    flags = [*words[words.index("--preset") :], "--save", "checkpoints"]
+    parallel = parse([*flags, "--check-config", "--world-size", str(ranks)], {}).config.parallel
+    return parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+
+
+@pytest.mark.parametrize("where", ["slurm --nodes 8", "ssh --hosts a,b,c,d,e,f,g,h", "local"])
+def test_shells_find_no_fault(where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    preset = LARGE if where != "local" else LARGE.replace("70b", "8b")
+    script = written(capsys, tmp_path / "none", f"{where} {preset} --container it.sif")
+    done = subprocess.run(
+        ["shellcheck", "--exclude", "SC1091", "-"], input=script, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == ""
+
+
+def test_a_job_asks_slurm_for_what_the_cluster_needs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = "--partition gpu --account lab --time 12:00:00 --network ethernet --gpus-per-node 4"
+    script = written(capsys, tmp_path / "none", f"slurm --nodes 32 {flags} {LARGE}")
+    asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
+    words = " ".join(asked).split()
+    assert {"--partition=gpu", "--account=lab", "--nodes=32", "--gpus-per-node=4", "--requeue"} <= {*words}
+    assert {"--time=12:00:00", "--signal=B:USR1@300", "--open-mode=append"} <= {*words}
+    assert "export NETWORK=ethernet" in script
+
+
+def test_a_job_is_a_recipe_of_the_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = written(capsys, tmp_path / "none", f"slurm --nodes 8 {LARGE}")
+    done = run(script, tmp_path, {"DRY_RUN": "1"}, "--seed", "7")
+    words = shlex.split(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert words[0] == "srun"
+    assert words[words.index("--seed") + 1] == "7"
+    assert {"--stop-file", "--run-dir", "--save"} <= {*words}
+
+
+def test_the_chosen_layout_is_the_smallest_whose_state_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {
+        memory: layout(written(capsys, tmp_path / "none", f"slurm --nodes 8 --gpu-memory-gb {memory} {LARGE}"), 64)
+        for memory in (70, 80, 400)
+    }
+    assert sizes[80] == (8, 2)
+    assert sizes[70][1] > 2
+    assert sizes[400][1] == 1
+
+
+def test_a_layout_that_is_named_is_left_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    named = "--tensor-model-parallel-size 4 --pipeline-model-parallel-size 4"
+    script = written(capsys, tmp_path / "none", f"slurm --nodes 8 {LARGE} {named}")
+    assert script.count("--tensor-model-parallel-size") == 1
+    assert layout(script, 64) == (4, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (f"slurm --nodes 1 {LARGE}", "E008"),
+        (f"slurm --nodes 8 {LARGE} --no-such-flag 3", "E001"),
+        ("slurm --nodes 8 --preset llama3-70b --mock-data", "E304"),
+    ],
+)
+def test_what_no_start_would_take_is_not_written(
+    arguments: str, code: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert launch.main([*arguments.split(), "--cluster", str(tmp_path / "none")]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(code)
+
+
+class Terminal(io.StringIO):
+    """A person who types."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_cluster_is_asked_for_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "made" / "cluster.json"
+    monkeypatch.setattr("sys.stdin", Terminal("lab\n\n\nethernet\nmany\n4\n\n"))
+    first = written(capsys, path, f"slurm --nodes 16 {LARGE} --partition gpu")
+    kept = json.loads(path.read_text())
+    assert (kept["partition"], kept["account"], kept["network"], kept["gpus_per_node"]) == ("gpu", "lab", "ethernet", 4)
+    assert "--account=lab" in first
+    monkeypatch.setattr("sys.stdin", Terminal(""))
+    assert written(capsys, path, f"slurm --nodes 16 {LARGE}") == first
+    assert "--partition=other" in written(capsys, path, f"slurm --nodes 16 {LARGE} --partition other")
+
+
+def test_a_file_that_describes_no_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "cluster.json").write_text('{"partitoin": "gpu"}')
+    assert launch.main([*f"slurm {LARGE}".split(), "--cluster", str(tmp_path / "cluster.json")]) == 2
+    assert capsys.readouterr().err.startswith("E006")
+
+
+def test_every_host_gets_the_same_words(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = written(capsys, tmp_path / "none", f"ssh --hosts first,second --gpus-per-node 2 {TINY}")
+    told = stand_in(tmp_path, "ssh", 'printf "%s\\n" "${@: -2:1} : ${@: -1}"')
+    done = run(script, tmp_path, told, "--run-dir", "a b")
+    hosts = dict(line.split(" : ") for line in done.stdout.splitlines())
+    assert hosts.keys() == {"first", "second"}
+    assert hosts["first"] == hosts["second"]
+    words = shlex.split(hosts["first"])
+    assert {"first:29400", "--nnodes", "a b"} <= {*words}
+
+
+def test_a_host_that_fails_fails_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = written(capsys, tmp_path / "none", f"ssh --hosts first,second --gpus-per-node 2 {TINY}")
+    assert run(script, tmp_path, stand_in(tmp_path, "ssh", '[ "${@: -2:1}" = first ]')).returncode == 1
+
+
+def test_a_run_on_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = written(
+        capsys, tmp_path / "none", f"local --gpus-per-node 2 {TINY} --run-dir {tmp_path} --save {tmp_path}/c"
+    )
+    done = run(script, tmp_path, {"XDG_CACHE_HOME": str(tmp_path)})
+    assert done.returncode == 0, done.stderr
+    assert "2/2" in done.stdout
