@@ -17,6 +17,7 @@ from megatron.data.errors import DataError
 from megatron.data.vocabulary import vocabulary
 from megatron.training.data_preview import data_rows
 from megatron.training.preview import Preview, preview, recall
+from megatron.training.startup import StartUp
 
 SILENCE_SECONDS = 3.0
 """How long a rank stays that has nothing to say of an error."""
@@ -30,7 +31,8 @@ def main(argv: Sequence[str]) -> int:
         step, 124 when ``exit_duration_in_mins`` is over, 128 + n after signal n.
 
     """
-    started = time.monotonic()
+    startup = StartUp.of_process()
+    startup.enter("flags")
     try:
         parsed = parse(argv, recall=recall)
         config = with_vocabulary(parsed.config)
@@ -48,15 +50,17 @@ def main(argv: Sequence[str]) -> int:
     if parsed.check_only:
         checked = Parsed(config, parsed.world_size, notes=(*parsed.notes, *seen.notes))
         print(checked.summary(*begin, data), flush=True)
-        return 0 if parsed.fake_rank is None else show_fake_world(config, parsed.world_size, parsed.fake_rank, started)
+        return 0 if parsed.fake_rank is None else show_fake_world(config, parsed.world_size, parsed.fake_rank, startup.began)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
-    from megatron.training.main import run  # torch takes seconds to import: only for flags known to be good
+    with startup("imports"):
+        from megatron.training.main import run  # torch takes seconds to import: only for flags known to be good
 
-    return run(config, parsed.notes, started)
+    startup.enter("other")
+    return run(config, parsed.notes, startup)
 
 
 def show_fake_world(config: RunConfig, world_size: int, rank: int, started: float) -> int:
-    """Build one rank of a large run here, and print what it is; returns the exit status, 2 for flags that will not do."""
+    """Build one rank of a large run here and print what it is; returns the exit status, 2 for flags that do not do."""
     from megatron.training.fake_world import fake_world
 
     try:
