@@ -1,23 +1,24 @@
 # shellcheck shell=bash
-# What the recipes of this folder share: how one program comes to run on many nodes, and to its end.
-# Sourced by them, from the root of the repository. It is written to be read from top to bottom, as a job goes through it:
-# where we are, what Python, which nodes, how ranks find each other, the network, how a run is stopped, and what then.
+# What the recipes of this folder share: how one program gets onto many nodes, and to its end.
+# Sourced by them from the root of the repository. Written to be read from top to bottom, in the order in which a job
+# meets things: where we are, which Python, which nodes, how ranks find each other, the network, stopping, what then.
 #
-# Words of the environment, all optional (SMALL=1 RUN=runs/try sbatch slurm/train_175b.sh):
-#   RUN             the run's folder; checkpoints and all the rest go below (runs/, and the recipe's name)
-#   SMALL           anything: the same script with a tiny model on CPUs; STEPS (20) and SAVE_EVERY (5) say how long
-#   DRY_RUN         anything: print what would be started, and start nothing; works without Slurm
-#   LAUNCHER        torchrun: one agent on each node, which starts and restarts its ranks; srun: one task for each rank
-#   NETWORK         infiniband, or ethernet: TCP over 100 GbE.   IFNAME: the interface of TCP, such as eth0
-#   CONTAINER       an image: FILE.sif runs under apptainer, all else under pyxis/enroot. MOUNTS: SRC:DST,... besides
-#   VENV            a virtual environment, where it is not .venv; not used in a container
-#   RANKS_PER_NODE  (the GPUs of a node; with SMALL 4)
-#   SPARES          so many of the job's nodes are kept for those that turn out bad (0)
-#   MIN_NODES       go on with as few, where more are bad than spared (all that are needed)
-#   MAX_RESTARTS    how often ranks are started again inside the job, before it is queued again (3)
+# What the environment may say, as in   SMALL=1 RUN=runs/try sbatch --nodes=3 slurm/train_175b.sh
+#   RUN             the run's folder, with its checkpoints (runs/, and the job's name)
+#   SMALL=1         the same script with a tiny model on CPUs, STEPS (20) long, saved every SAVE_EVERY (5) steps
+#   DRY_RUN=1       print what would be started and start nothing; works without Slurm:   DRY_RUN=1 bash slurm/X.sh
+#   LAUNCHER        torchrun: an agent on each node starts its ranks, and starts them again; srun: a task for each rank
+#   NETWORK         infiniband, or ethernet: TCP over 100 GbE
+#   IFNAME          the network interface on which ranks meet, such as eth0 (the first that is up)
+#   VENV            a virtual environment that all nodes see (.venv, where there is one)
+#   CONTAINER       an image instead: FILE.sif for apptainer, anything else for pyxis/enroot; MOUNTS: SRC:DST,SRC:DST
+#   RANKS_PER_NODE  (its GPUs; with SMALL 4)
+#   SPARES          nodes of the job that wait until another fails (0)
+#   MIN_NODES       go on with as few when too many have failed, in the same global batch (as many as are used)
+#   MAX_RESTARTS    how often ranks are started again inside a job, before it is queued again (3)
 #   MAX_STALLED     starts of a job without a new checkpoint, after which it is not queued again (3)
 #   BAD_NODE_HOURS  how long a node whose device failed is left out (24)
-#   STOP_SECONDS    how long ranks may take to save once the time limit is near (240 of the 300 of --signal)
+#   STOP_SECONDS    what ranks have to save in, of the seconds that --signal leaves before the time limit (240)
 set -euo pipefail
 
 say() { printf '%(%F %T)T slurm: %s\n' -1 "$*"; }
@@ -27,172 +28,209 @@ refuse() {
     exit 2
 }
 
-# ---- 1 Where we are. Slurm runs a copy of the recipe from its own spool; the folder of sbatch is where we stand.
+# ---- Where we are: Slurm runs a copy of the recipe out of its own folders, but starts it where sbatch was called.
 
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-ROOT=$PWD
+SMALL=${SMALL:-} DRY_RUN=${DRY_RUN:-}
 JOB=${SLURM_JOB_ID:-0}
 ATTEMPT=$JOB.${SLURM_RESTART_COUNT:-0} # a job that is queued again keeps its number, and counts
-RECIPE=${SLURM_JOB_NAME:-$(basename "$0" .sh)}
-SMALL=${SMALL:-} DRY_RUN=${DRY_RUN:-}
-[ -n "$DRY_RUN" ] || [ -n "${SLURM_JOB_ID:-}" ] ||
-    refuse "this is a job for Slurm" "fix: sbatch ${0#"$ROOT"/} | DRY_RUN=1 bash ${0#"$ROOT"/}"
+RUN=${RUN:-runs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}}
+STATE=$RUN/slurm # what the job itself remembers, from start to start
+[ -n "$DRY_RUN" ] || [ "$JOB" != 0 ] ||
+    refuse "$0 is a job for Slurm" "fix: sbatch $0 | DRY_RUN=1 bash $0, which prints what it would start"
 
-# ---- 2 What Python: a virtual environment that all nodes see, or a container.
+# ---- Which Python: a container, a virtual environment, or what the nodes have.
 
-VENV=${VENV:-$ROOT/.venv}
-CONTAINER=${CONTAINER:-}
-pyxis=() apptainer=()
-case $CONTAINER in
-    '') # without either, whatever python the nodes find
+inside=() # before a command of a task: into apptainer
+pyxis=()  # the same as flags of srun
+case ${CONTAINER:-} in
+    '')
+        VENV=${VENV:-$PWD/.venv}
         # shellcheck source=/dev/null
         [ ! -f "$VENV/bin/activate" ] || source "$VENV/bin/activate" ;;
-    *.sif) apptainer=(apptainer exec --nv --pwd "$ROOT" --bind "$ROOT${MOUNTS:+,$MOUNTS}" "$CONTAINER") ;;
-    *) pyxis=(--container-image="$CONTAINER" --container-mounts="$ROOT:$ROOT${MOUNTS:+,$MOUNTS}" --container-workdir="$ROOT") ;;
+    *.sif) inside=(apptainer exec --nv --pwd "$PWD" --bind "$PWD${MOUNTS:+,$MOUNTS}" "$CONTAINER") ;;
+    *) pyxis=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD") ;;
 esac
-export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # ranks of one node would fight for its cores
+export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the ranks of a node share its cores
 
-# ---- 3 Which nodes. Those whose devices failed lately are left out while others can take their place.
+# ---- Which nodes: as many as are needed, and none of those whose devices failed lately while others can take over.
 
 SPARES=${SPARES:-0} MAX_RESTARTS=${MAX_RESTARTS:-3} MAX_STALLED=${MAX_STALLED:-3}
 BAD_NODE_HOURS=${BAD_NODE_HOURS:-24} STOP_SECONDS=${STOP_SECONDS:-240}
-if [ -n "$SMALL" ]; then RANKS_PER_NODE=${RANKS_PER_NODE:-4}; fi
-RUN=${RUN:-runs/$RECIPE}
-STATE=$RUN/slurm # what the job itself remembers from start to start
 
-# What an #SBATCH line of the recipe asks for; outside of a job nobody else says it.
+# What an #SBATCH line of the recipe asks for.
 asked() { sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$0" | head -n 1; }
 
-nodes_of_job() {
-    if [ -n "${SLURM_JOB_NODELIST:-}" ]; then
-        scontrol show hostnames "$SLURM_JOB_NODELIST"
+ranks_per_node() {
+    if [ -n "$SMALL" ]; then
+        echo "${RANKS_PER_NODE:-4}"
     else
-        seq -f 'node%g' "$(asked nodes)"
+        echo "${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$(asked gpus-per-node)}}"
     fi
 }
 
-is_bad() { # NODE: a line of bad_nodes is: node, until when in seconds since 1970, why
+# One a line. With --no-kill a job keeps the rest of its nodes when it loses some, so Slurm is asked each time.
+nodes_of_job() {
+    if [ "$JOB" != 0 ]; then
+        scontrol show hostnames "$(squeue --noheader --jobs="$JOB" --format=%N || echo "$SLURM_JOB_NODELIST")"
+    else
+        seq -f node%g "$(asked nodes)"
+    fi
+}
+
+# The nodes to leave out for now. A line of bad_nodes is: node, until when (seconds since 1970), why.
+bad_nodes() {
     local node until now
     printf -v now '%(%s)T' -1
-    while read -r node until _; do
-        [ "$node" != "$1" ] || [ "$until" -le "$now" ] || return 0
-    done < <(cat "$STATE/bad_nodes" 2>/dev/null)
-    return 1
+    [ ! -f "$STATE/bad_nodes" ] || while read -r node until _; do
+        [ "$until" -le "$now" ] || echo "$node"
+    done <"$STATE/bad_nodes"
 }
 
-choose_nodes() { # sets NODES, of which the first is the head
-    local node all good=() bad=() needed
-    mapfile -t all < <(nodes_of_job)
-    for node in "${all[@]}"; do
-        if is_bad "$node"; then bad+=("$node"); else good+=("$node"); fi
+# Whether line $1 is among the lines of $2.
+among() { [[ $'\n'$2$'\n' == *$'\n'$1$'\n'* ]]; }
+
+# What follows flag $1 in the list after it, where it is said last; else 1.
+number_after() {
+    local flag=$1 number=1
+    while shift && [ $# -gt 1 ]; do
+        [ "$1" != "$flag" ] || number=$2
     done
-    needed=$((${#all[@]} - SPARES))
-    [ "$needed" -ge 1 ] || refuse "SPARES=$SPARES of ${#all[@]} nodes leaves none to run on"
-    if [ "${#good[@]}" -lt "${MIN_NODES:-$needed}" ]; then # nothing is left to choose from
-        say "too few nodes without a failure: also using ${bad[*]}"
-        good+=("${bad[@]}")
-        bad=()
-    fi
-    NODES=("${good[@]:0:needed}")
-    [ ${#bad[@]} = 0 ] || say "left out for failures in the last $BAD_NODE_HOURS hours: ${bad[*]}"
+    echo "$number"
 }
 
-# A rank that died of its device has written where into failures.jsonl; lines from number $1 on are new.
+# Set NODES, the first of which is the head; none when the job has too few left. The flags of the run say the layout.
+choose_nodes() {
+    local node all bad good=() failed=() needed count model
+    mapfile -t all < <(nodes_of_job)
+    bad=$(bad_nodes)
+    for node in "${all[@]}"; do
+        if among "$node" "$bad"; then failed+=("$node"); else good+=("$node"); fi
+    done
+    needed=$((${SLURM_JOB_NUM_NODES:-${#all[@]}} - SPARES)) count=$needed
+    [ "$needed" -ge 1 ] || refuse "SPARES=$SPARES leaves no node to run on" "fix: sbatch --nodes=$((SPARES + 1)) ..."
+    if [ "${#good[@]}" -lt "$needed" ]; then # whole copies of the model
+        model=$(($(number_after --tensor-model-parallel-size "$@") * $(number_after --pipeline-model-parallel-size "$@")))
+        model=$((model * $(number_after --context-parallel-size "$@")))
+        while [ "$count" -gt "${#good[@]}" ] || [ $((count * RANKS % model)) != 0 ]; do count=$((count - 1)); done
+        if [ "$count" -lt "${MIN_NODES:-$needed}" ]; then # those that failed are better than none
+            count=$needed good+=("${failed[@]}") failed=()
+        fi
+    fi
+    [ ${#failed[@]} = 0 ] || say "left out, their devices have failed: ${failed[*]}"
+    NODES=()
+    [ "${#good[@]}" -lt "$count" ] || NODES=("${good[@]:0:count}")
+}
+
+# A rank that dies of its device says where, in failures.jsonl; lines after the first $1 are new.
 note_bad_nodes() {
     local line now
     printf -v now '%(%s)T' -1
-    while read -r line; do
+    [ ! -f "$RUN/failures.jsonl" ] || while read -r line; do
         [[ $line =~ \"kind\":\ ?\"device\" && $line =~ \"host\":\ ?\"([^\"]+)\" ]] || continue
-        say "${BASH_REMATCH[1]} failed, and is left out for $BAD_NODE_HOURS hours ($STATE/bad_nodes)"
-        echo "${BASH_REMATCH[1]} $((now + BAD_NODE_HOURS * 3600)) job $ATTEMPT: $line" >>"$STATE/bad_nodes"
-    done < <(tail -n "+$(($1 + 1))" "$RUN/failures.jsonl" 2>/dev/null)
+        say "a device of ${BASH_REMATCH[1]} has failed: the node is left out for $BAD_NODE_HOURS hours ($STATE/bad_nodes)"
+        echo "${BASH_REMATCH[1]} $((now + BAD_NODE_HOURS * 3600)) $line" >>"$STATE/bad_nodes"
+    done < <(tail -n "+$(($1 + 1))" "$RUN/failures.jsonl")
 }
 
 lines_of() { if [ -f "$1" ]; then wc -l <"$1"; else echo 0; fi; }
 
-# ---- 4 How ranks find each other: all ask the head node, at a port that no other job there is likely to have.
+# ---- How ranks find each other: all ask the head node, at a port that no other job there is likely to have.
 
 LAUNCHER=${LAUNCHER:-torchrun}
-PORT=$((10000 + JOB % 20000)) # below those that Linux gives away by itself
-# The agents of torchrun keep a store of their own: ranks that are started again must not find what the dead ones wrote.
+PORT=$((10000 + JOB % 20000)) # below the ports that Linux gives away by itself
+# Agents keep their store to themselves: ranks that start again must not find what the dead ones have left in it.
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-# srun on the chosen nodes, with so many tasks on each.
-step_of() {
-    local list=()
-    [ -z "${SLURM_JOB_ID:-}" ] || list=(--nodelist="$(IFS=, && echo "${NODES[*]}")")
-    step=(
-        srun --export=ALL # also after sbatch --export=NONE, which srun would inherit
-        --nodes="${#NODES[@]}" "${list[@]}"
-        --ntasks=$((${#NODES[@]} * $1)) --ntasks-per-node="$1"
-        --cpu-bind=none       # or Slurm may tie an agent and all its ranks to one core
-        --kill-on-bad-exit=1 # where one task is lost, the others only wait for it
-        "${pyxis[@]}" "${apptainer[@]}"
+# Set STEP: srun with so many tasks on each of so many nodes, and what must come before their command.
+build_step() { # TASKS NODE...
+    local tasks=$1
+    shift
+    STEP=(
+        srun --export=ALL # even after sbatch --export=NONE, which srun would inherit
+        --nodes=$# --ntasks=$(($# * tasks)) --ntasks-per-node="$tasks"
+        --cpu-bind=none # else an agent and all its ranks may have to share one core
     )
+    [ "$JOB" = 0 ] || STEP+=(--nodelist="$(IFS=, && echo "$*")")
+    STEP+=("${pyxis[@]}")
 }
 
-# Sets COMMAND: what starts every rank with the given program and flags.
+# Set COMMAND: what starts a program with its flags on all ranks.
 build_command() {
-    local nodes=${#NODES[@]}
-    ranks=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$(asked gpus-per-node)}}
+    local count=${#NODES[@]} lost=(--kill-on-bad-exit=1) # where one task is lost, the others can only wait for it
     case $LAUNCHER in
         torchrun)
-            step_of 1
+            build_step 1 "${NODES[@]}"
+            if [ -n "${MIN_NODES:-}" ]; then # the agents that are left make up a smaller world
+                lost=(--kill-on-bad-exit=0 --no-kill --wait=0)
+                count=$MIN_NODES:$count
+            fi
             COMMAND=(
-                "${step[@]}" torchrun --nnodes="$nodes" --nproc-per-node="$ranks" --max-restarts="$MAX_RESTARTS"
-                --rdzv-backend=c10d --rdzv-endpoint="${NODES[0]}:$PORT" --rdzv-id="$JOB" "$@"
-            ) ;;
+                "${STEP[@]}" "${lost[@]}" "${inside[@]}" torchrun --nnodes="$count" --nproc-per-node="$RANKS"
+                --max-restarts="$MAX_RESTARTS" --rdzv-backend=c10d --rdzv-endpoint="${NODES[0]}:$PORT" --rdzv-id="$JOB" "$@"
+            )
+            ;;
         srun)
-            step_of "$ranks"
+            build_step "$RANKS" "${NODES[@]}"
             export MASTER_ADDR=${NODES[0]} MASTER_PORT=$PORT
-            COMMAND=("${step[@]}" python "$@") ;;
+            COMMAND=("${STEP[@]}" "${lost[@]}" "${inside[@]}" python "$@")
+            ;;
         *) refuse "LAUNCHER=$LAUNCHER: there are torchrun and srun" ;;
     esac
 }
 
-# ---- 5 The network. NCCL finds most by itself; what is set here is what it cannot know. Yours, if set, counts.
+# ---- The network: NCCL finds out most by itself. Here is what it cannot know; what you export yourself comes first.
 
 NETWORK=${NETWORK:-infiniband}
-export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # a word on every problem, and the version
+export NCCL_DEBUG=${NCCL_DEBUG:-WARN} # a line on what goes wrong, and the version
 case $NETWORK in
     infiniband)
-        export NCCL_IB_HCA=${NCCL_IB_HCA:-mlx5} # adapters by name; others in the node may lead to storage only
-        export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22} # 4 us x 2^22 = 17 s without an answer: a switch may restart in it
-        export NCCL_IB_QPS_PER_CONNECTION=${NCCL_IB_QPS_PER_CONNECTION:-4} # more flows, so that more paths of the fabric are used
+        # The adapters whose names begin so; others in a node may lead to storage only.
+        export NCCL_IB_HCA=${NCCL_IB_HCA:-mlx5}
+        # 4 us x 2^22 = 17 s until a packet counts as lost, so that a link may come up again without ending the run.
+        export NCCL_IB_TIMEOUT=${NCCL_IB_TIMEOUT:-22}
+        # Four flows between two adapters: the switches spread them over several paths.
+        export NCCL_IB_QPS_PER_CONNECTION=${NCCL_IB_QPS_PER_CONNECTION:-4}
         ;;
     ethernet)
-        export NCCL_IB_DISABLE=${NCCL_IB_DISABLE:-1} # do not wait for adapters that are not wired
-        export NCCL_SOCKET_NTHREADS=${NCCL_SOCKET_NTHREADS:-4} # one core copies 20 to 30 Gb/s; 100 need four
-        export NCCL_NSOCKS_PERTHREAD=${NCCL_NSOCKS_PERTHREAD:-4} # one TCP connection does not fill 100 Gb/s either
+        # TCP, also where there are adapters that nobody has wired.
+        export NCCL_IB_DISABLE=${NCCL_IB_DISABLE:-1}
+        # A core copies 20 to 30 Gb/s: four of them for 100.
+        export NCCL_SOCKET_NTHREADS=${NCCL_SOCKET_NTHREADS:-4}
+        # Nor does a single TCP connection fill the line.
+        export NCCL_NSOCKS_PERTHREAD=${NCCL_NSOCKS_PERTHREAD:-4}
         ;;
     *) refuse "NETWORK=$NETWORK: there are infiniband and ethernet" ;;
 esac
 if [ -n "${IFNAME:-}" ]; then
-    export NCCL_SOCKET_IFNAME=$IFNAME # where ranks meet before they use the fabric; else the first that is up
-    export GLOO_SOCKET_IFNAME=$IFNAME # the same on CPUs
+    # Where ranks of NCCL meet before they use the fabric, and where TCP goes.
+    export NCCL_SOCKET_IFNAME=$IFNAME
+    # The same for gloo, on CPUs.
+    export GLOO_SOCKET_IFNAME=$IFNAME
 fi
-export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1} # kernels start in the order of their launch: a transfer before the product that hides it
+# Kernels begin in the order of their launch: a transfer before the product that hides it.
+export CUDA_DEVICE_MAX_CONNECTIONS=${CUDA_DEVICE_MAX_CONNECTIONS:-1}
 
-# ---- 6 How a run is stopped. Slurm sends USR1 to this script alone (--signal=B:USR1@300), 300 s before the time limit.
-# The ranks look for a file after each step; a signal to srun would reach torchrun as well, and kill it.
-# Handlers use nothing but builtins: bash crashes where signals come together and a handler waits for a process.
+# ---- How a run is stopped: before the time limit Slurm sends USR1 to this script alone (--signal=B:USR1@300). The ranks
+# look for a file after each step; a signal by way of srun would reach torchrun's agents too, and kill them.
+# In the handlers are builtins only: bash crashes where a handler waits for a process and a second signal comes.
 
 STOP_FILE=$STATE/stop.$ATTEMPT
-stopping='' ended=''
+stopping='' # since when, in seconds of this script
+ended=''    # Slurm ends this start, and decides what comes after
 on_usr1() {
     stopping=${stopping:-$SECONDS}
     : >"$STOP_FILE"
-    say "the time is nearly up: the ranks save and stop"
+    say "the time is nearly up: the ranks are to save and stop"
 }
-on_term() { # scancel, preemption, a lost node: what comes after is Slurm's affair
-    ended=1
-    stopping=${stopping:-$SECONDS}
+on_term() {
+    ended=1 stopping=${stopping:-$SECONDS}
     : >"$STOP_FILE"
-    say "Slurm ends this start"
+    say "Slurm ends this start (scancel, preemption, or a node is gone)"
 }
 
-# Wait for process $1, of all ranks; its status says little (srun was seen to return 0 after losing a node).
+# Wait for process $1, the srun of all ranks, and set STATUS. It says little: after the loss of a node it may be 0.
 attend() {
     while kill -0 "$1" 2>/dev/null; do
         sleep 1 || true
@@ -202,11 +240,16 @@ attend() {
             break
         fi
     done
-    status=0
-    wait "$1" || status=$?
+    STATUS=0
+    wait "$1" || STATUS=$?
 }
 
-# ---- 7 What then: the end is proven by finished.json, which the run writes once its last checkpoint is on the disk.
+# ---- What then: training has ended when there is finished.json, which comes after the last checkpoint.
+
+is_finished() {
+    ls "$RUN" >/dev/null # a network file system looks again
+    [ -e "$RUN/finished.json" ]
+}
 
 newest_checkpoint() {
     local marker newest=none
@@ -216,12 +259,12 @@ newest_checkpoint() {
     echo "$newest"
 }
 
-# How many of this job's latest starts began with checkpoint $1; a line of starts is: job, checkpoint, and more to read.
+# How many starts of this job in a row began with checkpoint $1. A line of starts is: job, checkpoint, more for people.
 starts_from() {
     local job checkpoint count=0
-    while read -r job checkpoint _; do
+    [ ! -f "$STATE/starts" ] || while read -r job checkpoint _; do
         if [ "$job $checkpoint" = "$JOB $1" ]; then count=$((count + 1)); else count=0; fi
-    done < <(cat "$STATE/starts" 2>/dev/null)
+    done <"$STATE/starts"
     echo "$count"
 }
 
@@ -229,79 +272,117 @@ stop_if_stalled() {
     local newest
     newest=$(newest_checkpoint)
     [ "$(starts_from "$newest")" -ge "$MAX_STALLED" ] || return 0
-    say "no new checkpoint in $MAX_STALLED starts (the newest: $newest): this job is not queued again." \
-        "See what ended them above, in $RUN/incidents.md and $RUN/failures.jsonl; then sbatch again, which goes on from there."
+    say "stopped: $MAX_STALLED starts have brought no new checkpoint (newest: $newest). Why they ended is above, and in" \
+        "$RUN/incidents.md and $RUN/failures.jsonl. Mend it and sbatch again: the run goes on from there."
     exit 1
 }
 
-is_superseded() { [ "$(cat "$STATE/attempt")" != "$ATTEMPT" ]; }
+# A script whose node was cut off lives on, and finds that Slurm has started the job elsewhere.
+leave_if_superseded() {
+    [ "$(cat "$STATE/attempt")" != "$ATTEMPT" ] || return 0
+    say "a later start of this job has taken over"
+    exit 1
+}
 
+# Nodes that the next start shall not get: those that failed, if enough others are there to wait for.
+nodes_to_exclude() {
+    local bad left=0 node
+    bad=$(bad_nodes)
+    while read -r node; do
+        among "$node" "$bad" || left=$((left + 1))
+    done < <(sinfo --noheader --Node --format=%N --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix,comp | sort -u)
+    [ "$left" -lt "$SLURM_JOB_NUM_NODES" ] || echo "$bad" | paste -sd ,
+}
+
+# Queue this job again, and end.
 requeue() {
-    is_superseded && say "a later start has taken over" && exit 1
+    local excluded
+    leave_if_superseded
     stop_if_stalled
+    excluded=$(nodes_to_exclude)
     say "queued again; newest checkpoint: $(newest_checkpoint)"
-    scontrol requeue "$JOB" && exit 0
-    say "Slurm refuses to queue this job again; sbatch it once more, it goes on from its newest checkpoint"
-    exit 1
+    trap '' TERM # Slurm ends this script as soon as the job is queued; only then it can be told what to exclude
+    if ! scontrol requeue "$JOB"; then
+        say "Slurm refuses to queue it again. sbatch it once more: it goes on from its newest checkpoint"
+        exit 1
+    fi
+    scontrol update JobId="$JOB" ExcNodeList="$excluded" || say "Slurm does not exclude nodes of a job in the queue"
+    exit 0
 }
 
-# ---- 8 The whole of it.
+# ---- All of it.
 
-# Flags of a tiny model on CPUs, in the place of a recipe's own.
-# shellcheck disable=SC2034 # the recipes use it
+# Flags of a tiny model on CPUs, after which a recipe's own count no more.
+# shellcheck disable=SC2034 # recipes use it
 tiny=(
     --device cpu --num-layers 4 --hidden-size 64 --ffn-hidden-size 256 --num-attention-heads 4 --vocab-size 1024
     --seq-length 64 --max-position-embeddings 64 --log-interval 1
     --train-iters "${STEPS:-20}" --save-interval "${SAVE_EVERY:-5}"
 )
+[ -z "$SMALL" ] || export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # twelve ranks complain of names without DNS
 
-# Train with the given flags to the end, through restarts, lost nodes and time limits.
+# Choose nodes and build COMMAND for a program and its flags; with DRY_RUN print it, and end.
+prepare() {
+    RANKS=$(ranks_per_node)
+    choose_nodes "$@"
+    [ ${#NODES[@]} = 0 ] || build_command "$@"
+    [ -n "$DRY_RUN" ] || return 0
+    printf '%q ' "${COMMAND[@]}"
+    echo
+    exit 0
+}
+
+# Flags that no start would take are told once, before any rank runs, and end the job.
+check_flags() {
+    local code=0
+    build_step 1 "${NODES[0]}"
+    "${STEP[@]}" "${inside[@]}" python "$@" --check-config --world-size "$((${#NODES[@]} * RANKS))" >"$STATE/check.txt" 2>&1 || code=$?
+    [ "$code" = 2 ] || return 0
+    cat "$STATE/check.txt" >&2
+    exit 2
+}
+
+# Train with these flags to the end, through crashes, lost nodes and time limits.
 train() {
-    local try known before
-    flags=("$@" --run-dir "$RUN" --save "$RUN/checkpoints" --stop-file "$STOP_FILE")
-    choose_nodes
-    build_command pretrain_gpt.py "${flags[@]}"
-    if [ -n "$DRY_RUN" ]; then
-        printf '%q ' "${COMMAND[@]}"
-        echo
-        return
-    fi
+    local known before newest left=$MAX_RESTARTS
+    local program=(pretrain_gpt.py "$@" --run-dir "$RUN" --save "$RUN/checkpoints" --stop-file "$STOP_FILE")
+    [ -z "${MIN_NODES:-}" ] || program+=(--pad-global-batch)
+    prepare "${program[@]}"
     mkdir -p "$STATE"
     trap on_usr1 USR1
     trap on_term TERM
     echo "$ATTEMPT" >"$STATE/attempt"
-    check_flags
+    check_flags "${program[@]}"
     stop_if_stalled
     echo "$JOB $(newest_checkpoint) start $ATTEMPT on ${NODES[*]}" >>"$STATE/starts"
-    for ((try = 0; try <= MAX_RESTARTS; try++)); do
-        before=${NODES[*]} known=$(lines_of "$RUN/failures.jsonl")
-        say "start $ATTEMPT on ${#NODES[@]} nodes x $ranks ranks: $before"
+    while true; do
+        before=${NODES[*]} newest=$(newest_checkpoint) known=$(lines_of "$RUN/failures.jsonl")
+        say "start $ATTEMPT, $RANKS ranks on each of ${#NODES[@]} nodes: $before"
         rm -f "$RUN/finished.json" # of an earlier, shorter run
         "${COMMAND[@]}" &
         attend $!
-        if [ -e "$RUN/finished.json" ]; then
+        if is_finished; then
             say "finished"
             exit 0
         fi
-        say "ended without having finished (status $status)"
+        say "ended, and has not finished (srun's status: $STATUS)"
         [ -z "$ended" ] || exit 143
         note_bad_nodes "$known"
         [ -z "$stopping" ] || break
-        choose_nodes
-        build_command pretrain_gpt.py "${flags[@]}"
-        [ "$LAUNCHER" = srun ] || [ "${NODES[*]}" != "$before" ] || break # torchrun has tried again on these
-        is_superseded && break
+        # Once more in this job: with other nodes, or where no agent has already tried.
+        [ "$(newest_checkpoint)" = "$newest" ] || left=$MAX_RESTARTS
+        prepare "${program[@]}"
+        if [ ${#NODES[@]} = 0 ] || [ "$left" = 0 ]; then break; fi
+        [ "$LAUNCHER" = srun ] || [ "${NODES[*]}" != "$before" ] || break
+        leave_if_superseded
+        left=$((left - 1))
     done
     requeue
 }
 
-# Flags that no start will take are told once, before any rank starts, and the job ends.
-check_flags() {
-    local code=0
-    srun --export=ALL --nodes=1 --ntasks=1 --nodelist="${NODES[0]}" "${pyxis[@]}" "${apptainer[@]}" \
-        python pretrain_gpt.py --check-config --world-size $((${#NODES[@]} * ranks)) "${flags[@]}" \
-        >"$STATE/check.txt" 2>&1 || code=$?
-    [ "$code" = 2 ] || return 0
-    cat "$STATE/check.txt" >&2
-    exit 2
+# Run a program once on all ranks, and end with its status.
+once() {
+    MAX_RESTARTS=0
+    prepare "$@"
+    exec "${COMMAND[@]}"
 }
