@@ -29,6 +29,7 @@ from megatron.training.metrics import device_name
 from megatron.training.plot import draw_history
 from megatron.training.records import EvaluationRecord, TrainRecord
 from megatron.training.sinks import Background, Sink, Sinks
+from megatron.training.startup import start_up_line
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.throughput import Yardstick
 from megatron.training.wandb_journal import Journal
@@ -174,6 +175,14 @@ class RunLog:
             say(f"saved {path}: {shown(size)} in {seconds:.1f}s, {shown(size / seconds)}/s{stood}")
             times = {"seconds": seconds, "blocking-seconds": seconds if blocking is None else blocking}
             self._event({"event": "checkpoint", **self._place, "path": str(path), "bytes": size, **times})
+
+    def start_up(self, seconds: Mapping[str, float], longest: Mapping[str, float]) -> None:
+        """Report where the time of the start went, by phase: on this rank, and on the one that took longest."""
+        if self.enabled:
+            say(start_up_line(seconds, longest))
+            phases, slowest = ({k: round(v, 3) for k, v in each.items()} for each in (seconds, longest))
+            total = round(sum(seconds.values()), 3)
+            self._event({"event": "start-up", **self._place, "seconds": total, "phases": phases, "slowest": slowest})
 
     def warning(self, text: str) -> None:
         """Say what went wrong although the run goes on."""

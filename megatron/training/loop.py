@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
+
 from megatron.data.splits import kind_of
+from megatron.parallel import comm
 from megatron.training import finished
 from megatron.training.graphs import StepRunner
 from megatron.training.health import Vitals, watch
@@ -54,6 +57,7 @@ def _train(
     if told := begin(t, log, stop, profiler, saver):
         return exit_status(told)
     window = window_of(t)
+    t.startup.enter("first step")
     while t.iteration < t.total_steps:
         rates = t.schedule.rates(t.consumed_samples)
         with profiler.step(t.iteration + 1):
@@ -74,6 +78,7 @@ def _train(
         examine(t, vitals, metrics, window, log)
         saver.look()
 
+        tell_start_up(t, log)
         told = stop.agreed()
         profiler.ask(t.iteration, stop.wish)
         last = t.iteration == t.total_steps
@@ -137,6 +142,20 @@ def window_of(trainer: Trainer) -> StepWindow:
         timing_option=logging.timing_log_option,
         recorded=t.config.compute.cuda_graph,
     )
+
+
+def tell_start_up(trainer: Trainer, log: RunLog) -> None:
+    """After the first step, tell where the time until then went on this rank, and on the slowest; collective."""
+    t, mine = trainer, trainer.startup.seconds
+    if not t.startup.running:
+        return
+    if t.device.type == "cuda":
+        torch.cuda.synchronize(t.device)  # it may be at the step still
+    t.startup.stop()
+    with t.mesh.world.meter.paused():
+        seconds = torch.tensor([*mine.values()], dtype=torch.float64, device=t.device)
+        longest = comm.all_reduce(seconds, t.mesh.world, op="max").tolist()
+    log.start_up(mine, dict(zip(mine, longest)))
 
 
 def examine(trainer: Trainer, vitals: Vitals | None, metrics: StepMetrics, window: StepWindow, log: RunLog) -> None:

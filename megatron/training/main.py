@@ -31,19 +31,20 @@ from megatron.training.run_folder import data_facts
 from megatron.training.run_identity import new_run_id
 from megatron.training.saving import refuse_full_disk
 from megatron.training.setup import build, choose_device, join
+from megatron.training.startup import StartUp
 from megatron.training.stop import StopRequest
 from megatron.training.together import claimed
 from megatron.training.wandb_sink import notes_on_the_journal
 from megatron.training.whereabouts import spared, where_all_are, whereabouts
 
 
-def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = None) -> int:
+def run(config: RunConfig, notes: Sequence[str] = (), startup: StartUp | None = None) -> int:
     """Train as configured.
 
     Args:
         config: validated and resolved.
         notes: on the flags; rank 0 prints them, and a summary, before the first step.
-        started: what ``time.monotonic()`` was when the process began; None for now.
+        startup: times the start since the process began; None for one that begins now.
 
     Returns:
         The exit status: that of :func:`megatron.training.loop.train`, 2 where flags or files turn out not to do
@@ -52,7 +53,7 @@ def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = No
 
     """
     try:
-        status = join_and_train(config, notes, started)
+        status = join_and_train(config, notes, startup or StartUp())
     except Exception as error:
         report(error)
         return 2 if isinstance(error, StartRefusedError) else 1
@@ -60,33 +61,37 @@ def run(config: RunConfig, notes: Sequence[str] = (), started: float | None = No
     return status
 
 
-def join_and_train(config: RunConfig, notes: Sequence[str], started: float | None) -> int:
+def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartUp) -> int:
     """The run itself; returns its exit status."""
     if config.training.skip_train:
         config = replace(config, checkpoint=only_read(config.checkpoint))
-    with before_the_first_step():
+    with before_the_first_step(), startup("joining"):
         device = choose_device(config.training.device)
         notes = [*notes, *make_deterministic(config.compute.deterministic, device)]
         rank, world_size = join(config)
     world, minutes = everyone(rank, world_size), config.training.exit_duration_in_mins
     file = Path(config.training.stop_file) if config.training.stop_file and rank == 0 else None
-    stop = StopRequest(world, device, minutes, started, ProfileRequests(config.logging.run_dir, rank, warn), file)
+    profiles = ProfileRequests(config.logging.run_dir, rank, warn)
+    stop = StopRequest(world, device, minutes, startup.began, profiles, file)
     try:
         with claimed(config.checkpoint.save, world), claimed_on_nodes(config.checkpoint, world):
-            return train_from_origin(config, notes, stop, started)
+            return train_from_origin(config, notes, stop, startup)
     finally:
         stop.restore()
 
 
-def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest, started: float | None) -> int:
+def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest, startup: StartUp) -> int:
     """Begin where there is something to begin with, and train."""
     world = stop.world
     with before_the_first_step():
-        origin = choose(config.checkpoint, world)
-        trainer = build(config, world.rank, world.size, fresh=origin.fresh)
-        trainer.goodput, stop.world = Goodput(started), trainer.mesh.world
+        with startup("checkpoint"):
+            origin = choose(config.checkpoint, world)
+        trainer = build(config, world.rank, world.size, fresh=origin.fresh, clock=startup)
+        trainer.goodput, trainer.startup = Goodput(startup.began), startup
+        stop.world = trainer.mesh.world
         take_step = StepRunner(trainer)
-        notes = [*notes, *trainer.notes, *begin(trainer, origin)]
+        with startup("checkpoint"):
+            notes = [*notes, *trainer.notes, *begin(trainer, origin)]
         refuse_full_disk(trainer)
         notes += notes_on_the_journal(config.logging, trainer.run_id)
         trainer.run_id = trainer.run_id or new_run_id(world)

@@ -40,6 +40,7 @@ from megatron.pipeline.plan import FILE, program_for, stage_layers
 from megatron.pipeline.runtime import Pipeline
 from megatron.training.agreement import check_same_data, check_same_kernels, check_same_schedule
 from megatron.training.goodput import Goodput
+from megatron.training.startup import StartUp
 from megatron.training.timers import Timers
 
 DIGESTS = 2**64
@@ -72,6 +73,7 @@ class Trainer:
         params: the parameters themselves.
         timers: of the phases of a step.
         goodput: of the run, all its starts together.
+        startup: of this start.
         iteration: steps taken.
         consumed_samples: samples they used.
         batches_since: steps and samples after which the batches began that are those of now.
@@ -98,6 +100,7 @@ class Trainer:
     scaler: LossScaler
     timers: Timers
     goodput: Goodput = field(default_factory=Goodput)
+    startup: StartUp = field(default_factory=StartUp)
     schedule: Schedule = field(init=False)
     data: DataSource = field(init=False)
     iteration: int = 0
@@ -152,8 +155,10 @@ class Trainer:
         self.digest, self.digested_samples, self.digest_read, self.digest_told = 0, consumed_samples, 0, (0, 0)
         self.batches_since, self.ahead = batches_since, None
         self.schedule = Schedule.from_config(config.optimizer, lengths(config, dp, *batches_since))
-        self.data = build_data(config.data, config.training, config.model.vocab, dp, stretches=stretches, begin=begin)
-        check_same_data(self.data, self.mesh.world)
+        with self.startup("data"):
+            vocab = config.model.vocab
+            self.data = build_data(config.data, config.training, vocab, dp, stretches=stretches, begin=begin)
+            check_same_data(self.data, self.mesh.world)
 
     @property
     def total_steps(self) -> int:
