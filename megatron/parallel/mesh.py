@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -18,6 +20,8 @@ from megatron.parallel.comm import BUBBLE, PRETENDED, Channel, Group
 from megatron.parallel.layout import DENSE_AXES, Layout
 from megatron.parallel.traffic import Meter
 from megatron.pipeline.comms import channels
+
+T = TypeVar("T")
 
 AXES_IN_USE: tuple[tuple[str, ...], ...] = (
     ("tp",),
@@ -324,32 +328,55 @@ FAILED = "failed_ranks"
 """The word that counts the ranks that have asked :func:`first_to_fail`."""
 
 
+ANSWER_SECONDS = 3.0
+"""How long the host of the store may take to answer: one that is slower hangs."""
+
+_unanswered: list[threading.Thread] = []
+"""Those that wait for the host of the store, and longer than it may take."""
+
+
 def first_to_fail() -> bool:
     """Whether no other rank has asked this before; True too when there is nobody left to ask."""
-    if not dist.is_initialized():
-        return True
-    try:
-        return int(_words().add(FAILED, 1)) == 1
-    except Exception:  # the process that hosts the store is gone
-        return True
+    return _answer(lambda store: int(store.add(FAILED, 1)) == 1, otherwise=True)
+
+
+def has_anyone_failed() -> bool:
+    """Whether a rank has asked :func:`first_to_fail`; True too when there is nobody left to ask."""
+    return _answer(lambda store: bool(store.check([FAILED])), otherwise=dist.is_initialized())
 
 
 def leave_word(name: str, text: str) -> None:
     """Leave a text for the other ranks to find, outside of any collective; lost when there is nobody left."""
-    if dist.is_initialized():
-        with suppress(Exception):
-            _words().set(name, text)
+    _answer(lambda store: store.set(name, text), otherwise=None)
 
 
 def words_left(names: Sequence[str]) -> dict[str, str]:
     """What was left under ``names``, as far as it is there; nothing when there is nobody left to ask."""
-    if not dist.is_initialized():
-        return {}
-    try:
-        store = _words()
-        return {name: store.get(name).decode() for name in names if store.check([name])}
-    except Exception:  # as above
-        return {}
+    return _answer(
+        lambda store: {name: store.get(name).decode() for name in names if store.check([name])}, otherwise={}
+    )
+
+
+def _answer(ask: Callable[[dist.distributed_c10d.Store], T], otherwise: T) -> T:
+    """What ``ask`` gets from the store; ``otherwise`` when its host is gone, or gives no answer in time.
+
+    The store's client waits for ever for rank 0, which may hang or be cut off, so that a thread does the asking; once
+    it was waited for in vain, it is not waited for again.
+    """
+    if not dist.is_initialized() or any(thread.is_alive() for thread in _unanswered):
+        return otherwise
+    answers: list[T] = []
+
+    def fetch() -> None:
+        with suppress(Exception):  # the process that hosts the store is gone
+            answers.append(ask(_words()))
+
+    asking = threading.Thread(target=fetch, name="store", daemon=True)
+    asking.start()
+    asking.join(ANSWER_SECONDS)
+    if asking.is_alive():
+        _unanswered.append(asking)
+    return answers[0] if answers else otherwise
 
 
 def _words() -> dist.distributed_c10d.Store:

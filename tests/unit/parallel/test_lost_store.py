@@ -1,0 +1,64 @@
+"""What ranks ask of each other outside of collectives, when the process of rank 0 hangs that hosts the answers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron.parallel import mesh
+
+PATIENCE = timedelta(seconds=30)
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """The process that hosts the store, which this one asks as a rank does."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        store = dist.TCPStore("127.0.0.1", 0, is_master=True, timeout=PATIENCE)
+        os.write(writer, str(store.port).encode())
+        while True:
+            time.sleep(1)
+    port = int(os.read(reader, 10))
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(mesh, "_words", lambda: store)
+    monkeypatch.setattr(mesh, "ANSWER_SECONDS", 0.5)
+    yield child
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    for thread in mesh._unanswered:
+        thread.join(10)
+    mesh._unanswered.clear()
+
+
+def test_it_answers(host: int) -> None:
+    assert not mesh.has_anyone_failed()
+    assert mesh.first_to_fail()
+    assert mesh.has_anyone_failed()
+    assert not mesh.first_to_fail()
+    mesh.leave_word("a", "said")
+    assert mesh.words_left(["a", "b"]) == {"a": "said"}
+
+
+def test_nobody_waits_for_one_that_hangs(host: int) -> None:
+    os.kill(host, signal.SIGSTOP)
+    began = time.monotonic()
+    assert mesh.first_to_fail()
+    assert mesh.has_anyone_failed()
+    mesh.leave_word("a", "said")
+    assert mesh.words_left(["a"]) == {}
+    assert time.monotonic() - began < 1.5  # waited for once
+
+
+def test_one_that_is_gone_has_no_answer(host: int) -> None:
+    os.kill(host, signal.SIGKILL)
+    assert mesh.first_to_fail()
+    assert mesh.words_left(["a"]) == {}
