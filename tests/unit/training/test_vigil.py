@@ -1,0 +1,132 @@
+"""Who is told to end while it waits for a rank that is gone ends; who can still finish its step does so."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from unittest.mock import patch
+
+import pytest
+
+from megatron.parallel.comm import Group
+from megatron.training import vigil as module
+from megatron.training.vigil import STATUS, Peers, vigil
+
+WORLD = Group((0, 1))
+
+
+class Ended(threading.Event):
+    """Set in place of the end of this process."""
+
+    status = 0
+
+    def leave(self, status: int) -> None:
+        self.status = status
+        self.set()
+
+
+@pytest.fixture
+def ended() -> Iterator[Ended]:
+    """With a handler, as a run has one that wants to finish its step; everything waits a tenth as long."""
+    found, before = Ended(), signal.signal(signal.SIGTERM, lambda number, frame: None)
+    with patch.object(module.os, "_exit", found.leave), patch.multiple(module, LOOK_EVERY=0.02, PATIENCE=0.2):
+        yield found
+    signal.signal(signal.SIGTERM, before)
+
+
+def told(ended: Ended, gone: Callable[[], bool], world: Group = WORLD, seconds: float = 0.6) -> bool:
+    """Whether a process that got SIGTERM has been ended after so long."""
+    with vigil(world, gone):
+        signal.raise_signal(signal.SIGTERM)
+        return ended.wait(seconds)
+
+
+def test_it_ends_where_another_rank_is_gone(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
+    assert told(ended, lambda: True)
+    assert ended.status == STATUS == 143
+    assert "error on rank 0: another rank ended without a word" in capsys.readouterr().err
+
+
+def test_it_may_finish_its_step_where_all_are_there(ended: Ended) -> None:
+    assert not told(ended, lambda: False)
+
+
+def test_a_rank_alone_waits_for_nobody(ended: Ended) -> None:
+    assert not told(ended, lambda: True, Group())
+
+
+def test_one_that_fails_by_itself_is_left_to_it(ended: Ended) -> None:
+    assert not told(ended, lambda: True, seconds=0.05)
+    assert not ended.wait(0.4)
+
+
+def test_nothing_happens_without_the_signal(ended: Ended) -> None:
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: None)
+    with vigil(WORLD, lambda: True):
+        signal.raise_signal(signal.SIGUSR1)
+        assert not ended.wait(0.4)
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_the_signal_is_seen_where_no_handler_runs(ended: Ended) -> None:
+    """As inside a collective: the interpreter is away when the signal comes, and when the process is ended."""
+    handled: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: handled.append(number))
+    seen_before_the_end: list[list[int]] = []
+    leave = ended.leave
+    with (
+        vigil(WORLD, lambda: True),
+        patch.object(module.os, "_exit", lambda status: (seen_before_the_end.append([*handled]), leave(status))),
+    ):
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        until = time.monotonic() + 20
+        while not ended.is_set() and time.monotonic() < until and not handled:
+            hashlib.pbkdf2_hmac("sha256", b"", b"", 3_000_000)  # seconds without the interpreter
+    assert seen_before_the_end == [[]]
+
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
+
+
+def test_peers_are_the_processes_that_were_started_alike() -> None:
+    """Of this process's children two are ranks, as another one's ``Peers`` would see them; then one is killed."""
+    ranks, other = [subprocess.Popen(SLEEPS) for _ in range(2)], subprocess.Popen(["sleep", "60"])
+    try:
+        with (
+            patch.object(module.os, "getppid", os.getpid),
+            patch.object(module, "OWN", module.PROCESSES / str(ranks[0].pid)),
+        ):
+            _wait_for(lambda: module._beside() == {rank.pid for rank in ranks})
+            peers = Peers()
+            assert not peers.gone()
+            other.kill()
+            other.wait()
+            assert not peers.gone()
+            ranks[1].kill()
+            _wait_for(peers.gone)
+            ranks[1].wait()
+            assert peers.gone()
+    finally:
+        for process in (*ranks, other):
+            process.kill()
+            process.wait()
+
+
+def test_ranks_elsewhere_are_asked_for_their_last_words() -> None:
+    peers = Peers()
+    assert not peers.gone()
+    with patch.object(module, "has_anyone_failed", lambda: True):
+        assert peers.gone()
+
+
+def _wait_for(true: Callable[[], bool]) -> None:
+    until = time.monotonic() + 20
+    while not true():
+        assert time.monotonic() < until
+        time.sleep(0.01)
