@@ -21,8 +21,8 @@ ENDED = frozenset(
 )
 """States of a job that will not run again."""
 
-PATIENCE = 240.0
-"""Seconds until something that takes a tenth of it on an idle machine is thought to hang."""
+PATIENCE = 420.0
+"""Seconds until something that takes a tenth of them on an idle machine is thought to hang."""
 
 
 def obstacle() -> str | None:
@@ -38,6 +38,7 @@ class Cluster:
 
     Attributes:
         root: its folder, which all nodes share; a place for the folders of runs too.
+        path: where its nodes look for programs: first beside this Python.
         submitted: numbers of the jobs that :meth:`sbatch` brought in, and their logs.
     """
 
@@ -53,12 +54,14 @@ class Cluster:
             RuntimeError: with the words of ``minislurm.sh``, when it does not start.
         """
         self.root, self.submitted = root, dict[str, Path]()
+        self._unplugged = set[str]()
+        self.path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._do("up", str(nodes), str(gpus), environ={"MINISLURM_OWNER": str(os.getpid())})
 
     def _do(self, verb: str, *words: str, environ: Mapping[str, str] | None = None, seconds: float = 120.0) -> str:
         # What a job is submitted with is what it gets: this Python first, and no word of a Slurm around these tests.
         own = {name: value for name, value in os.environ.items() if not name.startswith(("SLURM_", "SBATCH_"))}
-        own |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        own |= {"PATH": self.path, "OMP_NUM_THREADS": "1"}
         command = [str(MINISLURM), verb, str(self.root), *words]
         done = subprocess.run(
             command,
@@ -105,19 +108,22 @@ class Cluster:
 
     def unplug(self, node: str) -> None:
         """Cut its network; its processes, and the disk it shares, go on."""
+        self._unplugged.add(node)
         self._do("unplug", node)
 
     def plug(self, node: str) -> None:
         """Give it its network back."""
         self._do("plug", node)
+        self._unplugged.discard(node)
 
     def repair(self) -> None:
         """Every node boots, is plugged in and idle again, as the next test expects it."""
-        for node in self.nodes():
+        for node in self._unplugged.copy():
+            self.plug(node)
+        for node, state in self.nodes().items():
             if not (self.root / "run" / f"{node}.pid").exists():
                 self.power_on(node)
-            self.plug(node)
-            if "DRAIN" in self.nodes()[node] or self.nodes()[node] == "DOWN":
+            elif "DRAIN" in state or state == "DOWN":
                 self.login("scontrol", "update", f"nodename={node}", "state=resume")
         self.until(lambda: set(self.nodes().values()) == {"IDLE"}, "all nodes are idle")
 

@@ -23,13 +23,16 @@ def the_cluster() -> Iterator[Cluster]:
 @pytest.fixture
 def cluster(the_cluster: Cluster) -> Iterator[Cluster]:
     """The cluster, all nodes idle; what the test leaves of jobs is cancelled, and what it broke repaired."""
-    # Every wait has its own limit, and then shows the jobs' logs; pytest's, for a whole test, would end the session.
-    faulthandler.cancel_dump_traceback_later()
     the_cluster.submitted.clear()
     yield the_cluster
     for job in the_cluster.submitted:
         the_cluster.cancel(job)
     the_cluster.repair()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Take off the limit for a whole test: every wait has its own, and what is told then says more than a stack."""
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,0 +1,118 @@
+"""``SMALL=1 sbatch slurm/train_175b.sh`` on three nodes of four: time limits, lost nodes, a cut network change no bit.
+
+12 ranks are TP2 x PP2 x VPP2 x DP3 with sequence parallelism, the distributed optimizer and all overlaps.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.folder import Checkpoints
+from tests.runs import differences
+from tests.slurm.cluster import ENDED, Cluster
+from tests.slurm.training import Training
+
+STEPS = 30
+LENGTH = {"STEPS": str(STEPS), "SAVE_EVERY": "2"}
+LIGHT = ("--num-layers", "4", "--global-batch-size", "12")
+"""A step of a second on two cores."""
+
+RANKS = r"python\S* (\S+ )*pretrain_gpt.py"
+
+
+def last_checkpoint(training: Training) -> Path:
+    return training.checkpoints / f"iter_{STEPS:07d}"
+
+
+@pytest.fixture(scope="module")
+def undisturbed(the_cluster: Cluster) -> Training:
+    """A run from its start to its end, its ranks started by srun alone."""
+    training = Training.submit(the_cluster, "undisturbed", *LIGHT, environ=LENGTH | {"LAUNCHER": "srun"})
+    the_cluster.wait(training.job)
+    return training
+
+
+def assert_ended_well(training: Training) -> None:
+    assert training.cluster.job(training.job)["JobState"] == "COMPLETED"
+    finished = training.finished()
+    assert finished is not None
+    assert finished["iteration"] == STEPS
+    assert Path(finished["checkpoint"]).name == last_checkpoint(training).name
+    assert Checkpoints(training.checkpoints).newest()[0].path.name == last_checkpoint(training).name
+
+
+def test_a_run_that_nothing_happens_to_ends_with_its_marker(undisturbed: Training, cluster: Cluster) -> None:
+    cluster.submitted[undisturbed.job] = cluster.root / "jobs" / f"{undisturbed.job}.log"
+    assert_ended_well(undisturbed)
+    assert undisturbed.starts() == [0]
+    assert cluster.job(undisturbed.job)["Restarts"] == "0"
+
+
+def test_time_limit_lost_nodes_and_a_cut_network_change_no_bit(undisturbed: Training, cluster: Cluster) -> None:
+    training = Training.submit(cluster, "disturbed", *LIGHT, environ=LENGTH)
+    training.trains()
+    the_time_is_nearly_up(training)
+    lose_a_node(training, training.nodes()[1])
+    lose_a_node(training, training.head())
+    cut_off_the_first_rank(training)
+    cluster.wait(training.job)
+    assert_ended_well(training)
+    assert cluster.job(training.job)["Restarts"] == "4"
+    assert differences(last_checkpoint(training), last_checkpoint(undisturbed)) == []
+
+
+def the_time_is_nearly_up(training: Training) -> None:
+    """Slurm's signal: all ranks save after the step they are at; the job queues itself again and goes on from there."""
+    since = len(training.records())
+    training.cluster.login("scancel", "--signal=USR1", "--batch", training.job)
+    training.trains(since)
+    told = training.records()[since:]
+    (stop,) = [record for record in told if record.get("event") == "stop"]
+    begin = told.index(next(record for record in told if record.get("event") == "start"))
+    saves = [record["iteration"] for record in told[:begin] if record.get("event") == "checkpoint"]
+    assert stop["iteration"] == max(saves) == training.starts()[-1] == told[begin]["iteration"]
+    assert not any(record.get("event") == "error" for record in told)
+
+
+def lose_a_node(training: Training, node: str) -> None:
+    """Without a word to anybody; the job goes on with the spare one."""
+    since, cluster = len(training.records()), training.cluster
+    steps_before = training.saved()
+    cluster.power_off(node)
+    training.trains(since)
+    assert node not in training.nodes()
+    assert training.starts()[-1] >= steps_before
+    cluster.power_on(node)
+    cluster.until(lambda: cluster.nodes()[node] == "IDLE", f"{node} is idle again")
+
+
+def cut_off_the_first_rank(training: Training) -> None:
+    """Its node sees the disk, and nobody else: it lives on beside the new start, and does not write into its run."""
+    since, cluster, node = len(training.records()), training.cluster, training.head()
+    old = set(cluster.processes(node, RANKS))
+    assert len(old) >= 4
+    cluster.unplug(node)
+    training.trains(since)
+    assert node not in training.nodes()
+    assert old & set(cluster.processes(node, RANKS)), "the old ranks should still be alive"
+    cluster.plug(node)  # their connections come back to life, and find nobody
+    cluster.until(lambda: not cluster.processes(node, RANKS), f"Slurm has ended the old ranks on {node}")
+    new = training.records()[since:]
+    begin = new.index(next(record for record in new if record.get("event") == "start"))
+    assert not any(record.get("event") in ("start", "stop", "error") for record in new[begin + 1 :])
+    first = new[begin]["iteration"] + 1
+    steps = [record["iteration"] for record in new[begin:] if "lm loss" in record]
+    assert steps == list(range(first, first + len(steps)))
+
+
+@pytest.mark.slow
+def test_the_time_limit_itself(undisturbed: Training, cluster: Cluster) -> None:
+    """Slurm looks at its clock every 30 s, so the signal comes up to 30 s late or early."""
+    limit = ("--time=2", "--signal=B:USR1@60")
+    training = Training.submit(cluster, "limited", *LIGHT, sbatch=limit, environ=LENGTH)
+    cluster.until(lambda: cluster.job(training.job)["JobState"] in ENDED, "the job ends", seconds=1800)
+    assert_ended_well(training)
+    assert cluster.job(training.job)["Restarts"] != "0"
+    assert differences(last_checkpoint(training), last_checkpoint(undisturbed)) == []

@@ -1,0 +1,115 @@
+"""A training job of a recipe in ``slurm/``, as seen from its run folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.slurm.cluster import PATIENCE, Cluster
+
+Record = dict[str, Any]
+"""A line of metrics.jsonl."""
+
+
+@dataclass(frozen=True)
+class Training:
+    """One job that trains.
+
+    Attributes:
+        cluster: where it runs.
+        job: its number.
+        folder: the run's.
+    """
+
+    cluster: Cluster
+    job: str
+    folder: Path
+
+    @classmethod
+    def submit(
+        cls,
+        cluster: Cluster,
+        name: str,
+        *flags: str,
+        nodes: int = 3,
+        sbatch: Sequence[str] = (),
+        environ: Mapping[str, str],
+    ) -> Training:
+        """Submit ``slurm/train_175b.sh`` with ``SMALL=1``.
+
+        Args:
+            cluster: where.
+            name: of its run folder.
+            flags: of ``pretrain_gpt.py``, besides the recipe's.
+            nodes: of 4 ranks each; 3 are the recipe's TP2 x PP2 x DP3.
+            sbatch: its own flags, besides.
+            environ: what ``slurm/lib.sh`` reads, such as ``STEPS``.
+        """
+        folder = cluster.root / name
+        words = {"SMALL": "1", "RUN": str(folder), **environ}
+        job = cluster.sbatch(f"--nodes={nodes}", *sbatch, "slurm/train_175b.sh", *flags, environ=words)
+        return cls(cluster, job, folder)
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of its checkpoints."""
+        return self.folder / "checkpoints"
+
+    def records(self) -> list[Record]:
+        """The lines of metrics.jsonl that are whole: a killed process may have left a piece of one."""
+        found = []
+        path = self.folder / "metrics.jsonl"
+        for line in path.read_text().splitlines() if path.exists() else []:
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    def until(self, holds: Callable[[], bool], what: str, seconds: float = PATIENCE) -> None:
+        """Wait until something holds while the job lives; see :meth:`Cluster.until`."""
+        self.cluster.until(holds, what, self.job, seconds)
+
+    def trains(self, since: int = 0, saved: int = 1, steps: int = 1) -> None:
+        """Wait until a start that began after ``since`` records has saved and taken so many steps after it.
+
+        Raises:
+            AssertionError: when it does not within :data:`~tests.slurm.cluster.PATIENCE`, or the job ends.
+        """
+
+        def holds() -> bool:
+            new = self.records()[since:]
+            begun = [i for i, record in enumerate(new) if record.get("event") == "start"]
+            if not begun:
+                return False
+            latest = new[begun[-1] :]
+            saves = [i for i, record in enumerate(latest) if record.get("event") == "checkpoint"]
+            if len(saves) < saved:
+                return False
+            return sum("lm loss" in record for record in latest[saves[saved - 1] :] if saved) >= steps
+
+        self.until(holds, f"job {self.job} trains: {saved} checkpoints in this start, and {steps} steps more")
+
+    def starts(self) -> list[int]:
+        """The iteration that each start went on from."""
+        return [record["iteration"] for record in self.records() if record.get("event") == "start"]
+
+    def nodes(self) -> list[str]:
+        """The nodes it has."""
+        return self.cluster.node_list(self.job)
+
+    def head(self) -> str:
+        """The node of its batch script and of rank 0."""
+        return self.cluster.job(self.job)["BatchHost"]
+
+    def saved(self) -> int:
+        """The step of the newest checkpoint it has told of."""
+        return max(record["iteration"] for record in self.records() if record.get("event") == "checkpoint")
+
+    def finished(self) -> Record | None:
+        """What the marker of the end says; None while there is none."""
+        path = self.folder / "finished.json"
+        return dict(json.loads(path.read_text())) if path.exists() else None
