@@ -30,6 +30,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ),
     ("megatron.convert", "megatron.pipeline.recorder"),
     ("megatron.training", "megatron.inference"),
+    ("megatron.acceptance",),
     ("pretrain_gpt", "tools"),
 )
 """Bottom to top. A module belongs to the longest prefix of its name. Imports go to lower layers or stay in it;
