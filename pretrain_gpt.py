@@ -50,7 +50,9 @@ def main(argv: Sequence[str]) -> int:
     if parsed.check_only:
         checked = Parsed(config, parsed.world_size, notes=(*parsed.notes, *seen.notes))
         print(checked.summary(*begin, data), flush=True)
-        return 0 if parsed.fake_rank is None else show_fake_world(config, parsed.world_size, parsed.fake_rank, startup.began)
+        if parsed.fake_rank is None:
+            return 0
+        return show_fake_world(config, parsed.world_size, parsed.fake_rank, startup.began)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
     with startup("imports"):
         from megatron.training.main import run  # torch takes seconds to import: only for flags known to be good

@@ -98,7 +98,7 @@ def process_began() -> float:
 def start_up_line(mine: Mapping[str, float], longest: Mapping[str, float]) -> str:
     """A line on this rank's seconds by phase, and on the phases that took another rank much longer."""
     late = {name: seconds for name, seconds in longest.items() if seconds > mine[name] + MUCH_LONGER}
-    others = f"; the slowest rank: {_shown(late)}" if late else ""
+    others = f"; longest on any rank: {_shown(late)}" if late else ""
     return f"start-up {sum(mine.values()):.1f}s: {_shown(mine)}{others}"
 
 

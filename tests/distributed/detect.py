@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from megatron.pipeline.schedules import make
 from megatron.training.agreement import check_same_data, check_same_kernels, check_same_schedule
 from megatron.training.checkpointing import consumed_digest
 from megatron.training.health import HealthRecord
+from megatron.training.loop import tell_start_up
 from megatron.training.metrics import StepWindow
 from megatron.training.nonfinite import explain_nonfinite
 from megatron.training.ranks import RankTimes, gather
@@ -36,6 +38,7 @@ from megatron.training.replicas_check import check_replicas
 from megatron.training.resume import choose
 from megatron.training.run_identity import new_run_id
 from megatron.training.setup import build
+from megatron.training.startup import PHASES
 from megatron.training.step import train_step
 from megatron.training.stop import StopRequest
 from megatron.training.verify import RankTrace, join
@@ -74,6 +77,14 @@ def ask_for_a_stop(rank: int, world_size: int) -> int:
     request.restore()
     request._got = 15 if rank == world_size - 1 else 0
     return request.agreed()
+
+
+def tell_of_the_start(rank: int, world_size: int, case: Case) -> float:
+    """The last rank took 100 s to import; everyone must hear of it."""
+    trainer, told = build(case.config(), rank, world_size), list[Mapping[str, float]]()
+    trainer.startup.seconds |= dict.fromkeys(PHASES, 0.0) | {"imports": 100.0 if rank == world_size - 1 else 3.0}
+    tell_start_up(trainer, SimpleNamespace(start_up=lambda mine, longest: told.append(longest)))  # type: ignore[arg-type]
+    return told[0]["imports"]
 
 
 def name_the_run(rank: int, world_size: int) -> str:
@@ -350,6 +361,7 @@ DETECTORS: dict[str, Detector] = {
     "timeline": Detector(2, timeline_of_a_step, (PP2,), lambda ranks: list(ranks) == [True, True]),
     "large-logits": Detector(2, large_logits, (), _is_plain_cross_entropy),
     "stop": Detector(2, ask_for_a_stop, (), lambda ranks: list(ranks) == [143, 143]),
+    "start-up": Detector(2, tell_of_the_start, (DP2,), lambda ranks: list(ranks) == [100.0, 100.0]),
     "name": Detector(2, name_the_run, (), lambda ranks: len(set(ranks)) == 1),
     "beginning": Detector(2, find_the_beginning, (), lambda ranks: list(ranks) == [True, True]),
     "ranks": Detector(2, tell_of_ranks, (), lambda ranks: list(ranks) == 2 * [[_times_of(0), _times_of(1)]]),

@@ -15,6 +15,7 @@ from megatron.config.problems import Problem, UserError
 from megatron.data.errors import DataError
 from megatron.training import main
 from megatron.training.nonfinite import NonFiniteError
+from megatron.training.startup import StartUp, process_began
 from tests.runs import FLAGS, column, tiny_run
 
 ROOT = Path(__file__).parents[3]
@@ -107,17 +108,14 @@ def test_an_error_that_another_rank_told_is_not_told_again(
 
 
 def test_the_clock_starts_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not when torch is there and all ranks have met."""
-    given: list[float | None] = []
-    monkeypatch.setattr(main, "run", lambda config, notes, started: given.append(started) or 0)
+    """And not when torch is there and all ranks have met, nor when Python has got as far as the first line of ours."""
+    given: list[StartUp] = []
+    monkeypatch.setattr(main, "run", lambda config, notes, startup: given.append(startup) or 0)
     before = time.monotonic()
-    parsed: list[float] = []
-    original = pretrain_gpt.with_vocabulary
-    monkeypatch.setattr(
-        pretrain_gpt, "with_vocabulary", lambda config: parsed.append(time.monotonic()) or original(config)
-    )
     assert pretrain_gpt.main([*FLAGS.split(), "--run-dir", str(tmp_path)]) == 0
-    assert before <= (given[0] or 0.0) <= parsed[0]
+    assert given[0].began == pytest.approx(process_began(), abs=0.02)
+    assert given[0].began < before
+    assert {name for name, seconds in given[0].seconds.items() if seconds} == {"python", "flags", "imports"}
 
 
 def place(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int) -> None:

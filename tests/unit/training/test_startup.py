@@ -1,0 +1,113 @@
+"""Where the time of a start goes: phases inside each other, the process' own beginning, the line and the event."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+
+from megatron.training import startup
+from megatron.training.startup import PHASES, StartUp, process_began, start_up_line
+from tests.runs import before_step, records, start, tiny_run
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """What the clock says last."""
+    times = [100.0]
+    monkeypatch.setattr(startup.time, "monotonic", lambda: times[-1])
+    return times
+
+
+def told(watch: StartUp) -> dict[str, float]:
+    return {name: seconds for name, seconds in watch.seconds.items() if seconds}
+
+
+def test_each_phase_has_what_none_inside_it_has(now: list[float]) -> None:
+    watch = StartUp(90.0, "python")
+    watch.enter("flags")
+    now.append(101.0)
+    watch.enter("other")
+    with watch("checkpoint"):
+        now.append(103.0)
+        with watch("data"):
+            now.append(107.0)
+        now.append(115.0)
+    now.append(131.0)
+    watch.enter("first step")
+    now.append(163.0)
+    watch.stop()
+    now.append(999.0)
+    assert told(watch) == {
+        "python": 10.0, "flags": 1.0, "checkpoint": 10.0, "data": 4.0, "other": 16.0, "first step": 32.0
+    }  # fmt: skip
+    assert sum(watch.seconds.values()) == 163.0 - watch.began
+    assert not watch.running
+
+
+def test_a_phase_that_raises_ends(now: list[float]) -> None:
+    watch = StartUp()
+    with suppress(ValueError), watch("data"):
+        now.append(101.0)
+        raise ValueError("torn")
+    now.append(103.0)
+    watch.stop()
+    assert told(watch) == {"data": 1.0, "other": 2.0}
+
+
+def test_a_process_began_when_it_was_made() -> None:
+    """Not when Python got as far as asking."""
+    program = "from megatron.training.startup import process_began; print(process_began())"
+    before = time.monotonic()
+    out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    after = time.monotonic()
+    assert before - 0.02 <= float(out) < after  # the kernel counts in hundredths
+    assert float(out) - before < (after - before) / 2
+
+
+def test_where_the_system_does_not_tell_it_is_now(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(startup, "Path", lambda name: Path("/nowhere") / name.lstrip("/"))
+    assert process_began() == 100.0
+
+
+def test_the_line_names_what_took_long_and_who_took_much_longer() -> None:
+    mine = dict.fromkeys(PHASES, 0.0) | {"imports": 3.06, "data": 0.04, "first step": 10.0}
+    assert start_up_line(mine, mine) == "start-up 13.1s: imports 3.1 first step 10.0"
+    longest = mine | {"imports": 9.0, "first step": 10.9}
+    assert (
+        start_up_line(mine, longest) == "start-up 13.1s: imports 3.1 first step 10.0; longest on any rank: imports 9.0"
+    )
+
+
+def test_a_start_tells_once_after_its_first_step(tmp_path: Path) -> None:
+    flags = f"--save {tmp_path}/saved --save-interval 2 --log-interval 3"
+    started = start(tiny_run(tmp_path, flags), before_step(5, lambda trainer: None))
+    (event,) = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
+    assert (event["iteration"], list(event["phases"]), list(event["slowest"])) == (1, [*PHASES], [*PHASES])
+    assert event["seconds"] == pytest.approx(sum(event["phases"].values()), abs=0.01)
+    assert event["phases"] == event["slowest"]
+    assert all(event["phases"][name] > 0 for name in ("model", "data", "checkpoint", "first step"))
+    (line,) = [line for line in started.out.splitlines() if line.startswith("start-up ")]
+    assert started.out.index(line) < started.out.index("3/6 ")
+
+
+def test_what_is_read_of_a_checkpoint_and_what_of_the_data_are_two_things(tmp_path: Path) -> None:
+    flags = f"--save {tmp_path}/saved --save-interval 2"
+    start(tiny_run(tmp_path, f"{flags} --exit-interval 2"))
+    start(tiny_run(tmp_path, flags))
+    events = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
+    assert [event["iteration"] for event in events] == [1, 3]
+    assert events[1]["phases"]["checkpoint"] > 0
+    assert events[1]["phases"]["data"] > 0
+
+
+def test_a_start_without_a_step_tells_nothing(tmp_path: Path) -> None:
+    config = tiny_run(tmp_path, f"--save {tmp_path}/saved")
+    start(config)
+    assert "start-up" not in start(config).out
