@@ -13,8 +13,10 @@
 #   VENV            a virtual environment that all nodes see (.venv, where there is one)
 #   CONTAINER       an image instead: FILE.sif for apptainer, anything else for pyxis/enroot; MOUNTS: SRC:DST,SRC:DST
 #   RANKS_PER_NODE  (its GPUs; with SMALL 4)
-#   SPARES          nodes of the job that wait until another fails (0)
+#   SPARES          nodes of the job that wait until the device of another fails (0)
 #   MIN_NODES       go on with as few when too many have failed, in the same global batch (as many as are used)
+#                   After sbatch --no-kill, both also serve when Slurm loses a node, and the job need not be queued again;
+#                   but losing the first one, where this script runs, then goes unseen until the time limit.
 #   MAX_RESTARTS    how often ranks are started again inside a job, before it is queued again (3)
 #   MAX_STALLED     starts of a job without a new checkpoint, after which it is not queued again (3)
 #   BAD_NODE_HOURS  how long a node whose device failed is left out (24)
@@ -380,9 +382,22 @@ train() {
     requeue
 }
 
-# Run a program once on all ranks, and end with its status.
+# Run a program once, on all ranks.
 once() {
     MAX_RESTARTS=0
     prepare "$@"
-    exec "${COMMAND[@]}"
+    "${COMMAND[@]}"
+}
+
+# Run a program once, in one process.
+alone() {
+    local first
+    first=$(nodes_of_job | head -n 1)
+    build_step 1 "$first"
+    if [ -n "$DRY_RUN" ]; then
+        printf '%q ' "${STEP[@]}" "${inside[@]}" python "$@"
+        echo
+    else
+        "${STEP[@]}" "${inside[@]}" python "$@"
+    fi
 }

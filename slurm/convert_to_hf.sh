@@ -1,0 +1,14 @@
+#!/usr/bin/env bash
+# The newest checkpoint of a run as a Hugging Face model.   RUN=runs/train_175b sbatch slurm/convert_to_hf.sh
+# One process without a GPU, tensor by tensor. More flags of convert_checkpoint.py may follow, such as --ckpt-step 5000, or
+# --no-check where the node's memory does not hold the model for a comparison with transformers.
+#   OUT   the folder to write ($RUN/hf); what is there already is never touched
+#SBATCH --job-name=convert_to_hf
+##SBATCH --account=ACCOUNT
+##SBATCH --partition=PARTITION
+#SBATCH --nodes=1 --ntasks=1 --cpus-per-task=8 --mem=0
+#SBATCH --time=12:00:00
+#SBATCH --output=slurm-%x-%j.out
+
+source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
+alone tools/convert_checkpoint.py --load "$RUN/checkpoints" --save-hf "${OUT:-$RUN/hf}" "$@"
