@@ -29,6 +29,10 @@ class StorageError(CheckpointError):
     """The disk refused while a checkpoint was written. Nothing was published, and training can go on."""
 
 
+class SupersededError(CheckpointError):
+    """A later start of the run has its folder of checkpoints. Nothing of this one may be written, and it has to end."""
+
+
 def unreadable(path: Location, error: OSError, what: str = "") -> CheckpointError:
     """What it means that a file of a checkpoint could not be read: damage, unless it is the way there that is."""
     seen = f"{path} cannot be read: {error.strerror}{what}"

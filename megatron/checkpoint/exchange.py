@@ -17,6 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.claims import Claim
 from megatron.checkpoint.files import NewFile
 from megatron.checkpoint.local import Nodes
 from megatron.parallel import comm
@@ -40,12 +41,19 @@ class Tier:
         nodes: which ranks are on which.
         group: all ranks, for what they tell each other.
         wire: all ranks, with another communicator, for files: not every rank sends as often as it tells.
+        claim: of this start on the node's folder; the same one for all ranks of the node.
     """
 
     folder: Path
     nodes: Nodes
     group: Group
     wire: Group
+    claim: Claim | None = None
+
+    @property
+    def shop(self) -> Path | None:
+        """The workshop of the node's folder, where somebody holds that."""
+        return self.claim.shop if self.claim is not None else None
 
     @property
     def rank(self) -> int:
@@ -83,11 +91,12 @@ def together(act: Callable[[], T], group: Group) -> list[T]:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A file of ``bytes`` that goes to, or comes from, the rank ``peer``."""
+    """A file of ``bytes`` that goes to, or comes from, the rank ``peer``; while it comes it is in ``shop``, if any."""
 
     path: Path
     peer: int
     bytes: int
+    shop: Path | None = None
 
     def blocks(self) -> list[int]:
         """Lengths of its blocks."""
@@ -103,7 +112,7 @@ def exchange(sent: Parcel | None, received: Parcel | None, group: Group) -> OSEr
         What this rank's disk said against it.
     """
     source = _Source(sent.path) if sent is not None else None
-    target = _Target(received.path) if received is not None else None
+    target = _Target(received) if received is not None else None
     sizes = [parcel.blocks() if parcel is not None else [] for parcel in (sent, received)]
     for number in range(max(map(len, sizes))):
         coming: Pending | None = None
@@ -170,9 +179,10 @@ class _Source(_End):
 class _Target(_End):
     """A file that comes, under another name until all of it is there."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, parcel: Parcel) -> None:
         super().__init__()
-        self._path, self._part = path, path.with_name(path.name + PART)
+        self._path = parcel.path
+        self._part = (parcel.shop or parcel.path.parent) / (parcel.path.name + PART)
         with suppress(OSError):
             os.unlink(self._part)
         self._file = self.attempt(lambda: NewFile(self._part))

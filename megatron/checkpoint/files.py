@@ -9,7 +9,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import TracebackType
 from typing import Self
 
@@ -110,6 +110,19 @@ def make_folder(path: Location) -> None:
         with suppress(FileExistsError):  # another rank was faster
             os.mkdir(folder)
         sync_folder(folder.parent)
+
+
+def make_folders_inside(folder: Path, name: str) -> None:
+    """Create what a file's name has of folders, inside of one that is there; it is not made where it is not.
+
+    Raises:
+        OSError: when the disk refuses, or ``folder`` is gone.
+    """
+    for parent in reversed(PurePath(name).parents):
+        if parent.name and not (folder / parent).exists():
+            with suppress(FileExistsError):  # another rank was faster
+                os.mkdir(folder / parent)
+            sync_folder((folder / parent).parent)
 
 
 def is_full(error: OSError) -> bool:

@@ -8,10 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron.checkpoint import attempts
+from megatron.checkpoint.claims import Claim
 from megatron.checkpoint.errors import CheckpointError, DamagedError, within
 from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest
 from megatron.checkpoint.publish import BUILDING, OLD, is_complete, remove, settle
-from megatron.checkpoint.remote import Location, RemotePath
+from megatron.checkpoint.remote import Location, RemotePath, on_disk
+from megatron.checkpoint.workshops import BESIDE, inside
 
 NAME = re.compile(rf"iter_(\d+)({re.escape(BUILDING)}|{re.escape(OLD)})?")
 OLDEST_FIRST = (OLD, "", BUILDING)
@@ -64,10 +66,12 @@ class Checkpoints:
         return sorted(found, key=lambda item: (item[0], OLDEST_FIRST.index(item[1].suffix)), reverse=True)
 
     def _folders(self) -> list[Location]:
-        """All folders inside, where there are any."""
+        """All folders inside, and in the workshops of starts, where there are any."""
         if isinstance(self.folder, RemotePath):
             return [path for path in self.folder.folders() if path.suffix not in (BUILDING, OLD)]
-        return [path for path in self.folder.iterdir() if path.is_dir()] if self.folder.is_dir() else []
+        if not self.folder.is_dir():
+            return []
+        return [path for path in (*self.folder.iterdir(), *inside(self.folder)) if path.is_dir()]
 
     def scan(self) -> Iterator[Found]:
         """Folders called like checkpoints, newest first, each opened when its turn comes.
@@ -132,16 +136,20 @@ class Checkpoints:
 
     @property
     def leftovers(self) -> list[Location]:
-        """What saves that were cut off have left."""
-        found: list[Location] = []
-        for _, path in self.named():
-            if isinstance(path, RemotePath):
-                found += attempts.leftovers(path)
-            elif path.suffix in (BUILDING, OLD):
-                found.append(path)
-        return found
+        """What saves and removals that were cut off have left."""
+        if isinstance(self.folder, RemotePath):
+            places = [path for _, path in self.named() if isinstance(path, RemotePath)]
+            return [path for place in places for path in attempts.leftovers(place)]
+        found = [(BESIDE.fullmatch(path.name), path) for path in self._folders()]
+        return sorted((path for match, path in found if match and any(match.groups())), reverse=True)
 
-    def retain(self, keep_last: int | None, keep_every: int | None = None, newest: int | None = None) -> list[Location]:
+    def retain(
+        self,
+        keep_last: int | None,
+        keep_every: int | None = None,
+        newest: int | None = None,
+        claim: Claim | None = None,
+    ) -> list[Location]:
         """Remove checkpoints that are no longer wanted, and leftovers; not while one is being saved.
 
         Args:
@@ -149,18 +157,21 @@ class Checkpoints:
             keep_every: iterations that are a multiple of it stay for good.
             newest: the iteration just saved. Later ones, which the run has passed over because they could not be read,
                 stay and do not count.
+            claim: of the start that holds the folder. Without one, what lies in workshops is left to whose they are.
 
         Returns:
             the removed ones. Damaged ones newer than the kept ones stay, to be looked at.
 
         Raises:
-            OSError: when the disk refuses.
+            OSError: when the disk refuses, or the workshop is gone.
+            SupersededError: when an object store says that a later start has the folder.
         """
+        shop = claim.shop if claim is not None else None
         for path in self.leftovers:
             if isinstance(path, RemotePath):
-                attempts.remove(path)
-            else:
-                settle(path.with_suffix(""))
+                self._remove(path, claim)
+            elif path.parent == (shop or self.folder):
+                settle(on_disk(self.folder / path.name.partition(".")[0]), shop)
         if keep_last is None:
             return []
         gone: list[Location] = []
@@ -171,9 +182,15 @@ class Checkpoints:
             if kept < keep_last:
                 kept += self._is_valid(path)
             elif is_complete(path) and not (keep_every and iteration % keep_every == 0):
-                remove(path)
+                self._remove(path, claim)
                 gone.append(path)
         return gone
+
+    def _remove(self, path: Location, claim: Claim | None) -> None:
+        """Remove a checkpoint or a leftover; in a store only just after it has said that the folder is still ours."""
+        if isinstance(path, RemotePath) and claim is not None:
+            claim.check()
+        remove(path, claim.shop if claim is not None else None)
 
     def _is_valid(self, path: Location) -> bool:
         try:

@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.checkpoint.claims import Claim
 from megatron.checkpoint.errors import DamagedError, within
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import MARKER, Manifest
-from megatron.checkpoint.publish import settle
+from megatron.checkpoint.publish import home
 from megatron.checkpoint.remote import on_disk
 
 NODE = "{node}"
@@ -30,7 +31,7 @@ def folder_of(pattern: str, node: int) -> Path:
 
 def is_local(path: Path, pattern: str) -> bool:
     """Whether a checkpoint lies in the folder of a node, whichever."""
-    return bool(re.fullmatch(r"\d+".join(map(re.escape, str(Path(pattern)).split(NODE))), str(path.parent)))
+    return bool(re.fullmatch(r"\d+".join(map(re.escape, str(Path(pattern)).split(NODE))), str(home(path))))
 
 
 @dataclass(frozen=True)
@@ -90,7 +91,7 @@ class Held:
     files: frozenset[str]
 
 
-def held_in(folder: Path) -> tuple[list[Held], list[str]]:
+def held_in(folder: Path, claim: Claim | None = None) -> tuple[list[Held], list[str]]:
     """What a node's folder holds, once what a crash interrupted is finished, and notes on what cannot be trusted.
 
     Raises:
@@ -98,8 +99,7 @@ def held_in(folder: Path) -> tuple[list[Held], list[str]]:
         OSError: when the disk refuses.
     """
     runs = Checkpoints(folder)
-    for path in runs.leftovers:
-        settle(on_disk(path).with_suffix(""))
+    runs.retain(None, claim=claim)
     held, notes = [], []
     for iteration, path in runs.named():
         try:

@@ -9,7 +9,7 @@ from megatron.checkpoint.boxes import BoxIndex
 from megatron.checkpoint.chunks import ChunkReader
 from megatron.checkpoint.errors import DamagedError, within
 from megatron.checkpoint.exchange import Parcel, Tier, exchange, together
-from megatron.checkpoint.files import make_folder, sync_folder, write_file
+from megatron.checkpoint.files import make_folders_inside, sync_folder, write_file
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.local import Copy, LocalCheckpoint, held_in, put_together, sources
 from megatron.checkpoint.manifest import MANIFEST, Chunk, Manifest, marker, parse
@@ -26,7 +26,7 @@ def find(tier: Tier) -> tuple[list[LocalCheckpoint], list[str]]:
         NewerVersionError: when a newer version of this program wrote one, on every rank.
         OSError: when a disk refuses, on every rank.
     """
-    found = together(lambda: held_in(tier.folder) if tier.leads else ([], []), tier.group)
+    found = together(lambda: held_in(tier.folder, tier.claim) if tier.leads else ([], []), tier.group)
     led = [found[tier.nodes.ranks(node)[0]] for node in range(tier.nodes.count)]
     notes = [f"node {node}: {note}" for node, (_, some) in enumerate(led) for note in some]
     return put_together([held for held, _ in led]), notes
@@ -132,14 +132,14 @@ def _fetch(
     """Bring the files to the nodes that take them from others, and the manifest to those that have none."""
     is_new = tier.node not in checkpoint.files
     final = on_disk(Checkpoints(tier.folder).path(checkpoint.iteration))
-    folder = building(final) if is_new else final
+    folder = building(final, tier.shop) if is_new else final
     moves = [(name, source, node) for (node, name), source in sorted(chosen.items()) if node != source]
 
     def prepare() -> None:
         if tier.leads and is_new:
-            begin(final)
-        for parent in {(folder / name).parent for name, _, node in moves if tier.leads and node == tier.node}:
-            make_folder(parent)
+            begin(final, tier.shop)
+        for name in [name for name, _, node in moves if tier.leads and node == tier.node]:
+            make_folders_inside(folder, name)
 
     def finish() -> None:
         if tier.leads:
@@ -147,7 +147,7 @@ def _fetch(
         if tier.leads and is_new:
             write_file(folder / MANIFEST, content)
             write_marker(folder, content)
-            publish(final)
+            publish(final, tier.shop)
 
     together(prepare, tier.group)
     together(lambda: _move(tier, manifest, folder, moves), tier.group)
@@ -168,7 +168,7 @@ def _move(tier: Tier, manifest: Manifest, folder: Path, moves: list[tuple[str, i
         if tier.rank == giver:
             errors.append(exchange(Parcel(folder / name, taker, size), None, tier.wire))
         elif tier.rank == taker:
-            errors.append(exchange(None, Parcel(folder / name, giver, size), tier.wire))
+            errors.append(exchange(None, Parcel(folder / name, giver, size, tier.shop), tier.wire))
     for error in errors:
         if error is not None:
             raise error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,6 +45,7 @@ def write_local(tier: Tier, iteration: int, tensors: Mapping[str, GlobalTensor],
 
     Raises:
         StorageError: when a disk refuses, on every rank; then the older checkpoint is as it was.
+        SupersededError: when a later start has a node's folder, on every rank.
         ValueError: when the parts of all ranks are no partition of the tensors.
     """
     final = on_disk(Checkpoints(tier.folder).path(iteration))
@@ -51,7 +53,7 @@ def write_local(tier: Tier, iteration: int, tensors: Mapping[str, GlobalTensor],
         _write(tier, final, tensors, extra)
     except Exception:
         if tier.leads:
-            abandon(final)
+            abandon(final, tier.shop)
         raise
     return final
 
@@ -63,23 +65,23 @@ def keep_only(tier: Tier, iteration: int) -> str | None:
         What a disk said against it, the same on every rank.
     """
     try:
-        together(lambda: _remove_others(tier.folder, iteration) if tier.leads else None, tier.group)
+        together(lambda: _remove_others(tier, iteration) if tier.leads else None, tier.group)
     except OSError as error:
         return f"older local checkpoints are not deleted: {error}"
     return None
 
 
-def _remove_others(folder: Path, iteration: int) -> None:
-    for other, path in Checkpoints(folder).named():
+def _remove_others(tier: Tier, iteration: int) -> None:
+    for other, path in Checkpoints(tier.folder).named():
         if other != iteration or path.suffix:
-            remove(path)
+            remove(path, tier.shop)
 
 
 def _write(tier: Tier, final: Path, tensors: Mapping[str, GlobalTensor], extra: Extra) -> None:
-    folder, planner, leads = building(final), PartsSavePlanner(tensors), tier.leads
+    folder, planner, leads = building(final, tier.shop), PartsSavePlanner(tensors), tier.leads
 
     def all_do(action: Callable[[], T]) -> list[T]:
-        return together(lambda: _telling(action, final, tier.rank), tier.group)
+        return together(lambda: _telling(action, final, tier), tier.group)
 
     def leaders_do(action: Callable[[], object]) -> None:
         all_do(lambda: action() if leads else None)
@@ -93,16 +95,18 @@ def _write(tier: Tier, final: Path, tensors: Mapping[str, GlobalTensor], extra: 
     all_do(lambda: _copy(tier, folder, results))
     content = all_do(lambda: _described(plans, results, small[0], extra) if tier.rank == 0 else b"")[0]
     leaders_do(lambda: _describe(folder, content))
-    leaders_do(lambda: _finish(final, content))
+    leaders_do(lambda: _finish(tier, final, content))
 
 
 def _begin(tier: Tier, final: Path, sizes: Sequence[int]) -> None:
     """Make the folder to build in, where the node's disk has room for its ranks' bytes and the copies of others."""
     kept = {tier.node, (tier.node - 1) % tier.nodes.count}
     size = sum(sizes[rank] for node in kept for rank in tier.nodes.ranks(node))
-    if sentence := lacking(tier.folder, size):
+    if sentence := lacking(tier.folder, size, tier.claim):
         raise StorageError(f"{sentence} (rank {tier.rank}); no local checkpoint was written", *FULL)
-    begin(final)
+    if tier.claim is not None:
+        tier.claim.ready()
+    begin(final, tier.shop)
 
 
 def _write_own(folder: Path, rank: int, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
@@ -123,9 +127,9 @@ def _describe(folder: Path, content: bytes) -> None:
     sync_folder(folder)
 
 
-def _finish(final: Path, content: bytes) -> None:
-    write_marker(building(final), content)
-    publish(final)
+def _finish(tier: Tier, final: Path, content: bytes) -> None:
+    write_marker(building(final, tier.shop), content)
+    publish(final, tier.shop)
 
 
 def _copy(tier: Tier, folder: Path, results: list[list[WriteResult]]) -> None:
@@ -149,10 +153,13 @@ def _parcel(folder: Path, results: list[WriteResult], peer: int) -> Parcel | Non
     return Parcel(folder / files[0].name, peer, files[0].record.bytes) if files else None
 
 
-def _telling(action: Callable[[], T], final: Path, rank: int) -> T:
-    """The result of ``action``; a disk that refuses is told of as such."""
+def _telling(action: Callable[[], T], final: Path, tier: Tier) -> T:
+    """The result of ``action``; a disk that refuses is told of as such, unless a later start has the folder."""
     try:
         return action()
     except OSError as error:
-        sentence = f"{error.filename or final}: {in_words(error)} (rank {rank}); no local checkpoint was written"
+        if tier.claim is not None:
+            with suppress(OSError):
+                tier.claim.check()
+        sentence = f"{error.filename or final}: {in_words(error)} (rank {tier.rank}); no local checkpoint was written"
         raise StorageError(sentence, *(FULL if is_full(error) else FULL[1:])) from error

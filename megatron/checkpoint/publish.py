@@ -1,7 +1,11 @@
 """How a checkpoint comes and goes: built beside its place, named when whole, the one it replaces removed last.
 
-``X.tmp`` is being built (or removed); ``X.replaced`` is what ``X`` replaces, until the new ``X`` has its name. Each of
-them is a checkpoint exactly if it has the marker, and there is one at every moment.
+``X.tmp`` is being built; ``X.replaced`` is what ``X`` replaces, until the new ``X`` has its name. Each of them is a
+checkpoint exactly if it has the marker, and there is one at every moment. ``X.gone`` is being removed, and none.
+
+All of them lie in a *workshop*: that of the start which holds the folder (see `lock`), or, of whoever writes a
+checkpoint without holding anything, the folder itself. All that is done to a checkpoint with its name is a rename out
+of the workshop or into it. So a start whose workshop was taken away changes nothing any more, wherever it was.
 
 Each may be a symbolic link, as when a run was begun with the checkpoints of another: it is read through, but only the
 link itself is ever moved or removed.
@@ -13,6 +17,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from contextlib import suppress
 from pathlib import Path
@@ -23,17 +28,28 @@ from megatron.checkpoint.files import make_folder, sync_folder, write_file
 from megatron.checkpoint.manifest import FORMAT, MANIFEST, MARKER, marker
 from megatron.checkpoint.remote import Location, RemotePath
 
-BUILDING, OLD = ".tmp", ".replaced"
+BUILDING, OLD, GONE = ".tmp", ".replaced", ".gone"
+
+WORKSHOP = re.compile(r"\.epoch-(\d+)")
+"""The name of a start's workshop, with the number of the start."""
 
 
-def building(final: Path) -> Path:
+def building(final: Path, shop: Path | None = None) -> Path:
     """Where the checkpoint ``final`` is built."""
-    return final.with_name(final.name + BUILDING)
+    return (shop or final.parent) / (final.name + BUILDING)
 
 
-def set_aside(final: Path) -> Path:
+def set_aside(final: Path, shop: Path | None = None) -> Path:
     """Where the older checkpoint of the same name waits meanwhile."""
-    return final.with_name(final.name + OLD)
+    return (shop or final.parent) / (final.name + OLD)
+
+
+def home(path: Location) -> Location:
+    """The folder whose checkpoint ``path`` is, be it still, or again, in a workshop."""
+    folder = path.parent
+    while WORKSHOP.fullmatch(folder.name):
+        folder = folder.parent
+    return folder
 
 
 def is_complete(path: Location) -> bool:
@@ -41,23 +57,24 @@ def is_complete(path: Location) -> bool:
     return (path / MARKER).exists()
 
 
-def begin(final: Path) -> Path:
+def begin(final: Path, shop: Path | None = None) -> Path:
     """Make an empty folder to build ``final`` in.
 
     Raises:
-        OSError: when the disk refuses.
+        OSError: when the disk refuses, or the workshop is gone.
         StorageError: when there is a folder of that name that is no checkpoint.
     """
-    make_folder(final.parent)
-    settle(final)
+    if shop is None:
+        make_folder(final.parent)
+    settle(final, shop)
     if _is_taken(final) and not _is_ours(final):
         raise StorageError(
             f"{final} exists and is not a checkpoint of this program; no checkpoint was written",
             f"mv {final} {final}.other",
             "--save A_NEW_FOLDER",
         )
-    os.mkdir(building(final))
-    return building(final)
+    os.mkdir(building(final, shop))
+    return building(final, shop)
 
 
 def write_marker(folder: Path, manifest: bytes) -> None:
@@ -71,39 +88,40 @@ def write_marker(folder: Path, manifest: bytes) -> None:
     sync_folder(folder)
 
 
-def publish(final: Path) -> None:
+def publish(final: Path, shop: Path | None = None) -> None:
     """Give the complete checkpoint that was built for ``final`` its name; the one that had it goes.
 
     Raises:
         OSError: when the disk refuses; then nothing is published.
     """
-    old = set_aside(final)
+    built, old = building(final, shop), set_aside(final, shop)
     if is_complete(final):
-        remove(old)
+        remove(old, shop)
     if _is_taken(final) and _is_taken(old):  # the old one is complete, the one in the place is not
-        remove(final)
+        remove(final, shop)
     elif _is_taken(final):
         os.rename(final, old)
-    os.rename(building(final), final)
+    os.rename(built, final)
     try:
         sync_folder(final.parent)
     except OSError:
-        os.rename(final, building(final))
+        os.rename(final, built)
         raise
     with suppress(OSError):  # the new one is safe; what is left of the old is removed by the next settle
-        remove(old)
+        remove(old, shop)
 
 
-def abandon(final: Path) -> None:
+def abandon(final: Path, shop: Path | None = None) -> None:
     """After a failed save: remove what was built, as far as the disk lets us, and put back what was set aside."""
+    old = set_aside(final, shop)
     with suppress(OSError):
-        if is_complete(set_aside(final)) and not _is_taken(final):
-            os.rename(set_aside(final), final)
+        if is_complete(old) and not _is_taken(final):
+            os.rename(old, final)
     with suppress(OSError):
-        remove(building(final))
+        remove(building(final, shop), shop)
 
 
-def settle(final: Path) -> None:
+def settle(final: Path, shop: Path | None = None) -> None:
     """Finish what a crash interrupted: publish what was complete, remove what was not.
 
     Raises:
@@ -111,13 +129,15 @@ def settle(final: Path) -> None:
     """
     if _is_taken(final) and not _is_ours(final):
         return
-    old = set_aside(final)
-    if is_complete(building(final)):
-        publish(final)
+    built, old = building(final, shop), set_aside(final, shop)
+    for path in (built, final, old):
+        _delete(_going(path, shop))
+    if is_complete(built):
+        publish(final, shop)
     else:
-        remove(building(final))
+        remove(built, shop)
     if is_complete(final):
-        remove(old)
+        remove(old, shop)
     elif is_complete(old) and not _is_taken(final):
         os.rename(old, final)
         sync_folder(final.parent)
@@ -128,8 +148,8 @@ def is_cut_off(path: Location) -> bool:
     return (path.suffix == BUILDING or isinstance(path, RemotePath)) and not is_complete(path)
 
 
-def remove(path: Location) -> None:
-    """Delete a checkpoint, marker first; a crash on the way leaves it whole or an ``X.tmp`` without a marker.
+def remove(path: Location, shop: Path | None = None) -> None:
+    """Delete a checkpoint, or what is left of one: its name first, so that a crash on the way leaves no half of it.
 
     Of a symbolic link the link itself.
 
@@ -139,19 +159,26 @@ def remove(path: Location) -> None:
     if isinstance(path, RemotePath):
         attempts.remove(path)
         return
+    if not _is_taken(path):
+        return
+    going = _going(path, shop)
+    _delete(going)
+    os.rename(path, going)
+    sync_folder(path.parent)
+    _delete(going)
+
+
+def _going(path: Path, shop: Path | None) -> Path:
+    """What is called so while it is removed."""
+    return (shop or path.parent) / (path.name + GONE)
+
+
+def _delete(path: Path) -> None:
+    """Delete a folder or a link, if it is there."""
     if path.is_symlink():
         os.unlink(path)
-        sync_folder(path.parent)
-        return
-    if not path.exists():
-        return
-    if path.suffix not in (BUILDING, OLD) and not _is_taken(building(path)):
-        os.rename(path, building(path))
-        path = building(path)
-    if is_complete(path):
-        os.unlink(path / MARKER)
-        sync_folder(path)
-    shutil.rmtree(path)
+    elif path.exists():
+        shutil.rmtree(path)
 
 
 def _is_taken(path: Path) -> bool:

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Mapping
 from contextlib import suppress
 
+from megatron.checkpoint.claims import Claim
 from megatron.checkpoint.files import elsewhere
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.parts import GlobalTensor
@@ -19,15 +20,15 @@ def bytes_of(tensors: Mapping[str, GlobalTensor]) -> int:
     return sum(part.box.numel * tensor.dtype.itemsize for tensor in tensors.values() for part in tensor.parts)
 
 
-def shortage(folder: Location, size: int) -> Problem | None:
+def shortage(folder: Location, size: int, claim: Claim | None = None) -> Problem | None:
     """What is wrong where the disk of a ``--save`` folder has no room for a checkpoint of ``size`` bytes of tensors."""
-    sentence = lacking(folder, size)
+    sentence = lacking(folder, size, claim)
     if sentence is None:
         return None
     return Problem("E816", sentence, ("free some space", elsewhere(Checkpoints(folder).to_go_on_from())))
 
 
-def lacking(folder: Location, size: int) -> str | None:
+def lacking(folder: Location, size: int, claim: Claim | None = None) -> str | None:
     """That the disk of a folder of checkpoints has no room for ``size`` bytes more, in words, where that is so.
 
     Room that saves which were cut off still hold is freed first. What the disk does not tell is no shortage.
@@ -36,7 +37,7 @@ def lacking(folder: Location, size: int) -> str | None:
     if free is None or free >= size:
         return None
     with suppress(OSError):
-        Checkpoints(folder).retain(None)
+        Checkpoints(folder).retain(None, claim=claim)
     free = _free(folder)
     if free is None or free >= size:
         return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -21,13 +22,14 @@ from torch.futures import Future
 
 from megatron.checkpoint import attempts
 from megatron.checkpoint.boxes import cut, folding, partition_problem, relative
+from megatron.checkpoint.claims import Claim
 from megatron.checkpoint.errors import StorageError
-from megatron.checkpoint.files import checksum, make_folder, refused, sync_folder, write_file
+from megatron.checkpoint.files import checksum, make_folders_inside, refused, sync_folder, write_file
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import MANIFEST, Chunk, FileRecord, TensorRecord, encode
 from megatron.checkpoint.parts import GlobalTensor
 from megatron.checkpoint.publish import abandon, begin, publish, write_marker
-from megatron.checkpoint.remote import Location, RemotePath
+from megatron.checkpoint.remote import Location, RemotePath, on_disk
 from megatron.checkpoint.retries import again
 from megatron.checkpoint.tensorfile import NAMES, TensorFileWriter
 from megatron.parallel.shard import Box
@@ -134,8 +136,9 @@ class FileResult:
 class CheckpointWriter(StorageWriter):
     """Writes one safetensors file per rank, then on rank 0 the manifest and the marker."""
 
-    def __init__(self, final: Location, extra: Extra, rank: int) -> None:
-        self._final, self._extra, self._rank = final, extra, rank
+    def __init__(self, final: Location, extra: Extra, rank: int, claim: Claim | None = None) -> None:
+        self._final, self._extra, self._rank, self._claim = final, extra, rank, claim
+        self._shop = claim.shop if claim is not None else None
         self._folder: Location | None = None
 
     def abandon(self) -> None:
@@ -143,7 +146,7 @@ class CheckpointWriter(StorageWriter):
         if isinstance(self._folder, RemotePath):
             attempts.abandon(self._folder)
         elif self._folder is not None and isinstance(self._final, Path):
-            abandon(self._final)
+            abandon(self._final, self._shop)
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Nothing: a writer writes one checkpoint."""
@@ -163,10 +166,13 @@ class CheckpointWriter(StorageWriter):
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Choose and make the folder that all ranks write into; their plans say which it is."""
-        final = self._final
-        folder = self._telling(lambda: attempts.begin(final) if isinstance(final, RemotePath) else begin(final))
-        self._folder = folder
+        folder = self._folder = self._telling(self._begin)
         return [replace(plan, storage_data=folder) for plan in plans]
+
+    def _begin(self) -> Location:
+        if self._claim is not None:
+            self._claim.ready()
+        return attempts.begin(self._final) if isinstance(self._final, RemotePath) else begin(self._final, self._shop)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file, chunk by chunk."""
@@ -191,19 +197,26 @@ class CheckpointWriter(StorageWriter):
         content, files = describe_all(kinds, results, write_small(folder, self._extra.files), self._extra)
         if isinstance(folder, RemotePath):
             _check_lengths(folder, files, folder.files())
+            if self._claim is not None:
+                self._claim.check()
             attempts.publish(folder, content)
             return
         write_file(folder / MANIFEST, content)
         sync_folder(folder)
         _check_lengths(folder, files, _lengths(folder, files))
         write_marker(folder, content)
-        publish(folder.with_suffix(""))
+        publish(on_disk(self._final), self._shop)
 
     def _telling(self, action: Callable[[], T]) -> T:
-        """The result of ``action``; a disk that refuses is told of as such."""
+        """The result of ``action``; a disk that refuses is told of as such, unless a later start has the folder."""
         try:
             return action()
-        except OSError as error:
+        except (OSError, StorageError) as error:
+            if self._claim is not None:
+                with suppress(OSError):
+                    self._claim.check()
+            if isinstance(error, StorageError):
+                raise
             older = Checkpoints(self._final.parent).to_go_on_from()
             raise refused(error, self._final, self._rank, older) from error
 
@@ -265,7 +278,8 @@ def write_small(folder: Location, files: Mapping[str, Path | bytes]) -> dict[str
 def _write_small(folder: Location, name: str, content: Path | bytes) -> FileRecord:
     data = content if isinstance(content, bytes) else content.read_bytes()
     parent = (folder / name).parent
-    make_folder(parent)
+    if isinstance(folder, Path):
+        make_folders_inside(folder, name)
     write_file(folder / name, data)
     sync_folder(parent)
     return FileRecord(len(data), len(data), checksum(data))

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.claims import Claim
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor
@@ -24,6 +25,7 @@ def write(
     config: dict[str, Any],
     group: Group,
     files: Mapping[str, Path | bytes] | None = None,
+    claim: Claim | None = None,
 ) -> None:
     """Write a checkpoint; it has its name when the call returns, and all of it is on the disk.
 
@@ -37,9 +39,11 @@ def write(
         config: options, as JSON; rank 0's is written.
         group: the ranks that write.
         files: small files by name inside the checkpoint, as content or as what to copy; rank 0's are written.
+        claim: of the start that holds the folder which the checkpoint lies in.
 
     Raises:
         StorageError: when the disk refuses, on any rank.
+        SupersededError: when a later start has the folder.
         TypeError, ValueError: when the parts are no partition of the tensors, or state or config is no JSON.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -47,7 +51,7 @@ def write(
     from megatron.checkpoint.saving import CheckpointWriter, Extra, PartsSavePlanner
 
     planner = PartsSavePlanner(tensors)
-    writer = CheckpointWriter(folder, Extra(state, config, files or {}), group.rank)
+    writer = CheckpointWriter(folder, Extra(state, config, files or {}), group.rank, claim)
 
     _together(
         lambda: save(dict(tensors), storage_writer=writer, planner=planner, **_ranks(group)),

@@ -7,13 +7,73 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NoReturn, TextIO
 
 from megatron.config.problems import Problem
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
 """Slurm counts the steps of a job from 0; from here on numbers mean a batch script, an interactive shell and so on."""
+
+
+NO_ID = "none"
+"""What torchrun takes for a ``--rdzv-id`` where none is given: the same for everybody."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Which start of which job a process belongs to, as far as the launcher says.
+
+    Attributes:
+        job: Slurm's number of the job.
+        cluster: Slurm's name of the cluster, whose jobs the number tells apart.
+        restart: how often Slurm has put the job back into its queue.
+        step: of the job, counted by srun; -1 outside of any.
+        group: torchrun's ``--rdzv-id``.
+        attempt: how often torchrun has restarted its processes.
+    """
+
+    job: str | None = None
+    cluster: str | None = None
+    restart: int = 0
+    step: int = -1
+    group: str | None = None
+    attempt: int = 0
+
+    @classmethod
+    def read(cls, environ: Mapping[str, str]) -> Start:
+        """What ``environ`` says."""
+        job, group = environ.get("SLURM_JOB_ID") or None, environ.get("TORCHELASTIC_RUN_ID") or None
+        return cls(
+            job=job,
+            cluster=environ.get("SLURM_CLUSTER_NAME") if job else None,
+            restart=_number(environ, "SLURM_RESTART_COUNT", 0) if job else 0,
+            step=_step(environ) if job else -1,
+            group=None if group == NO_ID else group,
+            attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if group else 0,
+        )
+
+    def follows(self, other: Start) -> bool:
+        """Whether this is a later start of the same job, which takes the place of ``other``.
+
+        Within one step of one job, and outside of Slurm, it is torchrun that starts again: with the same
+        ``--rdzv-id``, and a number of attempts that does not go down (a rank that comes or goes starts all of them
+        anew, and is not counted).
+        """
+        if (self.job, self.cluster) != (other.job, other.cluster):
+            return False
+        here, there = (self.restart, self.step), (other.restart, other.step)
+        if here != there:
+            return here > there
+        return self.group is not None and self.group == other.group and self.attempt >= other.attempt
+
+    def __str__(self) -> str:
+        words = []
+        if self.job is not None:
+            words += [f"Slurm job {self.job}", f"restart {self.restart}", *([f"step {self.step}"] * (self.step >= 0))]
+        if self.group is not None:
+            words += [f"torchrun's {self.group}", f"attempt {self.attempt}"]
+        return ", ".join(words)
 
 
 @dataclass(frozen=True)
@@ -28,6 +88,7 @@ class Launch:
         local_size: ranks of this machine, as far as this one knows.
         master: the address at which rank 0 waits for the others; None when nobody says.
         node: tells this machine from the others of the run, and grows with their order; not by ones.
+        start: which one of which job this is.
     """
 
     launcher: str | None = None
@@ -37,6 +98,7 @@ class Launch:
     local_size: int = 1
     master: str | None = "127.0.0.1"
     node: int = 0
+    start: Start = field(default_factory=Start)
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
@@ -45,21 +107,22 @@ class Launch:
             return cls._torchrun(environ)
         if _is_srun_step(environ):
             return cls._srun(environ)
-        return cls()
+        return cls(start=Start.read(environ))
 
     @classmethod
     def _torchrun(cls, environ: Mapping[str, str]) -> Launch:
         rank, size, local = int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", "0"))
         local_size = int(environ.get("LOCAL_WORLD_SIZE", local + 1))
         master = environ.get("MASTER_ADDR", cls.master)
-        return cls("torchrun", rank, size, local, local_size, master, rank - local)
+        return cls("torchrun", rank, size, local, local_size, master, rank - local, Start.read(environ))
 
     @classmethod
     def _srun(cls, environ: Mapping[str, str]) -> Launch:
         rank, size, local = (int(environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
         one_machine = environ.get("SLURM_NNODES", "1") == "1"
         master = environ.get("MASTER_ADDR", cls.master if one_machine else None)
-        return cls("srun", rank, size, local, local + 1, master, int(environ.get("SLURM_NODEID", "0")))
+        node = int(environ.get("SLURM_NODEID", "0"))
+        return cls("srun", rank, size, local, local + 1, master, node, Start.read(environ))
 
     def problems(self) -> Iterator[Problem]:
         """Why the ranks cannot find each other."""
@@ -73,9 +136,19 @@ class Launch:
 
 def _is_srun_step(environ: Mapping[str, str]) -> bool:
     """Whether srun started this process; a batch script has its job's variables too, but is no rank."""
-    step = environ.get("SLURM_STEP_ID", "")
-    known = {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"} <= environ.keys()
-    return known and step.isdecimal() and int(step) < FIRST_SPECIAL_STEP
+    return _step(environ) >= 0 and {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"} <= environ.keys()
+
+
+def _step(environ: Mapping[str, str]) -> int:
+    """Number of the step that srun started; -1 outside of any."""
+    step = _number(environ, "SLURM_STEP_ID", -1)
+    return step if step < FIRST_SPECIAL_STEP else -1
+
+
+def _number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
+    """A variable that is a number, if it is."""
+    text = environ.get(name, "")
+    return int(text) if text.isdecimal() else otherwise
 
 
 def leave(status: int) -> NoReturn:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError
+from megatron.checkpoint.claims import Claim
+from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError, SupersededError
 from megatron.checkpoint.exchange import Tier, together
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.local import NODE, LocalCheckpoint, Nodes, folder_of
@@ -31,11 +32,11 @@ from megatron.training.origin import Origin, is_asked, newest_own, passed_over
 from megatron.training.setup import Trainer
 
 
-def tier_of(options: CheckpointConfig, group: Group, wire: Group) -> Tier:
+def tier_of(options: CheckpointConfig, group: Group, wire: Group, claim: Claim | None = None) -> Tier:
     """The nodes' folders of a run with a ``local_save``; collective over all ranks, which are ``group``.
 
     Files go over ``wire``, the same ranks with communicators of their own for tensors of the CPU. Where none is sent
-    yet, it may be the same.
+    yet, it may be the same. ``claim`` is the one on the node's folder.
 
     Raises:
         UserError: when the nodes have not as many ranks each.
@@ -46,31 +47,33 @@ def tier_of(options: CheckpointConfig, group: Group, wire: Group) -> Tier:
         counts = ", ".join(str(len(nodes.ranks(node))) for node in range(nodes.count))
         sentence = f"--local-save: the nodes have {counts} ranks; each keeps copies for another, so all need as many"
         raise UserError([Problem("E804", sentence, ("drop --local-save",))])
-    return Tier(folder_of(str(options.local_save), nodes.of[group.rank]), nodes, group, wire)
+    return Tier(folder_of(str(options.local_save), nodes.of[group.rank]), nodes, group, wire, claim)
 
 
 @contextmanager
-def claimed_on_nodes(options: CheckpointConfig, world: Group) -> Iterator[None]:
-    """Keep the nodes' folders for this run, and make them.
+def claimed_on_nodes(options: CheckpointConfig, world: Group) -> Iterator[Claim | None]:
+    """Keep the nodes' folders for this run, and make them; every rank gets the claim on its node's.
 
     Raises:
         CheckpointError: when another run, or another node, has one, or it cannot be written; on every rank.
         UserError: when the nodes have not as many ranks each.
 
     """
+    claim = None
     with ExitStack() as stack:
         if options.local_save is not None:
             tier = tier_of(options, world, world)
-            together(lambda: _claim(stack, tier, str(options.local_save)), world)
-        yield
+            claims = together(lambda: _claim(stack, tier, str(options.local_save)), world)
+            claim = claims[tier.nodes.ranks(tier.node)[0]]
+        yield claim
 
 
-def _claim(stack: ExitStack, tier: Tier, pattern: str) -> None:
+def _claim(stack: ExitStack, tier: Tier, pattern: str) -> Claim | None:
     if not tier.leads:
-        return
+        return None
     try:
-        stack.enter_context(hold(tier.folder, "--local-save"))
-    except StorageError:
+        return stack.enter_context(hold(tier.folder, "--local-save", Launch.read(os.environ).start))
+    except (StorageError, SupersededError):
         raise
     except CheckpointError as error:
         if tier.nodes.count == 1 or NODE in pattern:

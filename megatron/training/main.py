@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+from megatron.checkpoint.claims import Claims
 from megatron.config.launch import Launch
 from megatron.config.problems import UserError
 from megatron.config.run import RunConfig
@@ -74,13 +75,15 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartUp) ->
     profiles = ProfileRequests(config.logging.run_dir, rank, warn)
     stop = StopRequest(world, device, minutes, startup.began, profiles, file)
     try:
-        with claimed(config.checkpoint.save, world), claimed_on_nodes(config.checkpoint, world):
-            return train_from_origin(config, notes, stop, startup)
+        with claimed(config.checkpoint.save, world) as save, claimed_on_nodes(config.checkpoint, world) as node:
+            return train_from_origin(config, notes, stop, startup, Claims(save, node))
     finally:
         stop.restore()
 
 
-def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest, startup: StartUp) -> int:
+def train_from_origin(
+    config: RunConfig, notes: Sequence[str], stop: StopRequest, startup: StartUp, claims: Claims
+) -> int:
     """Begin where there is something to begin with, and train."""
     world = stop.world
     with before_the_first_step():
@@ -88,7 +91,7 @@ def train_from_origin(config: RunConfig, notes: Sequence[str], stop: StopRequest
             origin = choose(config.checkpoint, world)
         trainer = build(config, world.rank, world.size, fresh=origin.fresh, clock=startup)
         trainer.goodput, trainer.startup = Goodput(startup.began), startup
-        stop.world = trainer.mesh.world
+        trainer.claims, stop.world = claims, trainer.mesh.world
         take_step = StepRunner(trainer)
         with startup("checkpoint"):
             notes = [*notes, *trainer.notes, *begin(trainer, origin)]

@@ -15,7 +15,7 @@ from megatron.checkpoint.errors import DamagedError, NewerVersionError, Unreacha
 from megatron.checkpoint.folder import NAME, Checkpoints
 from megatron.checkpoint.local import LocalCheckpoint, is_local
 from megatron.checkpoint.manifest import Manifest
-from megatron.checkpoint.publish import is_complete, is_cut_off
+from megatron.checkpoint.publish import home, is_complete, is_cut_off
 from megatron.checkpoint.remote import Location, location
 from megatron.config.checks.checkpoint import holds_checkpoints
 from megatron.config.checks.optimizer import schedule_problems
@@ -306,4 +306,4 @@ def is_own(path: Location, options: CheckpointConfig) -> bool:
     """Whether a checkpoint is the run's: in its ``save`` folder, or in that of a node."""
     if options.local_save is not None and isinstance(path, Path) and is_local(path, options.local_save):
         return True
-    return options.save is not None and path.parent.resolve() == location(options.save).resolve()
+    return options.save is not None and home(path).resolve() == location(options.save).resolve()

@@ -73,7 +73,7 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
     """
     notes, config = list(origin.notes), trainer.config
     if config.checkpoint.local_save is not None:
-        trainer.local = tier_of(config.checkpoint, trainer.mesh.beside(), trainer.mesh.beside())
+        trainer.local = tier_of(config.checkpoint, trainer.mesh.beside(), trainer.mesh.beside(), trainer.claims.node)
         notes += remarks(trainer.local)
     recorded = recorded_files(config.data, config.model.vocab)
     trainer.files = recorded

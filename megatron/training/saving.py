@@ -8,13 +8,15 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from megatron.checkpoint.background import Staging, in_background
-from megatron.checkpoint.errors import CheckpointError, StorageError
+from megatron.checkpoint.claims import Claim
+from megatron.checkpoint.errors import CheckpointError, StorageError, SupersededError
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
 from megatron.checkpoint.parts import GlobalTensor
@@ -73,6 +75,7 @@ class Job:
         files: small ones that go with it.
         bytes: of the tensors of all ranks.
         started: what ``time.monotonic()`` was.
+        claim: on the run's ``save`` folder.
     """
 
     options: CheckpointConfig
@@ -83,6 +86,7 @@ class Job:
     files: Mapping[str, Path | bytes]
     bytes: int
     started: float
+    claim: Claim | None = None
 
     def run(self, group: Group, blocking: float | None = None) -> Saved:
         """Write it, if there is room, and then delete those that need not be kept; collective over ``group``.
@@ -95,22 +99,32 @@ class Job:
         Raises:
             StorageError: when there is no room for it or it cannot be written, on every rank alike; the older ones are
                 as they were.
+            SupersededError: when a later start has the folder.
 
         """
-        if problem := _shortage(self.options, self.bytes, group):
+        if problem := _shortage(self.options, self.bytes, group, self.claim):
             raise StorageError(str(problem))
         folder = Checkpoints(location(str(self.options.save)))
         path = folder.path(self.iteration)
-        write(path, self.tensors, self.state, self.config, group, self.files)
+        write(path, self.tensors, self.state, self.config, group, self.files, self.claim)
         warning = self._make_room(folder, path) if group.rank == 0 else None
         return Saved(path, self.iteration, self.bytes, time.monotonic() - self.started, blocking, warning)
 
     def _make_room(self, folder: Checkpoints, path: Location) -> str | None:
-        """Delete what need not be kept; what speaks against it, which is no reason to end a run."""
+        """Delete what need not be kept; what speaks against it, which is no reason to end a run.
+
+        Raises:
+            SupersededError: when a later start has the folder.
+        """
         try:
             Manifest.open(path)
-            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration)
+            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, claim=self.claim)
+        except SupersededError:
+            raise
         except (CheckpointError, OSError) as error:
+            if self.claim is not None:
+                with suppress(OSError):
+                    self.claim.check()
             return f"older checkpoints are not deleted: {error}"
         return None
 
@@ -155,9 +169,9 @@ def prepare(trainer: Trainer) -> Job:
 
     """
     t, started = trainer, time.monotonic()
-    tensors = to_write(t)
+    tensors, options = to_write(t), t.config.checkpoint
     size = _size_of(tensors, t)
-    return Job(t.config.checkpoint, t.iteration, tensors, state(t), to_dict(t.config), t.files, size, started)
+    return Job(options, t.iteration, tensors, state(t), to_dict(t.config), t.files, size, started, t.claims.save)
 
 
 def refuse_full_disk(trainer: Trainer) -> None:
@@ -169,7 +183,7 @@ def refuse_full_disk(trainer: Trainer) -> None:
     """
     if trainer.config.checkpoint.save is None or trainer.iteration >= trainer.total_steps:
         return
-    if problem := _shortage(trainer.config.checkpoint, size_of(trainer), trainer.mesh.world):
+    if problem := _shortage(trainer.config.checkpoint, size_of(trainer), trainer.mesh.world, trainer.claims.save):
         raise UserError([problem])
 
 
@@ -182,9 +196,9 @@ def _size_of(tensors: Mapping[str, GlobalTensor], trainer: Trainer) -> int:
     return sum(comm.all_gather_objects(bytes_of(tensors), trainer.mesh.world))
 
 
-def _shortage(options: CheckpointConfig, size: int, group: Group) -> Problem | None:
+def _shortage(options: CheckpointConfig, size: int, group: Group, claim: Claim | None) -> Problem | None:
     """What is wrong where a checkpoint of that size does not fit, as rank 0 sees the disk; collective."""
-    return on_first(lambda: shortage(location(str(options.save)), size), group)
+    return on_first(lambda: shortage(location(str(options.save)), size, claim), group)
 
 
 @dataclass(frozen=True)

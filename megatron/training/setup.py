@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
+from megatron.checkpoint.claims import Claims
 from megatron.checkpoint.exchange import Tier
 from megatron.config.batch import batch_at, global_batch, microbatches, total_steps
 from megatron.config.launch import Launch
@@ -86,6 +87,7 @@ class Trainer:
         notes: what the start of the run is to say of how it computes.
         files: what its checkpoints carry besides, by name: those of the tokenizer, for whoever uses the model.
         local: the nodes' folders of checkpoints.
+        claims: on the folders that the run's checkpoints are written to.
     """
 
     config: RunConfig
@@ -116,6 +118,7 @@ class Trainer:
     notes: tuple[str, ...] = ()
     files: Mapping[str, Path | bytes] = field(default_factory=dict)
     local: Tier | None = None
+    claims: Claims = field(default_factory=Claims)
 
     def compute(self, batches: Sequence[MicroBatch], seed: Tensor | None, program: Program | None = None) -> None:
         """Run the pipeline over this rank's micro-batches.

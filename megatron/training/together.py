@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TypeVar
 
+from megatron.checkpoint.claims import Claim
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.lock import hold
 from megatron.checkpoint.remote import location
+from megatron.config.launch import Launch
 from megatron.config.problems import UserError
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
@@ -43,14 +46,18 @@ def _outcome(act: Callable[[], T]) -> tuple[tuple[T, ...], Exception | None]:
 
 
 @contextmanager
-def claimed(save: str | None, world: Group) -> Iterator[None]:
+def claimed(save: str | None, world: Group) -> Iterator[Claim | None]:
     """Keep the ``save`` folder for this run, and make it, so that one that cannot be written is found before a step.
+
+    An earlier start of the same job that still has it is superseded. All ranks get the claim that the first has.
 
     Raises:
         CheckpointError: when another run has it, or it cannot be written; on every rank.
 
     """
     with ExitStack() as stack:
+        claim = None
         if save is not None:
-            on_first(lambda: stack.enter_context(hold(location(save))), world)
-        yield
+            start = Launch.read(os.environ).start
+            claim = on_first(lambda: stack.enter_context(hold(location(save), start=start)), world)
+        yield claim

@@ -100,7 +100,7 @@ class Watch:
         if folder is not None:
             return f"{self._open[folder]}/{what}" if folder in self._open else None
         path = f"{os.fspath(what)}"
-        return path if path.startswith(self._folders) and not path.endswith(".lock") else None
+        return path if path.startswith(self._folders) and not path.endswith("claim.json") else None
 
     def _before(self, name: str, number: int, place: str, args: tuple[Any, ...]) -> None:
         self._note(self._notes, f"{name} {place}\n".encode())

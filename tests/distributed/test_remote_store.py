@@ -112,7 +112,7 @@ def test_a_store_that_cannot_be_written_or_read_ends_the_run_before_a_step(
     address[1].fault = lambda r: "403"
     told = start(tiny_run(tmp_path, FLAGS))
     assert told.status == 1
-    assert f"{RUN}/.lock: access denied" in told.err
+    assert f"{RUN}/claim.json: access denied" in told.err
     address[1].fault = lambda r: None
     assert start(tiny_run(tmp_path, f"{FLAGS} --exit-interval 2")).status == 0
     address[1].fault = lambda r: "503" if r.kind != "PUT" and "iter_" in r.key else None

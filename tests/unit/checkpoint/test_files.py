@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.claims import CLAIM
 from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.lock import hold
 from megatron.checkpoint.manifest import Manifest
@@ -75,7 +76,7 @@ def test_a_save_elsewhere_goes_on_from_the_older_checkpoints(
 
 @pytest.mark.parametrize("older", [True, False])
 def test_so_does_a_run_that_cannot_lock_its_folder(tmp_path: Path, older: bool) -> None:
-    (tmp_path / ".lock").mkdir()
+    (tmp_path / ".epoch-3" / CLAIM).mkdir(parents=True)
     if older:
         save(tmp_path / "iter_0000001", small())
     with pytest.raises(StorageError) as caught, hold(tmp_path):

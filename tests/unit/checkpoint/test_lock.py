@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import os
 import signal
 import socket
@@ -13,9 +14,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron.checkpoint.claims import CLAIM
 from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.folder import Checkpoints
-from megatron.checkpoint.lock import LOCK, hold
+from megatron.checkpoint.lock import hold
 
 HOLDER = """
 import sys
@@ -36,14 +38,17 @@ def test_another_process_is_named_and_its_death_frees_the_folder(tmp_path: Path)
         for _ in range(2):  # a refusal does not take the lock away
             with pytest.raises(CheckpointError) as caught, hold(tmp_path):
                 pass
-            seen = f"{tmp_path} is in use by process {other.pid} on {socket.gethostname()}"
-            assert str(caught.value) == f"{seen}\n  fix: --save ANOTHER"
+            seen = f"{tmp_path} is in use by process {other.pid} on {socket.gethostname()} since 20"
+            assert str(caught.value).startswith(seen)
+            assert str(caught.value).endswith(" UTC\n  fix: --save ANOTHER")
         with hold(tmp_path / "else"):
             pass
         other.send_signal(signal.SIGKILL)
         other.wait()
-    with hold(tmp_path):
-        assert (tmp_path / LOCK).read_text() == f"process {os.getpid()} on {socket.gethostname()}\n"
+    with hold(tmp_path) as claim:
+        assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == [".epoch-2", "else"]
+        said = json.loads((tmp_path / ".epoch-2" / CLAIM).read_text())
+        assert (claim.epoch, said["epoch"], said["pid"], said["host"]) == (2, 2, os.getpid(), socket.gethostname())
 
 
 def test_held_until_the_end_of_the_block(tmp_path: Path) -> None:
@@ -79,7 +84,7 @@ def test_a_lock_that_fails_for_another_reason(tmp_path: Path, monkeypatch: pytes
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(fcntl, "flock", flock)
-    with pytest.raises(StorageError, match=r"\.lock: Input/output error"), hold(tmp_path):
+    with pytest.raises(StorageError, match="Input/output error; no checkpoint"), hold(tmp_path):
         pass
 
 

@@ -7,6 +7,7 @@ removal are cut off at every request they make.
 from __future__ import annotations
 
 import errno
+import json
 import random
 import re
 from collections.abc import Iterator
@@ -372,7 +373,7 @@ def test_a_store_that_does_not_answer_is_no_damage(store: Store, fault: str) -> 
 
 def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
     with lock.hold(RUN), lock.hold(RUN):
-        assert store.objects["bucket/runs/a/.lock"].startswith(b"process ")
+        assert json.loads(store.objects["bucket/runs/a/claim.json"])["epoch"] == 2
     assert Checkpoints(RUN).named() == []
     with failing(store, lambda r: "403"), pytest.raises(StorageError, match="access denied"), lock.hold(RUN):
         pass

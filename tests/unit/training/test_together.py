@@ -55,7 +55,7 @@ def test_a_second_run_in_one_folder_ends_before_it_touches_anything(tmp_path: Pa
     assert (told.status, told.samples) == (1, {})
     assert told.err.startswith(f"error: {tmp_path}/saved is in use by process ")
     assert told.err.endswith("\n  fix: --save ANOTHER\n")
-    assert [path.name for path in (tmp_path / "saved").iterdir()] == [".lock"]
+    assert [path.name for path in (tmp_path / "saved").iterdir()] == [".epoch-1"]
     assert start(tiny_run(tmp_path, f"--save {tmp_path}/saved")).status == 0
 
 

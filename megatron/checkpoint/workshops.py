@@ -1,0 +1,85 @@
+"""The workshops in a folder of checkpoints, one for each start that the folder remembers: ``.epoch-7``.
+
+A start moves those of the starts before it into its own. What was complete in them then gets its name, the rest goes.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from megatron.checkpoint.publish import BUILDING, GONE, OLD, WORKSHOP, settle
+
+PREFIX = ".epoch-"
+
+BESIDE = re.compile(rf"iter_\d+({re.escape(BUILDING)}|{re.escape(OLD)})?({re.escape(GONE)})?")
+"""Names of checkpoints, and of what lies beside them where nothing was held."""
+
+
+def workshop(folder: Path, epoch: int) -> Path:
+    """That of a start."""
+    return folder / f"{PREFIX}{epoch}"
+
+
+def workshops(folder: Path) -> list[tuple[int, Path]]:
+    """Epoch and path of those in a folder, oldest first; not of those further inside.
+
+    Raises:
+        OSError: when the disk does not say.
+    """
+    names = [name for name in os.listdir(folder) if WORKSHOP.fullmatch(name)] if folder.is_dir() else []
+    return sorted((int(name.removeprefix(PREFIX)), folder / name) for name in names)
+
+
+def inside(folder: Path) -> Iterator[Path]:
+    """All that lies in the workshops of a folder, and in workshops that those have taken over; each but once.
+
+    Raises:
+        OSError: when the disk does not say.
+    """
+    for _, shop in workshops(folder):
+        with suppress(FileNotFoundError):  # a start of this moment has taken it away
+            yield from sorted(path for path in shop.iterdir() if not WORKSHOP.fullmatch(path.name))
+            yield from inside(shop)
+
+
+def take_over(folder: Path, epoch: int) -> None:
+    """Take from all earlier starts what they could still change the checkpoints by, and finish what they began.
+
+    Raises:
+        OSError: when the disk refuses, or the workshop of ``epoch`` is gone.
+        StorageError: likewise.
+    """
+    mine = workshop(folder, epoch)
+    for name in sorted(os.listdir(folder)):
+        number = name.removeprefix(PREFIX).partition(".")[0]  # one that was never finished is called .epoch-7.5f3a90
+        if name.startswith(PREFIX) and number.isdecimal() and int(number) < epoch:
+            with suppress(FileNotFoundError):  # its start has given up
+                os.rename(folder / name, mine / name)
+    _take_in(folder, mine)
+    _finish(folder, mine)
+
+
+def _take_in(folder: Path, mine: Path) -> None:
+    """What somebody left beside the checkpoints who held nothing; older than all else."""
+    left = [name for name in os.listdir(folder) if (match := BESIDE.fullmatch(name)) and any(match.groups())]
+    if not left:
+        return
+    with suppress(FileExistsError):
+        os.mkdir(workshop(mine, 0))
+    for name in sorted(left):
+        os.rename(folder / name, workshop(mine, 0) / name)
+
+
+def _finish(folder: Path, shop: Path) -> None:
+    """Settle all that lies in the workshops inside of one, the older ones first, and remove them."""
+    for _, older in workshops(shop):
+        _finish(folder, older)
+        for name in sorted({path.name.partition(".")[0] for path in older.glob("iter_*")}):
+            settle(folder / name, older)
+        with suppress(OSError):  # files that a process still has open may hold it up; it is out of the way
+            shutil.rmtree(older)
