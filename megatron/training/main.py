@@ -36,6 +36,7 @@ from megatron.training.startup import StartUp
 from megatron.training.stop import StopRequest
 from megatron.training.together import claimed
 from megatron.training.wandb_sink import notes_on_the_journal
+from megatron.training.vigil import vigil
 from megatron.training.whereabouts import spared, where_all_are, whereabouts
 
 
@@ -86,7 +87,7 @@ def train_from_origin(
 ) -> int:
     """Begin where there is something to begin with, and train."""
     world = stop.world
-    with before_the_first_step():
+    with before_the_first_step(), vigil(world):
         with startup("checkpoint"):
             origin = choose(config.checkpoint, world)
         trainer = build(config, world.rank, world.size, fresh=origin.fresh, clock=startup)
@@ -116,7 +117,8 @@ def train_from_origin(
         pipeline = PipelineProfiler(options, run_dir, trainer, tell, warn)
         profiler = Profiler(options, run_dir, world.rank, trainer.device, models, tell, warn, pipeline)
         try:
-            return train(trainer, take_step, log, stop, profiler)
+            with vigil(world):
+                return train(trainer, take_step, log, stop, profiler)
         finally:
             profiler.close(trainer.iteration)
 
