@@ -25,8 +25,9 @@ Values are laid over one another in this order: the defaults below, the model of
 `--set group.field=value`. A later source that says a length, or where tokens come from, in another way
 (`train_samples` after `train_iters`, `mock_data` after `data_path`) replaces the earlier one.
 `--check-config [--world-size N]` checks everything without a GPU, and without importing torch, and prints what the
-run would be, what it would read, and what the start would say of its checkpoint. Booleans take `--x` and `--no-x`.
-Flags cannot be abbreviated.
+run would be, what it would read, and what the start would say of its checkpoint. `--fake-world --world-size N
+[--fake-rank R]` goes on and [builds one rank of it](operations.md#a-large-run-tried-on-one-machine).
+Booleans take `--x` and `--no-x`. Flags cannot be abbreviated.
 """
 
 

@@ -103,7 +103,7 @@ OTHERS = """
 --disable-strict-fsdp-dtensor-load --dump-param-to-param-group-map --embedding-path --enable-chunked-prefill
 --enable-experimental --enable-ft-package --enable-full-sharding-in-hsdp --enable-mhc-connections --enable-msc
 --ep-overlap-early-attn-memory-release --evidence-data-path
---experimental-attention-variant --fake-process-group --fine-grained-activation-offloading
+--experimental-attention-variant --fine-grained-activation-offloading
 --fine-grained-offloading-max-inflight-offloads --first-last-layers-bf16 --flash-decode --fp16-lm-cross-entropy
 --freeze-all-layers --glu-linear-offset --gpu-sniff-test-interval --hierarchical-context-parallel-sizes
 --high-priority-a2a-comm-stream --ict-head-size --ict-load --img-h --img-w --indexer-batch-size --indexer-log-interval

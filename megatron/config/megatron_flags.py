@@ -194,6 +194,7 @@ REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
     "--use-mp-args-from-checkpoint-args": (_FROM_FLAGS, ("--config RUN_DIR/config.yaml",)),
     "--ckpt-convert-format": (CONVERTER, ("python tools/convert_checkpoint.py",)),
     "--ckpt-convert-save": (CONVERTER, ("python tools/convert_checkpoint.py",)),
+    "--fake-process-group": ("a world of one rank is built in another way", ("--fake-world --world-size N",)),
     "--yaml-cfg": ("its file has another form", ("--config FILE.yaml",)),
     "--encoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
     "--decoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),

@@ -154,7 +154,7 @@ def _build(config: RunConfig, world_size: int, rank: int, clock: Clock = unmeasu
             {number: stages[number] for number in trainer.chunks},
             sum(prod(spec.local_shape) for spec in trainer.specs.values()),
             {name: spec.numel for name, spec in trainer.specs.items()},
-            {part: _bytes(tensors) for part, tensors in _held(trainer).items()},
+            state_of(trainer),
             tuple(trainer.mesh.created),
         )
     foretold = {part: held for part, held in rank_bytes(config, world_size, rank).items() if part in STATE}
@@ -163,8 +163,19 @@ def _build(config: RunConfig, world_size: int, rank: int, clock: Clock = unmeasu
     return built
 
 
+def state_of(trainer: Trainer) -> dict[str, int]:
+    """Bytes by :data:`STATE` of the memory that tensors lie in, or would lie in; what parts share is the first's."""
+    counted: set[int] = set()
+    found = {}
+    for part, tensors in _held(trainer).items():
+        storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
+        found[part] = sum(storage.nbytes() for key, storage in storages.items() if key not in counted)
+        counted |= set(storages)
+    return found
+
+
 def _held(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
-    """The tensors of every part of :data:`STATE`."""
+    """The tensors of every part of :data:`STATE`; fp32 weights are their own masters."""
     optimizer = trainer.optimizer
     masters, remainders = optimizer.masters, optimizer.masters.remainders
     moments = optimizer.moments().values()
@@ -175,12 +186,6 @@ def _held(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
         "moments": [tensor for tensors in moments for tensor in tensors.values()],
         "average": optimizer.average.values(),
     }
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Of the memory that tensors lie in, or would lie in: views of one buffer share it."""
-    storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 def _group_rows(groups: tuple[Groups, ...]) -> Iterator[str]:

@@ -113,6 +113,11 @@ CASES = (
     Case("--set model.hiden_size=64 training.hidden_size=64 lr=x mock_data"),
     Case("--world-size 4"),
     Case("--check-config --world-size 0"),
+    Case("--fake-world"),
+    Case("--fake-world --world-size 64", ranks=4),
+    Case("--fake-world --fake-rank 64 --world-size 64"),
+    Case("--fake-rank 3"),
+    Case("--fake-process-group"),
     # ranges
     Case("--num-layers 0 --hidden-size -64 --micro-batch-size 0"),
     Case("--hidden-dropout 1 --adam-beta1 1.0 --rotary-percent 0 --clip-grad -1"),

@@ -146,3 +146,8 @@ def test_deterministic_refuses_what_promises_no_equal_bits(monkeypatch: pytest.M
         choose(("norm=apex",), CPU, torch.float32, deterministic=True)
     assert choose(("auto",), CPU, torch.float32, deterministic=True)[0] == Kernels()
     assert not OPERATIONS["attention"].candidates["cudnn"].deterministic
+
+
+def test_where_nothing_is_computed_all_is_torchs_whatever_is_asked_for() -> None:
+    kernels, notes = choose(["attention=cudnn", "compiled"], torch.device("meta"), torch.bfloat16)
+    assert (kernels, notes) == (Kernels(), ["kernels: torch"])

@@ -1,0 +1,258 @@
+"""One rank of a large run, nothing of it allocated: against runs that allocate, and against the model's formulas."""
+
+from __future__ import annotations
+
+import resource
+import shlex
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import pretrain_gpt
+from megatron.config.arguments import parse
+from megatron.config.memory import rank_bytes
+from megatron.config.parser import read
+from megatron.config.problems import UserError
+from megatron.parallel.layout import Layout
+from megatron.training import fake_world as fake
+from megatron.training.fake_world import STATE, FakeWorld, fake_world
+from megatron.training.setup import build
+from tests.distributed.pool import Pool
+from tests.unit.config.test_memory import CUT, EXPERTS, allocated, config_of
+
+ROOT = Path(__file__).parents[3]
+MOST_SECONDS = 30
+"""Of CPU time, for the largest recipe, the import of torch included."""
+
+MOST_MEMORY = 2**31
+"""Bytes that it may need: less than the weights of one rank."""
+
+OF_THE_MODEL = ("model", "parallel", "training", "optimizer", "precision")
+
+
+def world_of(flags: str, ranks: int, rank: int = 0) -> FakeWorld:
+    return fake_world(config_of(f"--global-batch-size 48 {flags}", ranks), ranks, rank)
+
+
+def real(rank: int, world_size: int, flags: str) -> dict[str, int]:
+    """Bytes that a rank of a run allocates."""
+    return allocated(build(config_of(flags, world_size), rank, world_size))
+
+
+@pytest.mark.parametrize("flags", [CUT[1], CUT[3], CUT[4], CUT[7], CUT[10], CUT[-2]])
+def test_a_rank_holds_what_the_same_rank_of_a_run_allocates(pool: Pool, flags: str) -> None:
+    allocating = [{part: held[part] for part in STATE} for held in pool.run(4, real, flags, timeout=240.0)]
+    assert [fake_world(config_of(flags, 4), 4, rank).chosen.state for rank in range(4)] == allocating
+    assert not dist.is_initialized()
+
+
+def recipe(name: str) -> list[str]:
+    """The flags of a Slurm recipe that say what is trained, and how."""
+    told = subprocess.run(["bash", f"slurm/{name}"], cwd=ROOT, env={"DRY_RUN": "1", "PATH": "/usr/bin:/bin"}, **OUTPUT)
+    words = shlex.split(told.stdout)
+    reading = read(words[words.index("pretrain_gpt.py") + 1 :])
+    kept = [flag for flag in reading.given if flag.setting.group in OF_THE_MODEL and flag.setting.name != "stop_file"]
+    return ["--preset", reading.known.preset, *(word for flag in kept for word in (flag.spelling, *flag.words))]
+
+
+OUTPUT: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 120, "check": True}
+
+
+def test_a_rank_of_the_175b_recipe_takes_seconds_and_little_memory(tmp_path: Path) -> None:
+    flags = [*recipe("train_175b.sh"), "--mock-data", "--vocab-size", "50257", "--world-size", "1024"]
+    command = [sys.executable, str(ROOT / "pretrain_gpt.py"), *flags, "--fake-world", "--fake-rank", "77"]
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    told = subprocess.run(command, cwd=tmp_path, **OUTPUT).stdout
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < MOST_SECONDS
+    if before.ru_maxrss * 1024 < MOST_MEMORY:  # of all children so far, the largest
+        assert after.ru_maxrss * 1024 < MOST_MEMORY
+    assert [*tmp_path.iterdir()] == []
+    assert "rank 77 of 1,024, nothing allocated: pp 1, dp 1, cp 0, tp 5\n" in told
+    assert "together 96 layers and 174,604,259,328 parameters, each counted once: the model's\n" in told
+    foretold = rank_bytes(parse([*flags, "--check-config"], {}).config, 1024, 77)
+    assert f"weights {foretold['weights']:,}, gradients {foretold['gradients']:,}, masters" in told
+
+
+@pytest.fixture(scope="module")
+def gpt3() -> FakeWorld:
+    flags = "--preset gpt3-175b --bf16 --tensor-model-parallel-size 8 --sequence-parallel --use-distributed-optimizer"
+    pipeline = "--pipeline-model-parallel-size 16 --num-virtual-stages-per-pipeline-rank 3 --overlap-param-gather"
+    argv = f"{flags} {pipeline} --global-batch-size 128 --mock-data --vocab-size 50257 --train-iters 1".split()
+    return fake_world(parse([*argv, "--world-size", "1024", "--check-config"], {}).config, 1024, 77)
+
+
+def test_every_rank_of_a_pipeline_is_accounted_for(gpt3: FakeWorld) -> None:
+    assert [built.layers for built in gpt3.pipeline] == [6] * 16
+    assert [built.rank for built in gpt3.pipeline] == [*range(13, 1024, 64)]
+    layers = sorted(i for built in gpt3.pipeline for stage in built.stages.values() for i in stage.layers)
+    assert layers == [*range(96)]
+    of_a_block = (12 * 12288**2 + 13 * 12288, 3 * 12288 + 3 * 12288 + 12288)  # in all, and vectors that are not cut
+    cut = 12 * 12288**2 + 7 * 12288  # matrices; biases of QKV and of the MLP's first half
+    assert gpt3.chosen.parameters == 6 * (cut // 8 + of_a_block[0] - cut)
+    assert sum(gpt3.chosen.whole.values()) == 6 * of_a_block[0]
+    assert gpt3.chosen.state["gradients"] == 4 * gpt3.chosen.parameters
+    assert gpt3.chosen.state["moments"] == 8 * gpt3.chosen.parameters // 8
+
+
+def test_groups_are_counted_as_they_are_made(monkeypatch: pytest.MonkeyPatch, gpt3: FakeWorld) -> None:
+    made = Counter[int]()
+    create = dist.new_group
+
+    def counting(ranks: list[int], **options: Any) -> Any:
+        made[len(ranks)] += 1
+        return create(ranks, **options)
+
+    monkeypatch.setattr(dist, "new_group", counting)
+    world = world_of("--num-layers 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 4", 32)
+    told = Counter[int]()
+    for groups in world.chosen.groups:
+        told[groups.size] += groups.count
+    assert {size: 4 * count for size, count in told.items()} == made, "every rank of the pipeline makes all of them"
+    kinds = {group.name: (group.count, group.size) for group in gpt3.chosen.groups}
+    assert kinds["tp"] == kinds["dp"] == kinds["dp gathers"] == (128, 8)
+    assert kinds["pp"] == kinds["pp up"] == kinds["pp down"] == (64, 16)
+    assert (kinds["pp ends"], kinds["pp-tp"], kinds["world"]) == ((64, 2), (8, 128), (1, 1024))
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> tuple[str, int]:
+    """Flags of a small model in a layout of up to 64 ranks, and how many these are."""
+    tp, pp, dp, vpp = (draw(st.sampled_from(sizes)) for sizes in ((1, 2, 4), (1, 2, 4), (1, 2, 4), (1, 2)))
+    flags = f"--num-layers 8 --tensor-model-parallel-size {tp} --pipeline-model-parallel-size {pp}"
+    if pp > 1:
+        flags += f" --num-virtual-stages-per-pipeline-rank {vpp}"
+    if tp > 1:
+        flags += " --sequence-parallel"
+    strategy = draw(st.sampled_from(("no_shard", "optim", "optim_grads")))
+    flags += f" --data-parallel-sharding-strategy {strategy}"
+    if strategy != "no_shard" and dp > 2:
+        flags += f" --num-distributed-optimizer-instances {draw(st.sampled_from((1, 2)))}"
+    if draw(st.booleans()):
+        flags += (
+            f" {EXPERTS} --expert-model-parallel-size {draw(st.sampled_from([n for n in (1, 2, 4) if dp % n == 0]))}"
+        )
+    if draw(st.booleans()):
+        flags += " --untie-embeddings-and-output-weights"
+    return (
+        f"{flags} {draw(st.sampled_from(('', '--bf16', '--optimizer muon', '--bf16 --ema-decay 0.9')))}",
+        tp * pp * dp,
+    )
+
+
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(layouts(), st.randoms(use_true_random=False))
+def test_any_layout_is_built(layout: tuple[str, int], random: Any) -> None:
+    flags, ranks = layout
+    rank = random.randrange(ranks)
+    world = world_of(flags, ranks, rank)
+    model = config_of(flags, ranks).model
+    assert world.chosen.rank == rank
+    assert (world.layers, world.parameters) == (8, model.num_parameters())
+    assert f" {model.num_parameters():,} parameters, each counted once" in world.report()
+
+
+def test_all_ranks_together_update_every_parameter_once() -> None:
+    flags = "--num-layers 4 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 --vocab-size 256 --bf16"
+    flags += " --make-vocab-size-divisible-by 1 --use-distributed-optimizer --untie-embeddings-and-output-weights"
+    config = config_of(f"{flags} --global-batch-size 16", 16)
+    held = sum(fake_world(config, 16, rank).chosen.state["masters"] for rank in range(16)) // 4
+    vectors = sum(whole for built in fake_world(config, 16, 0).pipeline for whole in vectors_of(built).values())
+    assert held == config.model.num_parameters() + vectors, "each once, but what TP does not cut, twice"
+
+
+def vectors_of(built: fake.BuiltRank) -> dict[str, int]:
+    """What tensor parallelism does not cut: norms, biases behind a sum, positions."""
+    uncut = ("layernorm.weight", "layernorm.bias", "linear_proj.bias", "linear_fc2.bias", "position_embeddings.weight")
+    return {name: whole for name, whole in built.whole.items() if name.endswith(uncut)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks"),
+    [
+        (
+            "--preset llama3-70b --tensor-model-parallel-size 8 --pipeline-model-parallel-size 4 --sequence-parallel"
+            " --data-parallel-sharding-strategy optim_grads --num-distributed-optimizer-instances 2 --bf16"
+            " --store-param-remainders",
+            128,
+        ),
+        (
+            f"--num-layers 8 --hidden-size 512 {EXPERTS} --num-experts 64 --expert-model-parallel-size 16"
+            " --optimizer muon --tensor-model-parallel-size 4 --expert-tensor-parallel-size 1 --sequence-parallel"
+            " --num-attention-heads 8 --num-query-groups 2 --use-distributed-optimizer",
+            64,
+        ),
+        ("", 1),
+    ],
+    ids=["llama3-70b", "experts", "alone"],
+)
+def test_known_shapes(flags: str, ranks: int) -> None:
+    argv = [*f"--mock-data --vocab-size 128256 --train-iters 1 --seq-length 128 {flags}".split(), "--check-config"]
+    config = parse([*argv, "--world-size", str(ranks), "--global-batch-size", "128"], {}).config
+    world = fake_world(config, ranks, ranks - 1)
+    assert world.parameters == config.model.num_parameters()
+    foretold = rank_bytes(config, ranks, ranks - 1)
+    assert world.chosen.state == {part: foretold[part] for part in STATE}
+    assert world.report().count("\n") >= len(world.pipeline)
+
+
+def test_bytes_that_were_not_foretold_are_an_error_which_leaves_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fake, "rank_bytes", lambda *args: rank_bytes(*args) | {"weights": 0})
+    with pytest.raises(RuntimeError, match=r"rank 1 holds {'weights': .* are foretold"):
+        world_of("--num-layers 4", 2, 1)
+    assert not dist.is_initialized()
+
+
+def test_layers_that_nobody_has_are_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Alone(Layout):
+        def group_of(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
+            return (rank,)
+
+    monkeypatch.setattr(fake, "Layout", Alone)
+    with pytest.raises(RuntimeError, match=r"built 2 layers and [0-9,]+ parameters, configured 4 and "):
+        world_of("--num-layers 4 --pipeline-model-parallel-size 2", 2)
+
+
+def test_a_pattern_that_names_nothing_is_refused_though_another_rank_might_have_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = "--mock-data --vocab-size 257 --train-iters 1 --fake-world --world-size 4 --pipeline-model-parallel-size 4"
+    argv = [*flags.split(), "--num-layers", "4", "--global-batch-size", "8", "--lr-factors"]
+    assert pretrain_gpt.main([*argv, "layers.3.*=2"]) == 0
+    assert "fake world rank 0 of 4, nothing allocated: pp 0, dp 0, cp 0, tp 0\n" in capsys.readouterr().out
+    assert pretrain_gpt.main([*argv, "layers.4.*=2"]) == 2
+    assert "E407 'layers.4.*' in lr_factors matches no parameter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("flags", "environ", "sentence"),
+    [
+        ("--fake-world", {}, "--fake-world builds a rank of a large run, and nothing says how large"),
+        ("--fake-world --world-size 8 --fake-rank 8", {}, "--fake-rank 8: the ranks of --world-size 8 are 0 to 7"),
+        ("--fake-world --world-size 8 --fake-rank -1", {}, "--fake-rank -1: the ranks of --world-size 8 are 0 to 7"),
+        ("--fake-rank 3", {}, "--fake-rank 3 is a rank of --fake-world, which is not asked for"),
+        (
+            "--fake-world --world-size 8",
+            {"RANK": "1", "WORLD_SIZE": "8"},
+            "--fake-world needs one process for ranks of any number, and the launcher started 8",
+        ),
+    ],
+)
+def test_what_makes_no_sense_is_refused(flags: str, environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(["--mock-data", "--vocab-size", "257", "--train-iters", "1", *flags.split()], environ)
+    (problem,) = caught.value.problems
+    assert (problem.code, problem.sentence) == ("E010", sentence)
+    assert problem.fixes
+
+
+def test_a_rank_that_is_no_number_is_refused() -> None:
+    with pytest.raises(UserError, match="E002 --fake-rank: 'x' is not a whole number"):
+        parse(["--mock-data", "--vocab-size", "257", "--train-iters", "1", "--fake-rank", "x"], {})
