@@ -383,6 +383,11 @@ def _words() -> dist.distributed_c10d.Store:
     return dist.distributed_c10d._get_default_store()
 
 
+def has_joined() -> bool:
+    """Whether this rank has met the others."""
+    return dist.is_initialized()
+
+
 def is_lost_contact(error: BaseException) -> bool:
     """Whether an error is how torch.distributed tells that a rank is gone or does not answer."""
     return isinstance(error, dist.DistError) or "gloo/transport" in str(error)  # gloo raises a plain RuntimeError

@@ -49,9 +49,9 @@ def sentence(error: BaseException) -> str:
     return words_left([FIRST]).get(FIRST) or f"{LOST_CONTACT} ({_cause(str(error))}){_where(error)}"
 
 
-def leave_sentence(error: BaseException, rank: int) -> None:
-    """Let the other ranks know what ``rank`` fails of, lest their records tell only that contact was lost."""
-    leave_word(FIRST, f"rank {rank}: {sentence(error)}")
+def leave_sentence(error: BaseException, whose: str) -> None:
+    """Let the other ranks know what a rank fails of, lest their records tell only that contact was lost."""
+    leave_word(FIRST, f"{whose}: {sentence(error)}")
 
 
 def _where(error: BaseException) -> str:

@@ -41,9 +41,10 @@ def declare(trainer: Trainer) -> None:
 
     Raises:
         StorageError: when it cannot be written, on every rank. The next start has nothing to do, and tries again.
+        SupersededError: when a later start has the ``save`` folder, on every rank.
     """
     if folder := _folder(trainer):
-        on_first(lambda: write(folder, _facts(trainer)), trainer.mesh.world)
+        on_first(lambda: _write_if_ours(trainer, folder), trainer.mesh.world)
 
 
 def is_saved(trainer: Trainer) -> bool:
@@ -70,6 +71,13 @@ def write(folder: Path, facts: Facts) -> None:
         raise StorageError(
             sentence, "free some space and start once more: no step is left, it is written then"
         ) from error
+
+
+def _write_if_ours(trainer: Trainer, folder: Path) -> None:
+    """Write the file, unless a later start has the run."""
+    if trainer.claims.save is not None:
+        trainer.claims.save.check()
+    write(folder, _facts(trainer))
 
 
 def _folder(trainer: Trainer) -> Path | None:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from megatron.training.sinks import Values
+from megatron.training.start_facts import in_words
 
 NAME = "incidents.md"
 KINDS = ("warning", "error", "stop")
@@ -41,7 +42,8 @@ class Incidents:
             began = self._start if kind == "start" else "an evaluation alone"
             ranks = "1 rank" if values["world-size"] == 1 else f"{values['world-size']} ranks"
             run = f", run {values['run-id']}" if values["run-id"] else ""
-            self._write(values, f"{began} on {ranks}{run}")
+            which = f", {words}" if (words := in_words(values)) else ""
+            self._write(values, f"{began} on {ranks}{run}{which}")
         elif kind in KINDS:
             self._write(values, str(values["text"]) if kind == "stop" else f"{kind}: {values['text']}")
 

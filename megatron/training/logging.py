@@ -29,6 +29,7 @@ from megatron.training.metrics import device_name
 from megatron.training.plot import draw_history
 from megatron.training.records import EvaluationRecord, TrainRecord
 from megatron.training.sinks import Background, Sink, Sinks
+from megatron.training.start_facts import Facts
 from megatron.training.startup import start_up_line
 from megatron.training.tensorboard import TensorBoard
 from megatron.training.throughput import Yardstick
@@ -61,6 +62,7 @@ class RunLog:
         consumed_samples: int = 0,
         run_id: str = "",
         data: Mapping[str, object] | None = None,
+        facts: Facts | None = None,
     ) -> None:
         """Prepare ``run_dir``, where there is one, and the other places that are asked for.
 
@@ -73,6 +75,7 @@ class RunLog:
             consumed_samples: samples they used.
             run_id: name of the run, the same through all its starts.
             data: what it reads, for the folder.
+            facts: which start of which job this is.
 
         Raises:
             UserError: when the folder cannot be made or written.
@@ -93,7 +96,7 @@ class RunLog:
             used_before = self._open(self.folder, to_yaml(config), name, world_size, data or {})
         self._open_others(config, run_id)
         kind = "evaluation" if config.training.skip_train else "start"  # the former is no restart of the run's curve
-        self._event({"event": kind, **self._place, "run-id": run_id, "world-size": world_size})
+        self._event({"event": kind, **self._place, "run-id": run_id, "world-size": world_size, **(facts or {})})
         if used_before:
             self._has_curve = not config.training.skip_train
             self.note(used_before)

@@ -18,6 +18,7 @@ from megatron.data.errors import DataError
 from megatron.kernels.determinism import make_deterministic
 from megatron.parallel.mesh import everyone, first_to_fail, leave_distributed
 from megatron.training.failure import StartRefusedError, explain, leave_sentence
+from megatron.training.first_cause import note_failure, whose
 from megatron.training.goodput import Goodput
 from megatron.training.graphs import StepRunner
 from megatron.training.local_tier import claimed_on_nodes
@@ -32,11 +33,12 @@ from megatron.training.run_folder import data_facts
 from megatron.training.run_identity import new_run_id
 from megatron.training.saving import refuse_full_disk
 from megatron.training.setup import build, choose_device, join
+from megatron.training.start_facts import in_words, start_facts
 from megatron.training.startup import StartUp
 from megatron.training.stop import StopRequest
 from megatron.training.together import claimed
-from megatron.training.wandb_sink import notes_on_the_journal
 from megatron.training.vigil import vigil
+from megatron.training.wandb_sink import notes_on_the_journal
 from megatron.training.whereabouts import spared, where_all_are, whereabouts
 
 
@@ -57,7 +59,7 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartUp | None = 
     try:
         status = join_and_train(config, notes, startup or StartUp())
     except Exception as error:
-        report(error)
+        report(error, config.logging.run_dir)
         return 2 if isinstance(error, StartRefusedError) else 1
     leave_distributed()
     return status
@@ -74,6 +76,7 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartUp) ->
     world, minutes = everyone(rank, world_size), config.training.exit_duration_in_mins
     file = Path(config.training.stop_file) if config.training.stop_file and rank == 0 else None
     profiles = ProfileRequests(config.logging.run_dir, rank, warn)
+    startup.enter("checkpoint")
     stop = StopRequest(world, device, minutes, startup.began, profiles, file)
     try:
         with claimed(config.checkpoint.save, world) as save, claimed_on_nodes(config.checkpoint, world) as node:
@@ -88,8 +91,8 @@ def train_from_origin(
     """Begin where there is something to begin with, and train."""
     world = stop.world
     with before_the_first_step(), vigil(world):
-        with startup("checkpoint"):
-            origin = choose(config.checkpoint, world)
+        origin = choose(config.checkpoint, world)
+        startup.enter("other")
         trainer = build(config, world.rank, world.size, fresh=origin.fresh, clock=startup)
         trainer.goodput, trainer.startup = Goodput(startup.began), startup
         trainer.claims, stop.world = claims, trainer.mesh.world
@@ -99,6 +102,9 @@ def train_from_origin(
         refuse_full_disk(trainer)
         notes += notes_on_the_journal(config.logging, trainer.run_id)
         trainer.run_id = trainer.run_id or new_run_id(world)
+        facts = start_facts(os.environ, None if claims.save is None else claims.save.epoch)
+        if "slurm-job" in facts or "torchrun-restart" in facts:
+            notes = [in_words(facts), *notes]
         place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
         log = RunLog(
             config,
@@ -107,6 +113,7 @@ def train_from_origin(
             enabled=world.rank == 0,
             run_id=trainer.run_id,
             data=data_facts(trainer.data),
+            facts=facts,
             **place,
         )
     with log, whereabouts(trainer.mesh, trainer.pipeline):
@@ -136,14 +143,19 @@ def before_the_first_step() -> Iterator[None]:
         raise StartRefusedError(str(error)) from error
 
 
-def report(error: Exception) -> None:
-    """Print an error, unless another rank has printed its own: what follows a first failure is mostly its echo."""
+def report(error: Exception, run_dir: str | None = None) -> None:
+    """Print an error, unless another rank has printed its own: what follows a first failure is mostly its echo.
+
+    ``run_dir`` is where scripts find in a line which machine it was, and of what sort.
+    """
     if not first_to_fail():
         return
     launch = Launch.read(os.environ)
-    where = f"error on rank {launch.rank}" if launch.world_size > 1 else "error"
+    who = whose(launch, os.environ)
+    where = f"error on {who}" if launch.world_size > 1 else "error"
     with spared():
-        leave_sentence(error, launch.rank)
+        leave_sentence(error, who)
         print(f"{where}: {explain(error)}", file=sys.stderr, flush=True)
         if places := where_all_are(launch.rank, launch.world_size):
             print(places, file=sys.stderr, flush=True)
+        note_failure(run_dir, error, os.environ)

@@ -57,7 +57,7 @@ def test_records_of_who_lost_contact_tell_what_the_first_rank_failed_of(monkeypa
     words: dict[str, str] = {}
     monkeypatch.setattr(failure, "leave_word", words.__setitem__)
     monkeypatch.setattr(failure, "words_left", lambda names: {name: words[name] for name in names if name in words})
-    leave_sentence(ValueError("too hot"), rank=1)
+    leave_sentence(ValueError("too hot"), "rank 1")
     assert sentence(RuntimeError(next(iter(LOST)))) == "rank 1: ValueError: too hot"
     assert sentence(KeyError("cause")) == "KeyError: 'cause'"
 

@@ -7,14 +7,18 @@ import sys
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
+from unittest.mock import patch
 
 import pytest
 
+from megatron.data.loader import build_data
 from megatron.training import startup
 from megatron.training.startup import PHASES, StartUp, process_began, start_up_line
 from tests.runs import before_step, records, start, tiny_run
 
 ROOT = Path(__file__).parents[3]
+DOCS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture
@@ -98,16 +102,27 @@ def test_a_start_tells_once_after_its_first_step(tmp_path: Path) -> None:
 
 
 def test_what_is_read_of_a_checkpoint_and_what_of_the_data_are_two_things(tmp_path: Path) -> None:
+    """Although data are opened while a checkpoint is read."""
     flags = f"--save {tmp_path}/saved --save-interval 2"
     start(tiny_run(tmp_path, f"{flags} --exit-interval 2"))
-    start(tiny_run(tmp_path, flags))
+
+    def slowly(*arguments: Any, **named: Any) -> Any:
+        time.sleep(0.5)
+        return build_data(*arguments, **named)
+
+    start(tiny_run(tmp_path, flags), patch("megatron.training.setup.build_data", slowly))
     events = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
     assert [event["iteration"] for event in events] == [1, 3]
-    assert events[1]["phases"]["checkpoint"] > 0
-    assert events[1]["phases"]["data"] > 0
+    assert events[1]["phases"]["data"] > 0.4
+    assert 0 < events[1]["phases"]["checkpoint"]
 
 
 def test_a_start_without_a_step_tells_nothing(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, f"--save {tmp_path}/saved")
     start(config)
     assert "start-up" not in start(config).out
+
+
+def test_every_phase_is_documented() -> None:
+    table = DOCS.split("## How long a start takes\n")[1].split("\n## ")[0].split("|---|---|\n")[1].split("\n\n")[0]
+    assert table.splitlines() == [f"| `{name}` | {meaning} |" for name, meaning in PHASES.items()]

@@ -63,6 +63,30 @@ def test_files_of_a_run_that_was_killed_offline_are_sent_without_gaps_or_steps_t
         assert [row["_step"] for row in server.rows] == list(range(1, 13))
 
 
+@pytest.mark.parametrize("mode", ["online", "offline"])
+def test_a_chain_of_starts_is_one_curve_that_tells_where_it_was_started_again(tmp_path: Path, mode: str) -> None:
+    """Stopped between two saves' steps, killed, and brought to its end."""
+    files, run, flags = tmp_path / "wandb", tmp_path / "run", FLAGS.format(tmp_path)
+    with running() as server:
+        at_once = AT_ONCE | {"WANDB_X_TRANSACTION_LOG_FLUSH_INTERVAL": "0.1"}
+        variables = server.environment | {"HOME": str(tmp_path)} | at_once | {"WANDB_MODE": mode}
+
+        def reported() -> bool:
+            if mode == "offline":
+                return _wrote(files, 8)
+            return [row["_step"] for row in server.rows][-1:] == [8]
+
+        assert run_in_process(run, f"{flags} --exit-interval 3", **variables) == 0
+        assert run_in_process(run, flags, 9, reported, **variables) == -9
+        assert run_in_process(run, flags, **variables) == 0
+        if mode == "offline":
+            folders = sorted(map(str, files.glob("offline-run-*")))
+            command = [str(Path(sys.executable).with_name("wandb")), "sync", *folders]
+            subprocess.run(command, env=os.environ | variables | {"WANDB_MODE": "online"}, timeout=120)
+        assert [row["_step"] for row in server.rows] == list(range(1, 13))
+        assert [row["restarts"] for row in server.rows] == [0] * 3 + [1] * 5 + [2] * 4
+
+
 def test_a_server_that_never_answers_costs_a_warning_and_less_than_a_minute(tmp_path: Path) -> None:
     with running() as server:
         server.silent.set()
