@@ -1,0 +1,225 @@
+"""Runs under torchrun's agents: as torchrun starts them, or forked off, which saves every rank seconds of imports."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+from unittest.mock import patch
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+from megatron.training import main
+from megatron.training.setup import Trainer
+from tests.distributed.crash_runs import EARLY
+from tests.runs import steps, tiny_run
+
+for name in EARLY:
+    import_module(name)
+
+PAUSE = 0.03
+"""Seconds before every step: something else can happen meanwhile."""
+
+QUICKLY = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 2}
+"""Agents wait so many seconds for late ones, and miss a dead one after two intervals; 30, 5 and 3 are torchrun's."""
+
+OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+"""Ranks of a start meet in a store of their own, not in that of the agents, which knows the ranks of earlier starts."""
+
+Strike = Callable[[Trainer], None]
+
+
+def die(trainer: Trainer) -> None:
+    """Be killed."""
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_with_agent(trainer: Trainer) -> None:
+    """Be killed together with the agent, as when a node loses its power."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def hang(trainer: Trainer) -> None:
+    """Be away for good, as in a collective that nobody else takes part in."""
+    while True:
+        time.sleep(60)
+
+
+STRIKES: dict[str, Strike] = {"die": die, "die with agent": die_with_agent, "hang": hang}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What one rank does in the middle of a step, once in a run.
+
+    Attributes:
+        what: one of ``STRIKES``.
+        rank: of the world.
+        step: from 1.
+        world: ranks that there must be; any where it is 0.
+    """
+
+    what: str
+    rank: int
+    step: int
+    world: int = 0
+
+
+def disturbed(folder: Path, plans: tuple[Plan, ...]) -> AbstractContextManager[Any]:
+    """Within it, ranks do what ``plans`` say; what has been done is marked in ``folder``."""
+    compute = Trainer.compute
+
+    def between(trainer: Trainer, batches: Any, seed: Any, program: Any = None) -> None:
+        time.sleep(PAUSE)
+        for number, plan in enumerate(plans):
+            here = (trainer.mesh.world.rank, trainer.iteration + 1) == (plan.rank, plan.step)
+            mark = folder / f"struck{number}.{plan.rank}"
+            if seed is not None and here and plan.world in (0, trainer.mesh.world.size) and not mark.exists():
+                mark.touch()
+                STRIKES[plan.what](trainer)
+        compute(trainer, batches, seed, program)
+
+    return patch.object(Trainer, "compute", between)
+
+
+def rank(folder: Path, flags: str, plans: tuple[Plan, ...]) -> None:
+    """One rank; ends the process unless all is well."""
+    no_picture = patch("megatron.training.logging.draw_history", lambda *arguments: None)
+    with disturbed(folder, plans), no_picture:
+        status = main.run(tiny_run(folder, flags, int(os.environ["WORLD_SIZE"])))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        os._exit(status)
+
+
+class Agent:
+    """An agent of torchrun's in a process of its own, forked off this one, as its ranks are off it."""
+
+    def __init__(self, config: LaunchConfig, log: Path, *arguments: Any) -> None:
+        """Start it; what it and its ranks say goes to ``log``, and ``arguments`` to :func:`rank`."""
+        self.status: int | None = None
+        self.pid = os.fork()
+        if self.pid:
+            return
+        status = 1
+        try:
+            os.setpgid(0, 0)
+            out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+            for stream in (1, 2):
+                os.dup2(out, stream)
+            os.environ |= OWN_STORE
+            elastic_launch(config, rank)(*arguments)
+            status = 0
+        except Exception:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+
+    def ended(self) -> int | None:
+        """Its exit status, negative for a signal; None while it is there."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status
+
+    def end(self) -> None:
+        """Kill it and all of its ranks."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self.status is None:
+            os.waitpid(self.pid, 0)
+
+
+@dataclass
+class Job:
+    """Agents of one run: the first of them hosts the store in which they meet.
+
+    Attributes:
+        folder: of the run.
+        flags: of the run, besides where it saves.
+        nodes: how many agents there may be.
+        ranks: of each.
+        restarts: that failures may cause.
+        plans: what happens to ranks.
+    """
+
+    folder: Path
+    flags: str
+    nodes: int = 1
+    ranks: int = 1
+    restarts: int = 3
+    plans: tuple[Plan, ...] = ()
+    agents: list[Agent] = field(default_factory=list)
+    port: int = field(default_factory=lambda: free_port())
+
+    def add(self) -> Agent:
+        """Start one more agent."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        config = LaunchConfig(
+            1,
+            self.nodes,
+            self.ranks,
+            run_id=self.folder.name,
+            rdzv_backend="c10d",
+            rdzv_endpoint=f"127.0.0.1:{self.port}",
+            rdzv_configs=dict(QUICKLY),
+            max_restarts=self.restarts,
+            start_method="fork",
+        )
+        log = self.folder / f"agent{len(self.agents)}.txt"
+        self.agents.append(Agent(config, log, self.folder, self.flags, self.plans))
+        return self.agents[-1]
+
+    def wait(self, true: Callable[[], bool], seconds: float = 120.0) -> None:
+        """Until something is ``true``.
+
+        Raises:
+            TimeoutError: with what the agents said, when it does not become so.
+        """
+        until = time.monotonic() + seconds
+        while not true():
+            if time.monotonic() > until:
+                raise TimeoutError(self.said())
+            time.sleep(0.02)
+
+    def said(self) -> str:
+        """What all agents and ranks have said."""
+        return "\n".join(path.read_text(errors="replace") for path in sorted(self.folder.glob("agent*.txt")))
+
+    def struck(self) -> bool:
+        """Whether everything has happened that was planned."""
+        return len(list(self.folder.glob("struck*"))) == len(self.plans)
+
+    def step(self) -> int:
+        """The last step that is recorded."""
+        return max(steps(self.folder), default=0) if (self.folder / "metrics.jsonl").exists() else 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for agent in self.agents:
+            agent.end()
+
+
+def free_port() -> int:
+    """A port that nobody has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,93 @@
+"""Torchrun's agents start ranks again, more or fewer of them: the run goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.distributed.elastic_runs import Job, Plan
+from tests.runs import checkpoint, differences, start, steps, tiny_run
+
+STEPS = 12
+SHUTDOWN_SECONDS = 25.0
+"""Less than torchrun gives ranks that it has told to end."""
+
+FLAGS = f"--train-iters {STEPS} --hidden-dropout 0.1 --save-interval 3 --distributed-timeout-minutes 0.5"
+LONG = (
+    "--train-iters 40 --params-dtype fp64 --global-batch-size 3 --pad-global-batch --hidden-dropout 0.1 "
+    "--eval-interval 20 --eval-iters 1 --save-interval 5 --distributed-timeout-minutes 0.5"
+)
+
+
+def saving(folder: Path, flags: str) -> str:
+    return f"{flags} --save {folder}/saved"
+
+
+def job(folder: Path, flags: str, **others: object) -> Job:
+    return Job(folder, saving(folder, flags), **others)  # type: ignore[arg-type]
+
+
+def test_a_killed_rank_restarts_all_and_nothing_is_lost(tmp_path: Path) -> None:
+    """To the bit, as without it."""
+    with job(tmp_path / "calm", FLAGS, ranks=2) as calm:
+        agent = calm.add()
+        calm.wait(lambda: agent.ended() is not None)
+    plans = Plan("die", 1, 5), Plan("die", 0, 8)
+    with job(tmp_path / "struck", FLAGS, ranks=2, plans=plans) as struck:
+        agent = struck.add()
+        struck.wait(lambda: agent.ended() is not None)
+        assert agent.ended() == 0, struck.said()
+        assert struck.struck()
+    assert steps(struck.folder) == steps(calm.folder)
+    last = f"saved/iter_{STEPS:07d}"
+    assert differences(struck.folder / last, calm.folder / last) == []
+
+
+def test_a_lost_node_makes_the_run_smaller_until_it_is_back(tmp_path: Path) -> None:
+    """Two ranks, of which one has a padding sample; one alone, with none; two again: the losses of a calm run."""
+    calm = tmp_path / "calm"
+    assert start(tiny_run(calm, saving(calm, LONG))).status == 0
+    plans = (Plan("die with agent", 1, 6, world=2),)
+    with job(tmp_path / "shrunk", LONG, nodes=2, plans=plans) as shrunk:
+        first, _ = shrunk.add(), shrunk.add()
+        shrunk.wait(lambda: shrunk.struck() and shrunk.step() >= 8)
+        back = shrunk.add()
+        shrunk.wait(lambda: first.ended() is not None and back.ended() is not None)
+        assert (first.ended(), back.ended()) == (0, 0), shrunk.said()
+    said = shrunk.said()
+    worlds = [line.split()[1] for line in said.splitlines() if line.startswith("ranks ")]
+    assert worlds == ["2", "1", "2"], said
+    assert "1 of 4 samples padding" in said
+    assert_near(shrunk.folder, calm)
+
+
+def assert_near(folder: Path, calm: Path) -> None:
+    """All numbers of all steps are those of a calm run but for the order of sums, and the same samples were read."""
+    got, expected = steps(folder), steps(calm)
+    assert got.keys() == expected.keys()
+    for step, numbers in expected.items():
+        assert got[step].pop("skipped-iterations") == numbers.pop("skipped-iterations")
+        assert got[step] == pytest.approx(numbers, rel=1e-10), step
+    (tensors, state), (others, other_state) = (
+        checkpoint(f / f"saved/iter_{len(expected):07d}") for f in (folder, calm)
+    )
+    assert state == other_state
+    assert tensors.keys() == others.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(tensor, others[name], rtol=1e-8, atol=1e-12)
+
+
+def test_ranks_that_wait_for_a_dead_one_end_at_once(tmp_path: Path) -> None:
+    """One hangs where a killed rank never comes, and told to end it wants to finish its step: torchrun waits for it."""
+    plans = Plan("hang", 0, 5), Plan("die", 1, 5)
+    with job(tmp_path, FLAGS, ranks=2, plans=plans) as struck:
+        agent = struck.add()
+        struck.wait(struck.struck)
+        since = time.monotonic()
+        struck.wait(lambda: "resumed from" in struck.said())
+        assert time.monotonic() - since < SHUTDOWN_SECONDS
+        struck.wait(lambda: agent.ended() is not None)
+        assert agent.ended() == 0, struck.said()
