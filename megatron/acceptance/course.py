@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from megatron.acceptance import machine, matrix
+from megatron.acceptance import filesystem, machine, matrix
 from megatron.acceptance.interruption import Plan, Trial
 from megatron.acceptance.launcher import Launcher
 from megatron.acceptance.layouts import layouts
@@ -110,7 +110,7 @@ class Course:
         gpus = (
             f"{first['gpus'][0]}, CUDA {first['cuda']}, NCCL {first['nccl']}" if first["gpus"] else "CPUs alone (gloo)"
         )
-        kind = machine.filesystem.kind(self.folder)
+        kind = filesystem.kind(self.folder)
         part.facts["file system"] = kind
         count = (
             f"{self.ranks} rank{'' if self.ranks == 1 else 's'} on {len(nodes)} node{'' if len(nodes) == 1 else 's'}"
@@ -126,7 +126,7 @@ class Course:
             folder, left = self._folder("layouts"), cases
             for number in range(TRIES):
                 words = [",".join(str(cases.index(case)) for case in left), str(self.per_node)]
-                program = [PROGRAM, "rank", "layouts", folder, dtype, self.device, *words]
+                program: list[str | Path] = [PROGRAM, "rank", "layouts", folder, dtype, self.device, *words]
                 outcome = self.launcher.run(f"layouts-{dtype}", program, self.seconds)
                 done = [matrix.is_done(folder, case, dtype, self.ranks) for case in left]
                 if all(done):
@@ -153,7 +153,7 @@ class Course:
     def bandwidth(self, part: Part) -> None:
         """What the collectives carry, and how far the nodes' clocks are apart."""
         path = self.folder / "bandwidth.json"
-        program = ["benchmarks/bandwidth.py", "--device", self.device, "--json", path]
+        program: list[str | Path] = ["benchmarks/bandwidth.py", "--device", self.device, "--json", path]
         outcome = self.launcher.run("bandwidth", program, self.seconds)
         if not part.add("collectives give right results", outcome.status == 0, outcome.ended):
             part.log = outcome.tail()

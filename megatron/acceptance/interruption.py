@@ -57,7 +57,7 @@ class Plan:
 def flags(folder: Path, device: str, ranks: int, plan: Plan, layout: str) -> list[str]:
     """Of a run in a folder; what it computes is the same in every layout."""
     words = f"{SIZE} {batch(ranks)} --lr 1e-3 --lr-warmup-iters 5 --deterministic --log-interval 1 --device {device}"
-    length = f"--train-iters {plan.steps} --distributed-timeout-minutes 2 {FORMATS[device]}"
+    length = f"--train-iters {plan.steps} --distributed-timeout-minutes 5 {FORMATS[device]}"
     saves = ["--run-dir", str(folder), "--save", str(folder / "checkpoints"), "--save-interval", str(plan.every)]
     return [*f"{words} {length} {layout}".split(), *saves]
 
@@ -81,7 +81,7 @@ def die_in_step(number: int, milliseconds: int) -> None:
             threading.Thread(target=_die, args=(milliseconds / 1000,), daemon=True).start()
         return original(trainer)
 
-    Trainer.next_batches = next_batches  # type: ignore[method-assign]  # of this one process, which is to die
+    Trainer.next_batches = next_batches  # type: ignore[assignment, method-assign]  # of a process that is to die
 
 
 def _die(seconds: float) -> None:
@@ -131,7 +131,7 @@ class Trial:
         reached = max(last, default=0)
         what = f"rank {plan.rank} killed in step {plan.killed}"
         sentence = f"{outcome.ended}, with step {reached} as the last in the log"
-        died = outcome.status not in (0, None) and reached in (plan.killed - 1, plan.killed)
+        died = outcome.status not in (0, None) and 0 < reached < plan.steps
         if not part.add(what, died, sentence):
             part.log = outcome.tail()
             return
@@ -139,9 +139,8 @@ class Trial:
         if not self._ended(part, "started again", outcome):
             return
         told = _losses(folder)
-        begun = _first_resumed(folder)
-        sentence = f"it went on after step {begun}"
-        part.add("resumed from a checkpoint", 0 < begun < plan.killed, sentence)
+        begun = _begun_at(folder)
+        part.add("resumed from a checkpoint", 0 < begun <= reached, f"it went on after step {begun}")
         self._compare(part, "losses as undisturbed", told, range(1, plan.steps + 1), 0.0)
 
     def elsewhere(self, part: Part) -> None:
@@ -186,7 +185,7 @@ def _losses(folder: Path) -> dict[int, float]:
         return {}
 
 
-def _first_resumed(folder: Path) -> int:
+def _begun_at(folder: Path) -> int:
     """Steps that the run had behind it when it was started for the last time."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return max((line["iteration"] for line in lines if line.get("event") == "start"), default=0)

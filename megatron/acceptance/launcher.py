@@ -14,6 +14,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FIRST_PORT = 29600
+AGENT = "torch/distributed/elastic/"
+"""Where torchrun begins to tell of a failure."""
+TAIL_LINES = 25
+
 GRACE = 45.0
 """Seconds that a launcher gets to end its ranks: torchrun gives those that hang 30 before it kills them."""
 
@@ -37,9 +41,11 @@ class Outcome:
         """In words."""
         return f"not over after {self.seconds:.0f} s" if self.status is None else f"exit status {self.status}"
 
-    def tail(self, lines: int = 25) -> str:
-        """The end of what it wrote."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+    def tail(self) -> str:
+        """The end of what the ranks wrote, without what torchrun has to add: no more than that they failed."""
+        lines = self.log.read_text(errors="replace").splitlines()
+        own = (i for i, line in enumerate(lines) if AGENT in line)
+        return "\n".join(lines[: next(own, len(lines))][-TAIL_LINES:])
 
 
 @dataclass

@@ -7,7 +7,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -156,8 +156,8 @@ def _compare(part: Part, name: str, by_node: Mapping[str, Any]) -> None:
         part.add(f"{name} the same on all nodes", False, told, "FAILED" if name in MUST_BE_ALIKE else WARNING)
 
 
-def _nodes(nodes: Mapping[str, dict[str, Any]], hosts: Mapping[int, str]) -> list[tuple[str, ...]]:
-    rows = [("node", "ranks", "CPUs", "GPUs", "InfiniBand", "network", "disk, MB/s")]
+def _nodes(nodes: Mapping[str, dict[str, Any]], hosts: Mapping[int, str]) -> list[Sequence[str]]:
+    rows: list[Sequence[str]] = [("node", "ranks", "CPUs", "GPUs", "InfiniBand", "network", "disk, MB/s")]
     for node, facts in nodes.items():
         gpus = f"{len(facts['gpus'])} x {facts['gpus'][0]}" if facts["gpus"] else "none"
         rate = facts["files"].get("write_mb_per_s")
@@ -168,7 +168,7 @@ def _nodes(nodes: Mapping[str, dict[str, Any]], hosts: Mapping[int, str]) -> lis
     return rows
 
 
-def _software(facts: Mapping[str, Any]) -> list[tuple[str, str]]:
+def _software(facts: Mapping[str, Any]) -> list[Sequence[str]]:
     packages = ", ".join(f"{name} {version}" for name, version in facts["packages"].items())
     variables = ", ".join(f"{name}={value}" for name, value in facts["environment"].items())
     stack = [f"{name} {facts[key]}" for name, key in (("CUDA", "cuda"), ("NCCL", "nccl"), ("driver", "driver"))]

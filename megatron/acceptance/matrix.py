@@ -26,7 +26,7 @@ from megatron.training.verify import RankTrace, StepTrace, compare, trace_steps
 from megatron.training.verify import join as together
 
 STEPS, LR = 3, 1e-3
-FLAGS = f"--lr {LR} --adam-eps 1e-3 --clip-grad 1.0 --train-iters 100 --distributed-timeout-minutes 2"
+FLAGS = f"--lr {LR} --adam-eps 1e-3 --clip-grad 1.0 --train-iters 100 --distributed-timeout-minutes 5"
 """``--adam-eps`` is large, so that a gradient that is rounding and nothing else moves no weight."""
 
 FORMATS = {"fp32": "--kernels torch", "bf16": "--bf16"}
@@ -52,31 +52,31 @@ class Alone:
     steps: list[RankTrace]
 
 
-def configuration(case: LayoutCase | None, experts: bool, dtype: str, device: str, ranks: int) -> RunConfig:
-    """Of a layout on this rank, or, for None, of its twin on one process."""
-    words = [SIZE, EXPERTS if experts else "", FLAGS, batch(ranks), FORMATS[dtype], case.flags if case else ""]
-    return parse([*" ".join(words).split(), "--device", device], os.environ if case else {}).config
+def configuration(flags: str, experts: bool, dtype: str, device: str, rank: int, ranks: int) -> RunConfig:
+    """Of a rank: ``flags`` are those of a layout."""
+    words = [SIZE, EXPERTS if experts else "", FLAGS, FORMATS[dtype], flags, "--device", device]
+    return parse(" ".join(words).split(), {"RANK": str(rank), "WORLD_SIZE": str(ranks)}).config
 
 
 def trace_chosen(folder: Path, dtype: str, device: str, numbers: str, per_node: str) -> None:
     """:func:`trace` for the words of a command line; ``numbers`` are those of layouts, with commas."""
-    all_cases = layouts(Launch.read(os.environ).world_size, int(per_node))
-    trace(folder, dtype, device, [all_cases[int(number)] for number in numbers.split(",")], host())
-
-
-def trace(folder: Path, dtype: str, device: str, cases: Sequence[LayoutCase], host: str) -> None:
-    """One rank: compute the twins alone, then the layouts together with the others, and note each in ``folder``."""
     launch = Launch.read(os.environ)
-    rank, ranks = launch.rank, launch.world_size
-    for case in cases:
-        config = configuration(case, case.experts, dtype, device, ranks)
-        join(config)
-        path = folder / f"alone.{MODELS[case.experts]}.{dtype}.{rank}.pt"
-        if not path.exists():
-            twin = build(configuration(None, case.experts, dtype, device, ranks), 0, 1)
-            keep(path, Alone(host, without_values(trace_steps(twin, STEPS), rank == 0)))
-        keep(folder / name_of(case, dtype, rank), trace_steps(build(config, rank, ranks), STEPS))
+    fitting = layouts(launch.world_size, int(per_node))
+    chosen = [fitting[int(number)] for number in numbers.split(",")]
+    trace(folder, dtype, device, chosen, launch.rank, launch.world_size)
     leave_distributed()
+
+
+def trace(folder: Path, dtype: str, device: str, cases: Sequence[LayoutCase], rank: int, ranks: int) -> None:
+    """One rank: compute the twins alone, then the layouts together with the others, and note each in ``folder``."""
+    for case in cases:
+        path, flags = folder / f"alone.{MODELS[case.experts]}.{dtype}.{rank}.pt", batch(ranks)
+        config = configuration(f"{flags} {case.flags}", case.experts, dtype, device, rank, ranks)
+        join(config)
+        if not path.exists():
+            twin = build(configuration(flags, case.experts, dtype, device, 0, 1), 0, 1)
+            keep(path, Alone(host(), without_values(trace_steps(twin, STEPS), rank == 0)))
+        keep(folder / name_of(case, dtype, rank), trace_steps(build(config, rank, ranks), STEPS))
 
 
 def without_values(steps: list[RankTrace], whole: bool) -> list[RankTrace]:

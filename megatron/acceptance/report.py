@@ -13,7 +13,6 @@ SEVERITY = (SKIPPED, OK, WARNING, FAILED)
 """Verdicts, the worst last: a part has that of its worst check."""
 
 MARKDOWN, JSON = "acceptance.md", "acceptance.json"
-TAIL_LINES = 25
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ class Report:
             for title, content in part.tables.items():
                 yield from ("", *([f"{title}:", ""] if title else []), *table(content))
             if part.log:
-                yield from ("", "The end of what it wrote:", "", "```", *part.log.splitlines()[-TAIL_LINES:], "```")
+                yield from ("", "The end of what it wrote:", "", "```", *part.log.splitlines(), "```")
 
 
 def headline(part: Part) -> str:
