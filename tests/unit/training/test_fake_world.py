@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import shlex
 import subprocess
@@ -55,7 +56,7 @@ def test_a_rank_holds_what_the_same_rank_of_a_run_allocates(pool: Pool, flags: s
 
 def recipe(name: str) -> list[str]:
     """The flags of a Slurm recipe that say what is trained, and how."""
-    told = subprocess.run(["bash", f"slurm/{name}"], cwd=ROOT, env={"DRY_RUN": "1", "PATH": "/usr/bin:/bin"}, **OUTPUT)
+    told = subprocess.run(["bash", f"slurm/{name}"], cwd=ROOT, env=os.environ | {"DRY_RUN": "1"}, **OUTPUT)
     words = shlex.split(told.stdout)
     reading = read(words[words.index("pretrain_gpt.py") + 1 :])
     kept = [flag for flag in reading.given if flag.setting.group in OF_THE_MODEL and flag.setting.name != "stop_file"]
@@ -100,6 +101,7 @@ def test_every_rank_of_a_pipeline_is_accounted_for(gpt3: FakeWorld) -> None:
     assert sum(gpt3.chosen.whole.values()) == 6 * of_a_block[0]
     assert gpt3.chosen.state["gradients"] == 4 * gpt3.chosen.parameters
     assert gpt3.chosen.state["moments"] == 8 * gpt3.chosen.parameters // 8
+    assert {*gpt3.seconds} == {"groups", "kernels", "model", "optimizer", fake.OTHERS}
 
 
 def test_groups_are_counted_as_they_are_made(monkeypatch: pytest.MonkeyPatch, gpt3: FakeWorld) -> None:
@@ -226,7 +228,9 @@ def test_a_pattern_that_names_nothing_is_refused_though_another_rank_might_have_
     flags = "--mock-data --vocab-size 257 --train-iters 1 --fake-world --world-size 4 --pipeline-model-parallel-size 4"
     argv = [*flags.split(), "--num-layers", "4", "--global-batch-size", "8", "--lr-factors"]
     assert pretrain_gpt.main([*argv, "layers.3.*=2"]) == 0
-    assert "fake world rank 0 of 4, nothing allocated: pp 0, dp 0, cp 0, tp 0\n" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "fake world rank 0 of 4, nothing allocated: pp 0, dp 0, cp 0, tp 0\n" in told
+    assert "not checked here" not in told, "because it is"
     assert pretrain_gpt.main([*argv, "layers.4.*=2"]) == 2
     assert "E407 'layers.4.*' in lr_factors matches no parameter" in capsys.readouterr().err
 
