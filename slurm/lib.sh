@@ -25,10 +25,7 @@ set -euo pipefail
 
 say() { printf '%(%F %T)T slurm: %s\n' -1 "$*"; }
 
-refuse() {
-    printf 'slurm: %s\n' "$@" >&2
-    exit 2
-}
+refuse() { printf 'slurm: %s\n' "$@" >&2 && exit 2; }
 
 # ---- Where we are: Slurm runs a copy of the recipe out of its own folders, but starts it where sbatch was called.
 
@@ -64,20 +61,12 @@ BAD_NODE_HOURS=${BAD_NODE_HOURS:-24} STOP_SECONDS=${STOP_SECONDS:-240}
 # What an #SBATCH line of the recipe asks for.
 asked() { sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$0" | head -n 1; }
 
-ranks_per_node() {
-    if [ -n "$SMALL" ]; then
-        echo "${RANKS_PER_NODE:-4}"
-    else
-        echo "${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$(asked gpus-per-node)}}"
-    fi
-}
-
 # One a line. With --no-kill a job keeps the rest of its nodes when it loses some, so Slurm is asked each time.
 nodes_of_job() {
     if [ "$JOB" != 0 ]; then
         scontrol show hostnames "$(squeue --noheader --jobs="$JOB" --format=%N || echo "$SLURM_JOB_NODELIST")"
     else
-        seq -f node%g "$(asked nodes)"
+        seq -f node%g "${SLURM_JOB_NUM_NODES:-$(asked nodes)}"
     fi
 }
 
@@ -93,18 +82,23 @@ bad_nodes() {
 # Whether line $1 is among the lines of $2.
 among() { [[ $'\n'$2$'\n' == *$'\n'$1$'\n'* ]]; }
 
-# What follows flag $1 in the list after it, where it is said last; else 1.
-number_after() {
-    local flag=$1 number=1
-    while shift && [ $# -gt 1 ]; do
-        [ "$1" != "$flag" ] || number=$2
+# Ranks of one copy of the model, as the flags say; the last of equal flags counts.
+model_ranks() {
+    local tp=1 pp=1 cp=1
+    while [ $# -gt 1 ]; do
+        case $1 in
+            --tensor-model-parallel-size) tp=$2 ;;
+            --pipeline-model-parallel-size) pp=$2 ;;
+            --context-parallel-size) cp=$2 ;;
+        esac
+        shift
     done
-    echo "$number"
+    echo $((tp * pp * cp))
 }
 
-# Set NODES, the first of which is the head; none when the job has too few left. The flags of the run say the layout.
-choose_nodes() {
-    local node all bad good=() failed=() needed count model
+# Set NODES, the first of which is the head; none when the job has too few left.
+choose_nodes() { # FLAG...
+    local node all bad good=() failed=() needed count
     mapfile -t all < <(nodes_of_job)
     bad=$(bad_nodes)
     for node in "${all[@]}"; do
@@ -112,17 +106,15 @@ choose_nodes() {
     done
     needed=$((${SLURM_JOB_NUM_NODES:-${#all[@]}} - SPARES)) count=$needed
     [ "$needed" -ge 1 ] || refuse "SPARES=$SPARES leaves no node to run on" "fix: sbatch --nodes=$((SPARES + 1)) ..."
-    if [ "${#good[@]}" -lt "$needed" ]; then # whole copies of the model
-        model=$(($(number_after --tensor-model-parallel-size "$@") * $(number_after --pipeline-model-parallel-size "$@")))
-        model=$((model * $(number_after --context-parallel-size "$@")))
-        while [ "$count" -gt "${#good[@]}" ] || [ $((count * RANKS % model)) != 0 ]; do count=$((count - 1)); done
+    if [ "${#good[@]}" -lt "$needed" ]; then # fewer copies of the model, but whole ones
+        count=${#good[@]}
+        while [ $((count * RANKS % $(model_ranks "$@"))) != 0 ]; do count=$((count - 1)); done
         if [ "$count" -lt "${MIN_NODES:-$needed}" ]; then # those that failed are better than none
-            count=$needed good+=("${failed[@]}") failed=()
+            count=$needed good=("${all[@]}") failed=()
         fi
     fi
     [ ${#failed[@]} = 0 ] || say "left out, their devices have failed: ${failed[*]}"
-    NODES=()
-    [ "${#good[@]}" -lt "$count" ] || NODES=("${good[@]:0:count}")
+    if [ "${#good[@]}" -ge "$count" ]; then NODES=("${good[@]:0:count}"); else NODES=(); fi
 }
 
 # A rank that dies of its device says where, in failures.jsonl; lines after the first $1 are new.
@@ -135,8 +127,6 @@ note_bad_nodes() {
         echo "${BASH_REMATCH[1]} $((now + BAD_NODE_HOURS * 3600)) $line" >>"$STATE/bad_nodes"
     done < <(tail -n "+$(($1 + 1))" "$RUN/failures.jsonl")
 }
-
-lines_of() { if [ -f "$1" ]; then wc -l <"$1"; else echo 0; fi; }
 
 # ---- How ranks find each other: all ask the head node, at a port that no other job there is likely to have.
 
@@ -281,7 +271,7 @@ stop_if_stalled() {
 
 # A script whose node was cut off lives on, and finds that Slurm has started the job elsewhere.
 leave_if_superseded() {
-    [ "$(cat "$STATE/attempt")" != "$ATTEMPT" ] || return 0
+    [ "$(cat "$STATE/attempt.$JOB")" != "$ATTEMPT" ] || return 0
     say "a later start of this job has taken over"
     exit 1
 }
@@ -293,7 +283,7 @@ nodes_to_exclude() {
     while read -r node; do
         among "$node" "$bad" || left=$((left + 1))
     done < <(sinfo --noheader --Node --format=%N --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix,comp | sort -u)
-    [ "$left" -lt "$SLURM_JOB_NUM_NODES" ] || echo "$bad" | paste -sd ,
+    [ "$left" -lt "$SLURM_JOB_NUM_NODES" ] || echo "$bad" | sort -u | paste -sd ,
 }
 
 # Queue this job again, and end.
@@ -323,22 +313,26 @@ tiny=(
 )
 [ -z "$SMALL" ] || export TORCH_CPP_LOG_LEVEL=${TORCH_CPP_LOG_LEVEL:-ERROR} # twelve ranks complain of names without DNS
 
-# Choose nodes and build COMMAND for a program and its flags; with DRY_RUN print it, and end.
+# Choose nodes, and build COMMAND for a program and its flags.
 prepare() {
-    RANKS=$(ranks_per_node)
+    RANKS=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$(asked gpus-per-node)}}
+    [ -z "$SMALL" ] || RANKS=${RANKS_PER_NODE:-4}
+    [ -n "$RANKS" ] || refuse "nothing says how many ranks a node has" "fix: sbatch --gpus-per-node=8 ..."
     choose_nodes "$@"
     [ ${#NODES[@]} = 0 ] || build_command "$@"
-    [ -n "$DRY_RUN" ] || return 0
-    printf '%q ' "${COMMAND[@]}"
-    echo
-    exit 0
+}
+
+# Run a command, or with DRY_RUN print it.
+start() {
+    if [ -z "$DRY_RUN" ]; then "$@"; else printf '%q ' "$@" && echo; fi
 }
 
 # Flags that no start would take are told once, before any rank runs, and end the job.
 check_flags() {
     local code=0
+    local world=$((${#NODES[@]} * RANKS))
     build_step 1 "${NODES[0]}"
-    "${STEP[@]}" "${inside[@]}" python "$@" --check-config --world-size "$((${#NODES[@]} * RANKS))" >"$STATE/check.txt" 2>&1 || code=$?
+    "${STEP[@]}" "${inside[@]}" python "$@" --check-config --world-size "$world" >"$STATE/check.txt" 2>&1 || code=$?
     [ "$code" = 2 ] || return 0
     cat "$STATE/check.txt" >&2
     exit 2
@@ -350,15 +344,21 @@ train() {
     local program=(pretrain_gpt.py "$@" --run-dir "$RUN" --save "$RUN/checkpoints" --stop-file "$STOP_FILE")
     [ -z "${MIN_NODES:-}" ] || program+=(--pad-global-batch)
     prepare "${program[@]}"
+    if [ -n "$DRY_RUN" ]; then
+        start "${COMMAND[@]}"
+        return
+    fi
     mkdir -p "$STATE"
     trap on_usr1 USR1
     trap on_term TERM
-    echo "$ATTEMPT" >"$STATE/attempt"
+    rm -f "$STATE"/stop.* # of earlier starts
+    echo "$ATTEMPT" >"$STATE/attempt.$JOB"
     check_flags "${program[@]}"
     stop_if_stalled
     echo "$JOB $(newest_checkpoint) start $ATTEMPT on ${NODES[*]}" >>"$STATE/starts"
     while true; do
-        before=${NODES[*]} newest=$(newest_checkpoint) known=$(lines_of "$RUN/failures.jsonl")
+        before=${NODES[*]} newest=$(newest_checkpoint) known=0
+        [ ! -f "$RUN/failures.jsonl" ] || known=$(wc -l <"$RUN/failures.jsonl")
         say "start $ATTEMPT, $RANKS ranks on each of ${#NODES[@]} nodes: $before"
         rm -f "$RUN/finished.json" # of an earlier, shorter run
         "${COMMAND[@]}" &
@@ -386,18 +386,11 @@ train() {
 once() {
     MAX_RESTARTS=0
     prepare "$@"
-    "${COMMAND[@]}"
+    start "${COMMAND[@]}"
 }
 
 # Run a program once, in one process.
 alone() {
-    local first
-    first=$(nodes_of_job | head -n 1)
-    build_step 1 "$first"
-    if [ -n "$DRY_RUN" ]; then
-        printf '%q ' "${STEP[@]}" "${inside[@]}" python "$@"
-        echo
-    else
-        "${STEP[@]}" "${inside[@]}" python "$@"
-    fi
+    build_step 1 "$(nodes_of_job | head -n 1)"
+    start "${STEP[@]}" "${inside[@]}" python "$@"
 }

@@ -1,0 +1,271 @@
+"""What ``slurm/lib.sh`` makes of what happens to a job, against stand-ins for the commands of Slurm.
+
+The real Slurm is in tests/slurm/. Here every case is one run of bash, in which ``srun`` does what the case says.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.unit.slurm.recipes import ROOT
+
+STANDINS = {
+    "srun": 'echo "srun $*" >>"$CALLS"\n[[ $* != *--check-config* ]] || exit "${REFUSED:-0}"\nsource "$CASE"',
+    "scontrol": 'echo "scontrol $*" >>"$CALLS"\n[ "$1" = show ] || exit "${DENIED:-0}"\ntr " " "\\n" <<<"$3"',
+    "squeue": 'cat "$ALLOCATED"',
+    "sinfo": 'printf "%s\\n" ${CLUSTER:-n1 n2 n3}',
+    "sleep": "exec /bin/sleep 0.02",
+}
+"""Commands, and what stands in for them; what the first tasks of a step do is in the file CASE."""
+
+FINISH = 'touch "$RUN/finished.json"'
+SAVE = 'at=$RUN/checkpoints/iter_$(printf %07d $(wc -l <"$CALLS")); mkdir -p "$at"; touch "$at/COMPLETE"'
+
+
+@dataclass
+class Job:
+    """A job as Slurm would start it, once or again and again.
+
+    Attributes:
+        root: of everything it leaves.
+        environ: more of its environment.
+    """
+
+    root: Path
+    environ: dict[str, str]
+
+    @property
+    def run(self) -> Path:
+        return self.root / "run"
+
+    def begin(self, case: str, restart: int = 0) -> subprocess.Popen[str]:
+        """One start, in which every srun of the ranks does what ``case`` says."""
+        (self.root / "case").write_text(case)
+        environ = {
+            "PATH": f"{self.root / 'bin'}:{os.environ['PATH']}",
+            "CALLS": str(self.root / "calls"),
+            "CASE": str(self.root / "case"),
+            "ALLOCATED": str(self.root / "allocated"),
+            "RUN": str(self.run),
+            "VENV": "none",
+            "SMALL": "1",
+            "SLURM_JOB_ID": "7",
+            "SLURM_JOB_NUM_NODES": "3",
+            "SLURM_JOB_PARTITION": "batch",
+            "SLURM_RESTART_COUNT": str(restart),
+            **self.environ,
+        }
+        command = ["bash", "slurm/train_175b.sh"]
+        return subprocess.Popen(
+            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def start(self, case: str, restart: int = 0) -> tuple[int, str]:
+        """The status of one start, and what it says."""
+        started = self.begin(case, restart)
+        said, _ = started.communicate(timeout=60)
+        return started.returncode, said
+
+    def allocate(self, *nodes: str) -> None:
+        (self.root / "allocated").write_text(" ".join(nodes))
+
+    def calls(self, command: str) -> list[str]:
+        """What a command was told; of srun, only when it started ranks."""
+        lines = (self.root / "calls").read_text().splitlines()
+        told = [line.removeprefix(command + " ") for line in lines if line.startswith(command + " ")]
+        return [words for words in told if "--check-config" not in words and not words.startswith("show ")]
+
+    def fail_device(self, node: str) -> str:
+        """A case in which a rank on a node dies of its device, unless it was told to leave the node out."""
+        failure = {"host": node, "kind": "device", "sentence": "CUDA error: an illegal memory access"}
+        return f'[[ $* != *{node}* ]] || {{ echo {json.dumps(json.dumps(failure))} >>"$RUN/failures.jsonl"; exit 1; }}'
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Job:
+    """A job of three nodes."""
+    (tmp_path / "bin").mkdir()
+    for name, text in STANDINS.items():
+        path = tmp_path / "bin" / name
+        path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+        path.chmod(0o755)
+    job = Job(tmp_path, {})
+    job.allocate("n1", "n2", "n3")
+    return job
+
+
+def test_the_marker_ends_it_whatever_srun_says(job: Job) -> None:
+    status, said = job.start(f"{FINISH}; exit 9")
+    assert status == 0
+    assert "slurm: finished" in said
+    assert job.calls("scontrol") == []
+
+
+def test_status_0_without_the_marker_is_no_end(job: Job) -> None:
+    status, said = job.start(f"{SAVE}; exit 0")
+    assert status == 0
+    assert "has not finished" in said
+    assert job.calls("scontrol") == ["requeue 7", "update JobId=7 ExcNodeList="]
+
+
+def test_the_marker_of_an_earlier_run_proves_nothing(job: Job) -> None:
+    job.run.mkdir()
+    (job.run / "finished.json").touch()
+    assert "has not finished" in job.start("exit 1")[1]
+
+
+def test_flags_that_are_refused_are_told_once(job: Job) -> None:
+    job.environ["REFUSED"] = "2"
+    assert job.start(FINISH)[0] == 2
+    assert job.calls("srun") == job.calls("scontrol") == []
+
+
+def test_a_chain_without_progress_stops(job: Job) -> None:
+    assert [job.start("exit 1", restart)[0] for restart in range(2)] == [0, 0]
+    status, said = job.start("exit 1", 2)
+    assert status == 1
+    assert "3 starts have brought no new checkpoint (newest: none)" in said
+    assert job.calls("scontrol").count("requeue 7") == 2
+    assert job.start(FINISH, 3)[0] == 1, "nor is it started when Slurm itself has queued it again"
+    job.environ["SLURM_JOB_ID"] = "8"
+    assert job.start(FINISH)[0] == 0, "who submits it again has done something about it"
+
+
+def test_a_chain_with_progress_goes_on(job: Job) -> None:
+    assert [job.start(f"{SAVE}; exit 1", restart)[0] for restart in range(5)] == [0] * 5
+
+
+def test_who_may_not_queue_again_is_told_what_to_do(job: Job) -> None:
+    job.environ["DENIED"] = "1"
+    status, said = job.start("exit 1")
+    assert status == 1
+    assert "sbatch it once more" in said
+
+
+def test_a_signal_before_the_time_limit_makes_the_stop_file(job: Job) -> None:
+    started = job.begin(f'until ls "$RUN"/slurm/stop.7.0; do sleep 1; done; {SAVE}')
+    wait_for(job.root / "calls", "pretrain_gpt.py --preset gpt3-175b")
+    time.sleep(0.3)
+    started.send_signal(signal.SIGUSR1)
+    said, _ = started.communicate(timeout=60)
+    assert started.returncode == 0
+    assert "the ranks are to save and stop" in said
+    assert "requeue 7" in job.calls("scontrol")
+    assert job.start("ls $RUN/slurm/stop.* && exit 1; " + FINISH, 1)[0] == 0
+    assert not list((job.run / "slurm").glob("stop.*")), "what told an earlier start to stop is gone"
+
+
+def test_ranks_that_do_not_stop_are_left_to_slurm(job: Job) -> None:
+    job.environ["STOP_SECONDS"] = "0"
+    started = job.begin("exec /bin/sleep 50")
+    wait_for(job.root / "calls", "pretrain_gpt.py --preset gpt3-175b")
+    time.sleep(0.3)
+    started.send_signal(signal.SIGUSR1)
+    said, _ = started.communicate(timeout=30)
+    assert "have not stopped within 0 s" in said
+    assert "requeue 7" in job.calls("scontrol")
+
+
+def test_what_slurm_ends_is_left_to_slurm(job: Job) -> None:
+    started = job.begin('until ls "$RUN"/slurm/stop.7.0; do sleep 1; done; exit 1')
+    wait_for(job.root / "calls", "pretrain_gpt.py --preset gpt3-175b")
+    time.sleep(0.3)
+    started.send_signal(signal.SIGTERM)
+    started.communicate(timeout=60)
+    assert started.returncode == 143
+    assert job.calls("scontrol") == []
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_a_spare_takes_the_place_of_a_node_whose_device_fails(job: Job, launcher: str) -> None:
+    job.environ |= {"SPARES": "1", "LAUNCHER": launcher, "RANKS_PER_NODE": "2"}
+    status, said = job.start(f"{job.fail_device('n1')}; {FINISH}")
+    assert status == 0
+    assert "a device of n1 has failed" in said
+    first, second = job.calls("srun")
+    assert "--nodelist=n1,n2" in first
+    assert "--nodelist=n2,n3" in second
+    assert "--nodes=2" in second
+    if launcher == "torchrun":
+        assert "--rdzv-endpoint=n2:" in second
+    node, until, _ = (job.run / "slurm" / "bad_nodes").read_text().split(maxsplit=2)
+    assert node == "n1"
+    assert int(until) == pytest.approx(time.time() + 24 * 3600, abs=60)
+
+
+def test_without_a_spare_slurm_is_asked_for_another_node(job: Job) -> None:
+    job.environ["CLUSTER"] = "n1 n2 n3 n4"
+    assert job.start(job.fail_device("n2"))[0] == 0
+    assert job.calls("scontrol") == ["requeue 7", "update JobId=7 ExcNodeList=n2"]
+
+
+def test_a_node_is_not_excluded_where_no_other_is(job: Job) -> None:
+    job.start(job.fail_device("n2"))
+    assert job.calls("scontrol") == ["requeue 7", "update JobId=7 ExcNodeList="]
+    assert job.start(FINISH, 1)[0] == 0
+    assert "--nodes=3" in job.calls("srun")[-1]
+
+
+def test_a_bad_node_is_forgotten_in_time(job: Job) -> None:
+    job.environ["SPARES"] = "1"
+    (job.run / "slurm").mkdir(parents=True)
+    (job.run / "slurm" / "bad_nodes").write_text(f"n1 {int(time.time()) - 1} old\nn2 {int(time.time()) + 99} new\n")
+    job.start(FINISH)
+    assert "--nodelist=n1,n3" in job.calls("srun")[0]
+
+
+def test_other_failures_blame_no_node(job: Job) -> None:
+    failure = json.dumps({"host": "n1", "kind": "nonfinite", "sentence": "the kind of loss"})
+    job.start(f'echo {json.dumps(failure)} >>"$RUN/failures.jsonl"; exit 1')
+    assert not (job.run / "slurm" / "bad_nodes").exists()
+
+
+def test_ranks_of_srun_are_started_again_in_the_job(job: Job) -> None:
+    job.environ |= {"LAUNCHER": "srun", "MAX_RESTARTS": "2"}
+    job.start("exit 1")
+    assert len(job.calls("srun")) == 3
+
+
+def test_agents_start_their_ranks_again_themselves(job: Job) -> None:
+    job.start("exit 1")
+    assert len(job.calls("srun")) == 1
+    assert "--max-restarts=3" in job.calls("srun")[0]
+
+
+def test_a_job_that_lost_a_node_goes_on_with_whole_copies_of_the_model(job: Job) -> None:
+    job.environ |= {"MIN_NODES": "1", "RANKS_PER_NODE": "2"}  # a copy has TP2 x PP2, two nodes
+    job.environ["SLURM_JOB_NUM_NODES"] = "5"
+    job.allocate("n1", "n2", "n3", "n4", "n5")
+    lost = 'echo n1 n3 n4 >"$ALLOCATED"; grep -q "nodelist=n1,n3 " "$CALLS" && ' + FINISH
+    assert job.start(lost)[0] == 0
+    assert "--nodelist=n1,n3 " in job.calls("srun")[1]
+    assert "--pad-global-batch" in job.calls("srun")[1]
+
+
+def test_a_job_that_lost_a_node_and_needs_it_is_queued_again(job: Job) -> None:
+    job.start('echo n1 n3 >"$ALLOCATED"; exit 1')
+    assert len(job.calls("srun")) == 1
+    assert "requeue 7" in job.calls("scontrol")
+
+
+def test_a_script_whose_job_runs_elsewhere_by_now_does_nothing(job: Job) -> None:
+    status, said = job.start('echo 7.1 >"$RUN/slurm/attempt.7"; exit 1')
+    assert status == 1
+    assert "a later start of this job has taken over" in said
+    assert job.calls("scontrol") == []
+
+
+def wait_for(path: Path, words: str) -> None:
+    """Until a file has the words of a start, and not those of its check."""
+    deadline = time.monotonic() + 30
+    while not path.exists() or not [x for x in path.read_text().splitlines() if words in x and "--check" not in x]:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)

@@ -1,0 +1,159 @@
+"""What the recipes start, without a Slurm: flags that a run takes, and headers whose arithmetic is true."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megatron.config.batch import batch_stages
+from megatron.config.problems import UserError
+from tests.unit.slurm import recipes
+from tests.unit.slurm.recipes import ROOT, TRAINING, Started
+
+SCRIPTS = sorted(path.name for path in (ROOT / "slurm").glob("*.sh"))
+
+SMALL_NODES = {"train_175b": 3, "train_gpt2_124m": 1, "train_llama3_70b": 2, "train_llama3_8b": 2}
+"""Nodes on which the recipes say that SMALL=1 runs."""
+
+
+@pytest.mark.parametrize("recipe", TRAINING)
+def test_flags_are_those_of_a_run_through_every_stage_of_its_batch(recipe: str) -> None:
+    started = Started.by(recipe)
+    config = started.config()
+    assert config.model.num_parameters() > 1e8
+    assert config.data.mock_data
+    assert batch_stages(config.training, config.parallel.data_parallel_size(started.world_size))
+
+
+def test_a_stage_of_the_ramp_that_no_schedule_runs_is_found() -> None:
+    started = Started.by("train_llama3_70b", "--rampup-batch-size", "512", "8", "4000000")
+    with pytest.raises(UserError, match=r"E303 the ramp passes batches .* 16: 520, 536"):
+        started.config()
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize("recipe", TRAINING)
+def test_small_is_the_same_with_a_tiny_model(recipe: str, launcher: str) -> None:
+    large = Started.by(recipe).config()
+    tiny = Started.by(recipe, SMALL="1", LAUNCHER=launcher, SLURM_JOB_NUM_NODES=str(SMALL_NODES[recipe]))
+    assert tiny.world_size == 4 * SMALL_NODES[recipe]
+    config = tiny.config()
+    assert config.model.num_parameters() < 1e6
+    assert config.training.device == "cpu"
+    same = ("sequence_parallel", "use_distributed_optimizer", "overlap_grad_reduce", "overlap_param_gather")
+    assert [getattr(config.parallel, name) for name in same] == [getattr(large.parallel, name) for name in same]
+    for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size"):
+        assert (getattr(config.parallel, name) > 1) == (getattr(large.parallel, name) > 1)
+    assert (config.training.rampup_batch_size is None) == (large.training.rampup_batch_size is None)
+    assert config.checkpoint.async_save == large.checkpoint.async_save
+
+
+@pytest.mark.parametrize("recipe", TRAINING)
+def test_the_header_is_true(recipe: str) -> None:
+    started, mfu = Started.by(recipe), recipes.planned_mfu(recipe)
+    expected = recipes.arithmetic(started.config(), started.world_size, mfu)
+    if recipe == "train_175b":
+        expected += recipes.saving(started.config(), started.world_size, mfu)
+    assert recipes.header(recipe) == expected
+
+
+def test_the_interval_of_saves_is_what_the_header_finds_best() -> None:
+    best = int(re.findall(r"= (\d+) steps is best", "\n".join(recipes.header("train_175b")))[0])
+    interval = Started.by("train_175b").config().checkpoint.save_interval
+    assert interval is not None
+    assert abs(interval - best) / best < 0.1
+
+
+def test_figures_of_the_large_one_are_those_of_its_papers() -> None:
+    """Literals, in case that the formulas above and those of the library are wrong together."""
+    started = Started.by("train_175b")
+    config = started.config()
+    assert started.world_size == 1024 == 8 * 16 * 8
+    layer = 32 * 2048 * 12288 / 8  # 34 s b h / t of Korthikanti et al., equation 4, less two masks of dropout
+    assert recipes.activation_bytes(config, 192) == layer * 96 * (1 + 15 / (16 * 3))  # interleaved: their section 4.2.3
+    linear = 6 * 1536 * 2048 * 174.6e9 / (1024 * 0.44 * 989.4e12)  # 6 N D, and scores of attention besides
+    assert linear * 1.02 < recipes.step_seconds(config, 1024, 0.44) < linear * 1.04
+
+
+def test_recipes_are_short() -> None:
+    scripts = [name for name in SCRIPTS if name != "lib.sh"]
+    assert {name: lines for name in scripts if (lines := len(text_of(name).splitlines())) > 60} == {}
+    assert len(text_of("lib.sh").splitlines()) < 400
+
+
+def test_what_is_exported_for_the_network_says_why() -> None:
+    found = recipes.exports()
+    assert len(found) > 7
+    assert [line for line, before in found if " # " not in line and not before.startswith("# ")] == []
+
+
+def test_every_word_of_the_environment_is_explained() -> None:
+    text = text_of("lib.sh")
+    explained = set(re.findall(r"\b[A-Z][A-Z_]{2,}\b", text.partition("\nset -euo")[0]))
+    asked = set(re.findall(r"\$\{([A-Z_]+)(?::-|:\+)", text))
+    foreign = {name for name in asked if name.startswith(("SLURM_", "NCCL_", "CUDA_", "TORCH_", "OMP_", "PYTHONPATH"))}
+    assert asked - foreign - explained == set()
+
+
+def test_network_of_ethernet_and_an_interface(tmp_path: Path) -> None:
+    shown = "source slurm/lib.sh; env | grep -E '^(NCCL|GLOO)'"
+    environ = {"PATH": "/usr/bin:/bin", "DRY_RUN": "1", "NETWORK": "ethernet", "IFNAME": "eth7", "NCCL_DEBUG": "INFO"}
+    done = subprocess.run(["bash", "-c", shown], cwd=ROOT, env=environ, capture_output=True, text=True, check=True)
+    settings = dict(line.split("=") for line in done.stdout.split())
+    assert settings["NCCL_IB_DISABLE"] == "1"
+    assert settings["NCCL_SOCKET_IFNAME"] == settings["GLOO_SOCKET_IFNAME"] == "eth7"
+    assert settings["NCCL_DEBUG"] == "INFO", "what a person exports comes first"
+    assert not any("HCA" in name for name in settings)
+
+
+@pytest.mark.parametrize(
+    ("environ", "words"),
+    [
+        ({"CONTAINER": "nvcr.io#x:1", "MOUNTS": "a:b"}, ["--container-image=nvcr.io#x:1", f"{ROOT}:{ROOT},a:b"]),
+        ({"CONTAINER": "x.sif"}, ["apptainer", "exec", "--nv", "x.sif", "torchrun"]),
+        ({"MIN_NODES": "112"}, ["--nnodes=112:128", "--no-kill", "--pad-global-batch"]),
+        ({"LAUNCHER": "srun"}, ["--ntasks=1024", "--ntasks-per-node=8", "python"]),
+    ],
+)
+def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
+    command = " ".join(Started.by("train_175b", **environ).words)
+    assert [word for word in words if word not in command] == []
+
+
+@pytest.mark.parametrize(
+    ("environ", "sentence"),
+    [
+        ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: there are torchrun and srun"),
+        ({"NETWORK": "roce"}, "NETWORK=roce: there are infiniband and ethernet"),
+        ({"SPARES": "128"}, "SPARES=128 leaves no node to run on"),
+        ({"DRY_RUN": ""}, "fix: sbatch slurm/train_175b.sh"),
+    ],
+)
+def test_mistakes_are_told(environ: dict[str, str], sentence: str) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        Started.by("train_175b", **environ)
+    assert failed.value.returncode == 2
+    assert sentence in failed.value.stderr
+
+
+def test_from_elsewhere_a_sentence_says_where_to_submit(tmp_path: Path) -> None:
+    script = ROOT / "slurm" / "train_175b.sh"
+    done = subprocess.run(["bash", script], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert "submit it from the root of the repository" in done.stderr
+
+
+def test_shellcheck() -> None:
+    if shutil.which("shellcheck") is None:
+        pytest.skip("shellcheck is not installed.")
+    scripts = [f"slurm/{name}" for name in SCRIPTS]
+    done = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == ""
+
+
+def text_of(name: str) -> str:
+    return (ROOT / "slurm" / name).read_text()
