@@ -1,0 +1,102 @@
+"""Ranks are threads here; a lock of one open file keeps others out as it does between processes."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from megatron.acceptance import filesystem
+from megatron.acceptance.filesystem import FREE, NONE, PAGE_BYTES, Prober, kind, lock_sentence, verdicts
+
+NODES = 3
+HOSTS = {rank: f"node{rank // 2}" for rank in range(2 * NODES)}
+
+
+def probe(folder: Path, seconds: float = 20.0, lost: int = -1) -> dict[int, dict[str, Any]]:
+    """What two ranks on each of ``NODES`` nodes see; rank ``lost`` has a folder of its own."""
+
+    def one(rank: int) -> dict[str, Any]:
+        mine = folder / ("own" if rank == lost else "shared")
+        mine.mkdir(exist_ok=True)
+        return Prober(mine, rank, len(HOSTS), HOSTS[rank], rank % 2 == 0, seconds).probe(1)
+
+    with ThreadPoolExecutor(len(HOSTS)) as threads:
+        return dict(enumerate(threads.map(one, HOSTS)))
+
+
+def test_a_good_file_system(tmp_path: Path) -> None:
+    told = probe(tmp_path)
+    assert [good for _, good, _ in verdicts(told, HOSTS)] == [True, True]
+    assert lock_sentence(told, HOSTS) == (True, "a lock that one node holds is held for the others")
+    assert [rank for rank, entry in told.items() if "write_mb_per_s" in entry] == [0, 2, 4]
+    assert all(entry["write_mb_per_s"] > 0 for rank, entry in told.items() if rank % 2 == 0)
+
+
+def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
+    (shared,) = verdicts(probe(tmp_path, seconds=0.5, lost=3), HOSTS)
+    what, good, sentence = shared
+    assert (what, good) == ("folder shared by all ranks", False)
+    assert "node0 does not see what ranks 3 write" in sentence
+
+
+def test_locks_that_end_at_the_machine(tmp_path: Path) -> None:
+    with patch.object(fcntl, "flock", lambda file, how: None):
+        told = probe(tmp_path)
+    assert {entry["lock"] for rank, entry in told.items() if rank in (2, 4)} == {FREE}
+    good, sentence = lock_sentence(told, HOSTS)
+    assert not good
+    assert "does not reach node1, node2" in sentence
+
+
+def test_no_locks_at_all(tmp_path: Path) -> None:
+    refusal = OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+    with patch.object(fcntl, "flock", side_effect=refusal):
+        told = probe(tmp_path)
+    assert {entry["lock"] for rank, entry in told.items() if rank % 2 == 0} == {NONE}
+    assert lock_sentence(told, HOSTS)[0] is False
+
+
+def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
+    original = Path.replace
+
+    def replace(self: Path, target: Path) -> Path:
+        if target.name != "page":
+            return original(self, target)
+        target.write_bytes(b"")
+        for _ in range(20):
+            os.sched_yield()
+        target.write_bytes(self.read_bytes())
+        return target
+
+    with patch.object(Path, "replace", replace), patch.object(filesystem, "REPLACEMENTS", 20):
+        told = probe(tmp_path)
+    what, good, sentence = verdicts(told, HOSTS)[1]
+    assert (what, good) == ("rename replaces a file at once", False)
+    assert "reads found a file torn or gone" in sentence
+
+
+def test_what_is_torn(tmp_path: Path) -> None:
+    path = tmp_path / "page"
+    assert filesystem.is_torn(path)
+    for content, torn in ((b"x" * PAGE_BYTES, False), (b"x" * 10, True), (b"x" * (PAGE_BYTES - 1) + b"y", True)):
+        path.write_bytes(content)
+        assert filesystem.is_torn(path) == torn
+    with patch.object(Path, "read_bytes", side_effect=OSError(errno.ESTALE, "stale")):
+        assert not filesystem.is_torn(path)
+    broken = patch.object(Path, "read_bytes", side_effect=OSError(errno.EIO, "broken"))
+    with broken, pytest.raises(OSError, match="broken"):
+        filesystem.is_torn(path)
+
+
+def test_the_kind_of_the_innermost_mount(tmp_path: Path) -> None:
+    mounts = f"/dev/vda / ext4 rw 0 0\nserver:/x {tmp_path} nfs4 rw 0 0\nother {tmp_path}x lustre rw 0 0\n"
+    assert kind(tmp_path / "run", lambda: mounts) == "nfs4"
+    assert kind(Path("/"), lambda: mounts) == "ext4"
+    assert kind(tmp_path, lambda: "") == ""

@@ -1,0 +1,55 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.acceptance.report import FAILED, JSON, MARKDOWN, OK, SKIPPED, WARNING, Check, Part, Report, headline
+
+
+def part(*verdicts: str) -> Part:
+    return Part("x", [Check(f"what {i}", verdict, f"told {i}") for i, verdict in enumerate(verdicts)])
+
+
+@pytest.mark.parametrize(
+    ("verdicts", "worst"),
+    [((), SKIPPED), ((OK, SKIPPED), OK), ((OK, WARNING, SKIPPED), WARNING), ((WARNING, FAILED, OK), FAILED)],
+)
+def test_a_part_is_as_good_as_its_worst_check(verdicts: tuple[str, ...], worst: str) -> None:
+    assert part(*verdicts).verdict == worst
+    assert Report("", "", [part(OK), part(*verdicts)]).failed == (worst == FAILED)
+
+
+def test_the_headline_is_the_first_that_is_not_well() -> None:
+    assert headline(part(OK, OK)) == "2 checks"
+    assert headline(part(OK)) == "1 check"
+    assert headline(part(OK, WARNING, FAILED, FAILED)) == "what 2: told 2"
+    assert headline(part()) == ""
+
+
+def test_a_check_is_noted_with_its_verdict() -> None:
+    noted = Part("x")
+    assert noted.add("a", True, "fine")
+    assert not noted.add("b", False, "not fine", otherwise=WARNING)
+    assert not noted.add("c", False, "bad")
+    assert [check.verdict for check in noted.checks] == [OK, WARNING, FAILED]
+
+
+def test_the_page_and_the_data(tmp_path: Path) -> None:
+    bad = part(OK, FAILED)
+    bad.tables["Numbers"] = [("a", "b"), ("1 | 2", "3")]
+    bad.facts["seed"] = 7
+    bad.log = "the end\nof it"
+    Report("4 ranks", "tools/acceptance.py", [part(OK), bad]).write(tmp_path)
+    page = (tmp_path / MARKDOWN).read_text()
+    assert page.startswith("# Cluster acceptance: FAILED\n\n4 ranks\n\nStarted as `tools/acceptance.py`.\n")
+    assert "\n| x | FAILED | 0 | what 1: told 1 |\n" in page
+    assert "\n- **FAILED** what 1: told 1\n" in page
+    assert "\nNumbers:\n\n| a | b |\n| --- | --- |\n| 1 \\| 2 | 3 |\n" in page
+    assert page.endswith("```\nthe end\nof it\n```\n")
+    told = json.loads((tmp_path / JSON).read_text())
+    assert told["failed"] is True
+    assert [entry["verdict"] for entry in told["parts"]] == [OK, FAILED]
+    assert told["parts"][1]["facts"] == {"seed": 7}
+    assert {path.name for path in tmp_path.iterdir()} == {MARKDOWN, JSON}
