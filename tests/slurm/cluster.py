@@ -39,7 +39,7 @@ class Cluster:
     Attributes:
         root: its folder, which all nodes share; a place for the folders of runs too.
         path: where its nodes look for programs: first beside this Python.
-        submitted: numbers of the jobs that :meth:`sbatch` brought in, and their logs.
+        submitted: numbers of the jobs that :meth:`sbatch` has brought in.
     """
 
     def __init__(self, root: Path, nodes: int, gpus: int) -> None:
@@ -53,7 +53,7 @@ class Cluster:
         Raises:
             RuntimeError: with the words of ``minislurm.sh``, when it does not start.
         """
-        self.root, self.submitted = root, dict[str, Path]()
+        self.root, self.submitted = root, list[str]()
         self._unplugged = set[str]()
         self.path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._do("up", str(nodes), str(gpus), environ={"MINISLURM_OWNER": str(os.getpid())})
@@ -139,12 +139,12 @@ class Cluster:
         log = self.root / "jobs" / "%j.log"
         told = self.login("sbatch", "--parsable", f"--output={log}", "--open-mode=append", *words, environ=environ)
         number = told.strip().split(";")[0]
-        self.submitted[number] = Path(str(log).replace("%j", number))
+        self.submitted.append(number)
         return number
 
     def log(self, job: str) -> str:
         """What all starts of a job have written."""
-        path = self.submitted[job]
+        path = self.root / "jobs" / f"{job}.log"
         return path.read_text(errors="replace") if path.exists() else ""
 
     def job(self, number: str) -> dict[str, str]:
@@ -190,12 +190,17 @@ class Cluster:
             self.login("scancel", number)
             self.wait(number)
 
+    def named(self, name: str) -> list[str]:
+        """The states of all jobs of a name, the tasks of an array each by itself."""
+        return self.login("squeue", "--noheader", "--array", "--states=all", f"--name={name}", "--format=%T").split()
+
     def told(self) -> str:
-        """What one wants to read when a test has failed: nodes, jobs, the last lines of their logs."""
-        parts = [self.login("sinfo", "-N", "-l"), self.login("squeue", "-a", "--states=all")]
-        for number in self.submitted:
-            lines = self.log(number).splitlines()
-            parts.append("\n".join([f"--- log of job {number}, {len(lines)} lines ---", *lines[-60:]]))
+        """What one wants to read when a test has failed: nodes, jobs, the last lines of the latest logs."""
+        parts = [self.login("sinfo", "-N", "-l"), self.login("squeue", "--array", "--states=all")]
+        logs = sorted((self.root / "jobs").glob("*.log"), key=lambda path: path.stat().st_mtime)
+        for path in logs[-6:]:
+            lines = path.read_text(errors="replace").splitlines()
+            parts.append("\n".join([f"--- {path.name}, {len(lines)} lines ---", *lines[-60:]]))
         return "\n".join(parts)
 
     def down(self) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import Cluster
+from tests.slurm.training import LENGTH, LIGHT, Training
 
 
 @pytest.fixture(scope="session")
@@ -18,6 +19,14 @@ def the_cluster() -> Iterator[Cluster]:
         pytest.skip(why)
     with slurm.running(nodes=4, gpus=8) as cluster:
         yield cluster
+
+
+@pytest.fixture(scope="session")
+def undisturbed(the_cluster: Cluster) -> Training:
+    """A run from its start to its end that nothing happened to, its ranks started by srun alone; it has ended."""
+    training = Training.submit(the_cluster, "undisturbed", *LIGHT, environ=LENGTH | {"LAUNCHER": "srun"})
+    the_cluster.wait(training.job)
+    return training
 
 
 @pytest.fixture

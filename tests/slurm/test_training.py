@@ -12,26 +12,9 @@ import pytest
 from megatron.checkpoint.folder import Checkpoints
 from tests.runs import differences
 from tests.slurm.cluster import ENDED, Cluster
-from tests.slurm.training import Training
-
-STEPS = 30
-LENGTH = {"STEPS": str(STEPS), "SAVE_EVERY": "2"}
-LIGHT = ("--num-layers", "4", "--global-batch-size", "12")
-"""A step of a second on two cores."""
+from tests.slurm.training import LENGTH, LIGHT, STEPS, Training
 
 RANKS = r"python\S* (\S+ )*pretrain_gpt.py"
-
-
-def last_checkpoint(training: Training) -> Path:
-    return training.checkpoints / f"iter_{STEPS:07d}"
-
-
-@pytest.fixture(scope="module")
-def undisturbed(the_cluster: Cluster) -> Training:
-    """A run from its start to its end, its ranks started by srun alone."""
-    training = Training.submit(the_cluster, "undisturbed", *LIGHT, environ=LENGTH | {"LAUNCHER": "srun"})
-    the_cluster.wait(training.job)
-    return training
 
 
 def assert_ended_well(training: Training) -> None:
@@ -39,12 +22,11 @@ def assert_ended_well(training: Training) -> None:
     finished = training.finished()
     assert finished is not None
     assert finished["iteration"] == STEPS
-    assert Path(finished["checkpoint"]).name == last_checkpoint(training).name
-    assert Checkpoints(training.checkpoints).newest()[0].path.name == last_checkpoint(training).name
+    assert Path(finished["checkpoint"]).name == training.last().name
+    assert Checkpoints(training.checkpoints).newest()[0].path.name == training.last().name
 
 
 def test_a_run_that_nothing_happens_to_ends_with_its_marker(undisturbed: Training, cluster: Cluster) -> None:
-    cluster.submitted[undisturbed.job] = cluster.root / "jobs" / f"{undisturbed.job}.log"
     assert_ended_well(undisturbed)
     assert undisturbed.starts() == [0]
     assert cluster.job(undisturbed.job)["Restarts"] == "0"
@@ -60,7 +42,7 @@ def test_time_limit_lost_nodes_and_a_cut_network_change_no_bit(undisturbed: Trai
     cluster.wait(training.job)
     assert_ended_well(training)
     assert cluster.job(training.job)["Restarts"] == "4"
-    assert differences(last_checkpoint(training), last_checkpoint(undisturbed)) == []
+    assert differences(training.last(), undisturbed.last()) == []
 
 
 def the_time_is_nearly_up(training: Training) -> None:
@@ -115,4 +97,4 @@ def test_the_time_limit_itself(undisturbed: Training, cluster: Cluster) -> None:
     cluster.until(lambda: cluster.job(training.job)["JobState"] in ENDED, "the job ends", seconds=1800)
     assert_ended_well(training)
     assert cluster.job(training.job)["Restarts"] != "0"
-    assert differences(last_checkpoint(training), last_checkpoint(undisturbed)) == []
+    assert differences(training.last(), undisturbed.last()) == []

@@ -14,6 +14,14 @@ Record = dict[str, Any]
 """A line of metrics.jsonl."""
 
 
+STEPS = 30
+LENGTH = {"STEPS": str(STEPS), "SAVE_EVERY": "2"}
+"""What the recipe is told of the length of a run."""
+
+LIGHT = ("--num-layers", "4", "--global-batch-size", "12")
+"""Flags for a step of a second on two cores."""
+
+
 @dataclass(frozen=True)
 class Training:
     """One job that trains.
@@ -57,6 +65,10 @@ class Training:
     def checkpoints(self) -> Path:
         """The folder of its checkpoints."""
         return self.folder / "checkpoints"
+
+    def last(self) -> Path:
+        """The checkpoint of the last step."""
+        return self.checkpoints / f"iter_{STEPS:07d}"
 
     def records(self) -> list[Record]:
         """The lines of metrics.jsonl that are whole: a killed process may have left a piece of one."""
