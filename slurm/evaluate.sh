@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# What a run's newest checkpoint is worth: its loss on the validation and test data, in any layout, and the tasks of lm-eval
-# on the model of slurm/convert_to_hf.sh.   RUN=runs/train_175b sbatch slurm/evaluate.sh
-# The model is the checkpoint's; more flags may follow, such as --ckpt-step 5000.
-#   TASKS   of lm-eval (none); it is run where $RUN/hf is and lm-eval is installed
+# What a run's newest checkpoint is worth: its loss on the validation and test data, and the tasks of lm-eval.
+#   RUN=runs/train_175b sbatch slurm/evaluate.sh
+# Model, data and length are those of the run ($RUN/config.yaml); the layout below may be any. More flags may follow, such as
+# --ckpt-step 5000.   ITERS: batches of each evaluation (10)
+# TASKS=hellaswag,arc_easy also runs lm-eval, where that is installed, on the model of slurm/convert_to_hf.sh ($RUN/hf).
 #SBATCH --job-name=evaluate
 ##SBATCH --account=ACCOUNT
 ##SBATCH --partition=PARTITION
@@ -11,18 +12,19 @@
 #SBATCH --output=slurm-%x-%j.out
 
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
-DATA=${DATA:-data/corpus_text_document} # that of the training
-ITERS=${ITERS:-50}
+if [ -z "$DRY_RUN" ]; then
+    [ -f "$RUN/config.yaml" ] || refuse "$RUN is no run's folder" "fix: RUN=runs/mine sbatch slurm/evaluate.sh"
+    [ -z "${TASKS:-}" ] || [ -d "$RUN/hf" ] || refuse "there is no $RUN/hf" "fix: RUN=$RUN sbatch slurm/convert_to_hf.sh"
+fi
 
 layout=(--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8)
-data=(--data-path "$DATA" --split "99,1,0")
-batch=(--micro-batch-size 1 --global-batch-size 64)
-if [ -n "$SMALL" ]; then # 4 ranks = TP2 x PP1 x DP2
-    layout=(--tensor-model-parallel-size 2 --sequence-parallel --device cpu)
-    data=(--mock-data)
-fi
-once pretrain_gpt.py --skip-train --load "$RUN/checkpoints" --eval-iters "$ITERS" --bf16 "${layout[@]}" "${batch[@]}" "${data[@]}" "$@"
+[ -z "$SMALL" ] || layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1)
+evaluation=(--skip-train --load "$RUN/checkpoints" --eval-iters "${ITERS:-10}" --run-dir "$RUN/evaluation")
+others=( # what else the run said is not for an evaluation
+    checkpoint.save=null checkpoint.save_interval=null training.stop_file=null parallel.pipeline_schedule=null
+    parallel.num_virtual_stages_per_pipeline_rank=null logging.tensorboard_dir=null logging.wandb_project=null
+)
+once pretrain_gpt.py --config "$RUN/config.yaml" "${evaluation[@]}" "${layout[@]}" "$@" --set "${others[@]}"
 
-if [ -n "${TASKS:-}" ]; then
+[ -z "${TASKS:-}" ] ||
     alone -m lm_eval --model hf --model_args "pretrained=$RUN/hf" --tasks "$TASKS" --output_path "$RUN/lm-eval"
-fi

@@ -331,6 +331,7 @@ start() {
 check_flags() {
     local code=0
     local world=$((${#NODES[@]} * RANKS))
+    mkdir -p "$STATE"
     build_step 1 "${NODES[0]}"
     "${STEP[@]}" "${inside[@]}" python "$@" --check-config --world-size "$world" >"$STATE/check.txt" 2>&1 || code=$?
     [ "$code" = 2 ] || return 0
@@ -386,6 +387,7 @@ train() {
 once() {
     MAX_RESTARTS=0
     prepare "$@"
+    [ -n "$DRY_RUN" ] || check_flags "$@"
     start "${COMMAND[@]}"
 }
 
