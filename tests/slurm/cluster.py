@@ -39,7 +39,7 @@ class Cluster:
     Attributes:
         root: its folder, which all nodes share; a place for the folders of runs too.
         path: where its nodes look for programs: first beside this Python.
-        submitted: numbers of the jobs that :meth:`sbatch` has brought in.
+        submitted: the jobs that :meth:`sbatch` has brought in, and their logs.
     """
 
     def __init__(self, root: Path, nodes: int, gpus: int) -> None:
@@ -53,7 +53,7 @@ class Cluster:
         Raises:
             RuntimeError: with the words of ``minislurm.sh``, when it does not start.
         """
-        self.root, self.submitted = root, list[str]()
+        self.root, self.submitted = root, dict[str, Path]()
         self._unplugged = set[str]()
         self.path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
         self._do("up", str(nodes), str(gpus), environ={"MINISLURM_OWNER": str(os.getpid())})
@@ -139,7 +139,7 @@ class Cluster:
         log = self.root / "jobs" / "%j.log"
         told = self.login("sbatch", "--parsable", f"--output={log}", "--open-mode=append", *words, environ=environ)
         number = told.strip().split(";")[0]
-        self.submitted.append(number)
+        self.submitted[number] = self.root / "jobs" / f"{number}.log"
         return number
 
     def log(self, job: str) -> str:
