@@ -1,27 +1,39 @@
 """Runs that are disturbed at random and have to get over it by themselves, while somebody holds a stop-watch.
 
-``python -m tests.soak --faults 200 --seed 1`` writes ``tests/golden/soak.txt``. Each run is of a tiny model on two or
-three ranks under torchrun, kept going as a batch job is; ranks, agents and saves are struck at random moments, several
-times a run. It has to end by itself with the parameters of the undisturbed run to the bit, and one curve without holes;
-each fault has to be noticed, and training be under way again, in time.
+``python -m tests.soak --faults 200 --seed 1`` writes ``tests/golden/soak.txt``. Each run is of a tiny model on one to
+four ranks, kept going as a batch job is: by torchrun on this machine, or by ``slurm/train_175b.sh`` on a real Slurm.
+Ranks, agents, saves and nodes are struck at random moments, several times a run. It has to end by itself with the
+parameters of the undisturbed run to the bit, and one curve without holes; each fault has to be noticed, and training be
+under way again, in time.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import os
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from pathlib import Path
 
+from tests.slurm import cluster as slurm
+from tests.slurm.cluster import Cluster
+from tests.soaking.machine import end
 from tests.soaking.report import line, report
-from tests.soaking.strikes import KINDS
-from tests.soaking.trials import Trial, Trials
+from tests.soaking.strikes import HERE, ON_SLURM
+from tests.soaking.trials import SETUPS, Trial, Trials
 
 FILE = Path(__file__).parent / "golden" / "soak.txt"
+NODES_OF_A_RUN = 4
+"""Of a cluster, for each run at the same time: two of them can be lost."""
+
+GPUS = 8
+"""None, but the recipe asks for them."""
 
 
 def soak(trials: Trials, faults: int, jobs: int) -> list[Trial]:
@@ -32,13 +44,37 @@ def soak(trials: Trials, faults: int, jobs: int) -> list[Trial]:
         waiting = {pool.submit(trials.make, number): number for number in itertools.islice(numbers, jobs)}
         while waiting:
             for future in wait(waiting, return_when=FIRST_COMPLETED).done:
-                made[waiting.pop(future)] = trial = future.result()
+                number = waiting.pop(future)
+                made[number] = trial = future.result()
                 happened = sum(len(trial.outcomes) for trial in made.values())
-                print(f"{happened:>4} faults, {trial.seconds:.0f} s  {line(trial)}", flush=True)
+                print(f"{happened:>4} faults  {number:>3} {line(trial)}, {trial.seconds:.0f} s", flush=True)
                 if happened < faults:
                     number = next(numbers)
                     waiting[pool.submit(trials.make, number)] = number
     return [made[number] for number in sorted(made)]
+
+
+@contextmanager
+def places(jobs: int, with_slurm: bool) -> Iterator[tuple[Path, Cluster | None]]:
+    """A folder for runs, and a cluster where it is wanted; no process is left in the end, whatever ends it."""
+
+    def leave(number: int, frame: object) -> None:
+        end(str(folder))
+        if cluster is not None:
+            cluster.down()
+        os._exit(128 + number)
+
+    folder, cluster = Path(tempfile.mkdtemp(prefix="soak.")), None
+    signal.signal(signal.SIGTERM, leave)
+    signal.signal(signal.SIGINT, leave)
+    try:
+        if not with_slurm:
+            yield folder, None
+        else:
+            with slurm.running(NODES_OF_A_RUN * jobs, GPUS) as cluster:
+                yield folder, cluster
+    finally:
+        end(str(folder))
 
 
 def main(argv: Sequence[str]) -> int:
@@ -47,12 +83,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--per-run", type=int, default=6, help="faults of a run")
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=[*KINDS])
+    parser.add_argument("--kinds", nargs="+", choices=[*HERE, *ON_SLURM], default=[*HERE, *ON_SLURM], metavar="KIND")
+    parser.add_argument("--setups", nargs="+", type=int, default=range(len(SETUPS)), help="which, counted from 0")
     parser.add_argument("--jobs", type=int, default=3, help="runs at the same time; some only wait")
     parser.add_argument("--output", type=Path, default=FILE)
     options = parser.parse_args(argv)
-    folder = Path(tempfile.mkdtemp(prefix="soak-"))
-    made = soak(Trials(folder, options.seed, options.per_run, options.kinds), options.faults, options.jobs)
+    setups = [SETUPS[number] for number in options.setups]
+    with_slurm = any(setup.where == "slurm" for setup in setups)
+    if with_slurm and (why := slurm.obstacle()):
+        print(f"without Slurm: {why}")
+        setups = [setup for setup in setups if setup.where == "here"]
+        with_slurm = False
+    with places(options.jobs, with_slurm) as (folder, cluster):
+        trials = Trials(folder, options.seed, options.per_run, setups, options.kinds, cluster)
+        made = soak(trials, options.faults, options.jobs)
     options.output.write_text("\n".join([*report(made, options.seed), ""]))
     if any(trial.wrong for trial in made):
         print(f"the folders of runs that went wrong are in {folder}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -52,7 +53,7 @@ def _stat(pid: int) -> list[str] | None:
 
 
 def marked(mark: str) -> Iterator[Process]:
-    """Processes that live with ``SOAK_RUN=mark``."""
+    """Processes that live with ``SOAK_RUN=mark``, or something that begins so and goes on with a slash."""
     wanted = f"{MARK}={mark}".encode()
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -60,14 +61,35 @@ def marked(mark: str) -> Iterator[Process]:
             command = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
         except OSError:
             continue
-        stat = _stat(int(folder.name)) if wanted in content else None
+        is_marked = any(item == wanted or item.startswith(wanted + b"/") for item in content)
+        stat = _stat(int(folder.name)) if is_marked else None
         if stat is not None and stat[0] != "Z":
             environ = dict(item.decode(errors="replace").partition("=")[::2] for item in content if b"=" in item)
             yield Process(int(folder.name), int(stat[1]), int(stat[19]), command, environ)
 
 
-def ranks(processes: Iterable[Process], program: str) -> dict[int, Process]:
-    """The ranks among them by number: those that run ``program``, not what they have started themselves."""
-    of_ranks = [process for process in processes if "RANK" in process.environ and program in process.command]
-    pids = {process.pid for process in of_ranks}
-    return {int(process.environ["RANK"]): process for process in of_ranks if process.parent not in pids}
+def end(mark: str) -> None:
+    """Kill them all."""
+    for process in marked(mark):
+        process.send(signal.SIGKILL)
+
+
+RANK = re.compile(r"\S*python\S* (-u )?(-m tests\.soaking\.rank|\S*pretrain_gpt\.py) (?!.*--check-config)")
+AGENT = re.compile(r"\S*python\S* (-m torch\.distributed\.run|\S*torchrun) ")
+
+
+def ranks(processes: Iterable[Process]) -> dict[int, Process]:
+    """The ranks among them by number; not what they have started themselves."""
+    found = [process for process in processes if RANK.match(process.command)]
+    pids = {process.pid for process in found}
+    return {_number(process): process for process in found if process.parent not in pids}
+
+
+def _number(process: Process) -> int:
+    """As the launcher has told it: torchrun, or else srun."""
+    return int(process.environ.get("RANK", process.environ.get("SLURM_PROCID", "0")))
+
+
+def agents(processes: Iterable[Process]) -> list[Process]:
+    """The agents of torchrun among them."""
+    return [process for process in processes if AGENT.match(process.command)]

@@ -42,7 +42,7 @@ class Saboteur:
     def __init__(self, folder: Path, saved: Path, rank: int) -> None:
         self._full, self._kill = folder / FOLDER / FULL, folder / FOLDER / f"kill.{rank}"
         self._struck, self._left, self._open = folder / FOLDER / STRUCK, -1, dict[int, str]()
-        self._under, self._stat = f"{saved}/iter_", os.stat
+        self._under, self._stat = f"{saved}/", os.stat
         self._real = {name: getattr(os, name) for name in CALLS}
 
     def stand_there(self) -> None:
@@ -72,8 +72,8 @@ class Saboteur:
             return self._open.get(what)
         if folder is not None:
             return f"{self._open[folder]}/{what}" if folder in self._open else None
-        path = f"{os.fspath(what)}"
-        return path if path.startswith(self._under) else None
+        path = os.fsdecode(what)
+        return path if path.startswith(self._under) and "/iter_" in path else None
 
     def _before(self, name: str, place: str) -> None:
         if not self._is_there(self._kill):
@@ -95,7 +95,7 @@ class Saboteur:
     def _die(self, where: str) -> None:
         self._real["unlink"](self._kill)
         note = self._real["open"](self._struck, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self._real["write"](note, f"{time.time()} {where}".encode())
+        self._real["write"](note, f"{time.time()} {where}\n".encode())
         os.kill(os.getpid(), signal.SIGKILL)
 
 

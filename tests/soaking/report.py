@@ -16,7 +16,8 @@ def report(trials: Sequence[Trial], seed: int) -> Iterator[str]:
     outcomes = [outcome for trial in trials for outcome in trial.outcomes]
     wrong, survived = sum(bool(trial.wrong) for trial in trials), sum(map(_survived, trials))
     starts = sum(trial.starts for trial in trials)
-    yield f"{survived} of {len(outcomes)} faults survived in {len(trials)} runs, {starts} starts, seed {seed}; {wrong} wrong"
+    what = f"{survived} of {len(outcomes)} faults survived in {len(trials)} runs, {starts} starts"
+    yield f"{what}, {wrong} wrong: seed {seed}"
     yield f"torch {torch.__version__}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
     late = sum(not outcome.is_in_time for outcome in outcomes)
     yield f"noticed within {DETECTION_SECONDS:.0f} s and training again within {RECOVERY_SECONDS:.0f} s: all but {late}"
@@ -36,8 +37,8 @@ def _table(trials: Sequence[Trial]) -> Iterator[str]:
     """A line for each kind of fault."""
     yield f"{'seconds until':<42}{'noticed':>16}{'training again':>18}"
     yield f"{'':<22}{'count':>8}{'survived':>12}{'median':>9}{'worst':>8}{'median':>9}{'worst':>8}"
-    for kind in sorted({outcome.strike.kind for trial in trials for outcome in trial.outcomes}):
-        with_it = [(trial, o) for trial in trials for o in trial.outcomes if o.strike.kind == kind]
+    for kind in sorted({outcome.kind for trial in trials for outcome in trial.outcomes}):
+        with_it = [(trial, o) for trial in trials for o in trial.outcomes if o.kind == kind]
         survived = sum(not trial.wrong for trial, _ in with_it)
         times = _times([o.noticed for _, o in with_it]) + _times([o.again for _, o in with_it])
         yield f"{kind:<22}{len(with_it):>8}{survived:>12}{times}"
@@ -61,4 +62,4 @@ def line(trial: Trial) -> str:
 
 def _told(outcome: Outcome) -> str:
     noticed, again = ("never" if s is None else f"{s:.1f}" for s in (outcome.noticed, outcome.again))
-    return f"{outcome.strike.what} ({noticed}, {again} s)"
+    return f"{outcome.what} ({noticed}, {again} s)"

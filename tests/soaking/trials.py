@@ -10,29 +10,38 @@ import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tests.runs import differences, steps
-from tests.soaking.job import STEPS, Job, Setup
-from tests.soaking.progress import Progress, complaints
-from tests.soaking.strikes import KINDS, Strike
+from tests.slurm.cluster import Cluster
+from tests.soaking.here import HereJob
+from tests.soaking.job import PATIENCE_SECONDS, STEPS, Job, Mark, Setup
+from tests.soaking.machine import Process
+from tests.soaking.on_slurm import SlurmJob
+from tests.soaking.progress import complaints
+from tests.soaking.strikes import HERE, ON_SLURM, Strike
 
 DETECTION_SECONDS = 30.0
 RECOVERY_SECONDS = 120.0
-PATIENCE_SECONDS = 300.0
-"""After which a run that does not go on is given up."""
+
+LEAVING_SECONDS = 60.0
+"""What processes of earlier starts have to end, once the run is over: a collective's timeout, and then some."""
 
 FIRST, LAST = 3, STEPS - 12
 """The steps between which something happens."""
 
+SP_TP2 = "--tensor-model-parallel-size 2 --sequence-parallel"
+ZERO2 = "--data-parallel-sharding-strategy optim_grads"
 SETUPS = [
-    Setup(
-        "dp2 zero1, async", 1, 2, "--bf16 --use-distributed-optimizer --global-batch-size 4 --async-save --keep-last 3"
-    ),
-    Setup("2 agents, dp2", 2, 1, "--global-batch-size 4"),
-    Setup("tp2 sp", 1, 2, "--bf16 --tensor-model-parallel-size 2 --sequence-parallel --global-batch-size 2"),
-    Setup("2 agents, pp2, async", 2, 1, "--pipeline-model-parallel-size 2 --global-batch-size 4 --async-save"),
-    Setup("dp3 zero2", 1, 3, "--data-parallel-sharding-strategy optim_grads --global-batch-size 6"),
+    Setup("dp2 zero1, async", "here", 1, 2, "--bf16 --use-distributed-optimizer --global-batch-size 4 --async-save"),
+    Setup("2 agents, dp2", "here", 2, 1, "--global-batch-size 4"),
+    Setup("tp2 sp", "here", 1, 2, f"--bf16 {SP_TP2} --global-batch-size 2"),
+    Setup("Slurm, 2 nodes, tp2 dp2", "slurm", 2, 2, "--global-batch-size 4"),
+    Setup("2 agents, pp2, async", "here", 2, 1, "--pipeline-model-parallel-size 2 --global-batch-size 4 --async-save"),
+    Setup("dp3 zero2", "here", 1, 3, f"{ZERO2} --global-batch-size 6"),
+    Setup("dp2 zero2, async", "here", 1, 2, f"--bf16 {ZERO2} --global-batch-size 4 --async-save"),
+    Setup("2 agents, tp2", "here", 2, 1, f"{SP_TP2} --global-batch-size 2"),
+    Setup("1 rank, async", "here", 1, 1, "--global-batch-size 2 --async-save"),
+    Setup("Slurm, 2 nodes, tp2 dp2, srun", "slurm", 2, 2, "--global-batch-size 4", "srun"),
 ]
 
 
@@ -41,12 +50,15 @@ class Outcome:
     """A fault and what came of it.
 
     Attributes:
-        strike: the fault.
+        kind: of fault.
+        what: has happened.
         noticed: seconds until something showed that it was noticed; None when nothing did.
-        again: seconds until a step of the next start was recorded (after a full disk: a checkpoint); None for never.
+        again: seconds until a step of the next start was recorded (after a full disk: a checkpoint), or the run was
+            finished nevertheless; None for never.
     """
 
-    strike: Strike
+    kind: str
+    what: str
     noticed: float | None = None
     again: float | None = None
 
@@ -73,18 +85,23 @@ class Trial:
 class Trials:
     """Draws runs with faults, and makes them."""
 
-    def __init__(self, folder: Path, seed: int, most: int, kinds: Sequence[str] = (*KINDS,)) -> None:
+    def __init__(
+        self, folder: Path, seed: int, most: int, setups: Sequence[Setup], kinds: Sequence[str], cluster: Cluster | None
+    ) -> None:
         """Make none yet.
 
         Args:
-            folder: for them.
+            folder: for those that Slurm does not run.
             seed: on which they depend.
             most: faults of one run.
-            kinds: of faults.
+            setups: to make, in turn.
+            kinds: of faults; those of them that can happen to a setup.
+            cluster: for setups on Slurm.
         """
-        self._folder, self._seed, self._most, self._kinds = folder, seed, most, kinds
+        self._folder, self._seed, self._most, self._setups, self._cluster = folder, seed, most, setups, cluster
+        self._kinds = {where: [kind for kind in table if kind in kinds] for where, table in TABLES.items()}
         self._references: dict[Setup, Path] = {}
-        self._making = {setup: threading.Lock() for setup in SETUPS}
+        self._making = {setup: threading.Lock() for setup in setups}
 
     def reference(self, setup: Setup) -> Path:
         """The folder of an undisturbed run, made when it is first asked for.
@@ -94,109 +111,102 @@ class Trials:
         """
         with self._making[setup]:
             if setup not in self._references:
-                folder = self._folder / f"reference{SETUPS.index(setup)}"
-                with Job(setup, folder) as job:
-                    _await_end(job)
-                if not job.is_finished() or job.attempt > 1:
-                    raise RuntimeError(f"{setup.name} fails undisturbed:\n{tail(job.log)}")
-                self._references[setup] = folder
+                with self._job(setup, f"reference{self._setups.index(setup)}") as job:
+                    job.until(lambda: False)
+                job.progress.read()
+                if not job.is_finished() or sum(r.get("event") == "start" for r in job.progress.records) != 1:
+                    raise RuntimeError(f"{setup.name} fails undisturbed:\n{job.tail()}")
+                self._references[setup] = job.folder
         return self._references[setup]
 
+    def _job(self, setup: Setup, name: str) -> Job:
+        if setup.where == "here":
+            return HereJob(setup, self._folder / name)
+        if self._cluster is None:
+            raise RuntimeError(f"there is no cluster for {setup.name}")
+        return SlurmJob(setup, self._cluster.root / name, self._cluster)
+
     def make(self, number: int) -> Trial:
-        """One trial; what happens in it depends on the seed and its number."""
-        chance, setup = random.Random(f"{self._seed} {number}"), SETUPS[number % len(SETUPS)]
-        trial, folder, began = Trial(setup), self._folder / f"trial{number}", time.monotonic()
+        """One trial; what happens in it depends on the seed and its number.
+
+        Raises:
+            RuntimeError: when the run fails undisturbed.
+        """
+        chance, setup = random.Random(f"{self._seed} {number}"), self._setups[number % len(self._setups)]
+        reference = self.reference(setup)
+        trial, began = Trial(setup), time.monotonic()
         try:
-            reference = self.reference(setup)
-            with Job(setup, folder) as job:
+            with self._job(setup, f"trial{number}") as job:
                 self._disturb(trial, job, chance)
-                _await_end(job)
+                job.until(lambda: False)
+                job.progress.read()
                 trial.wrong += [job.failure] if job.failure else []
                 trial.wrong += judge(job, reference)
-            trial.goodput, trial.starts = _last(job.progress, "goodput"), int(_last(job.progress, "starts"))
+            last = next(record for record in reversed(job.progress.records) if "goodput" in record)
+            trial.goodput, trial.starts = last["goodput"], last["starts"]
+            if not trial.wrong:
+                shutil.rmtree(job.folder)
         except Exception:
-            trial.wrong.append(f"{traceback.format_exc()}\n{tail(folder / 'job.log')}")
+            trial.wrong.append(traceback.format_exc())
         trial.seconds = time.monotonic() - began
-        if not trial.wrong:
-            shutil.rmtree(folder)
         return trial
 
     def _disturb(self, trial: Trial, job: Job, chance: random.Random) -> None:
         """Have something happen at some steps, each time after the run has recovered."""
         for step in sorted(chance.sample(range(FIRST, LAST), self._most)):
-            kind = chance.choice(self._kinds)
-            if not _await(job, lambda step=step: job.progress.step >= step):
+            if not job.until(lambda step=step: job.progress.step >= step):
                 return
-            offset, since = job.log.stat().st_size, time.time()
-            strike = KINDS[kind](job, chance)
+            kind, mark = chance.choice(self._kinds_for(job.setup)), job.mark()
+            strike = TABLES[job.setup.where][kind](job, chance)
             if strike is None:
                 continue
-            trial.outcomes.append(outcome := _measured(job, strike, offset))
+            trial.outcomes.append(outcome := _measured(job, kind, strike, mark))
             if outcome.again is None:
-                trial.wrong.append(f"{strike.what}: the run does not go on\n{tail(job.log)}")
+                trial.wrong.append(f"{strike.what}: the run does not go on\n{job.tail()}")
                 return
-            if strike.must_say and strike.must_say not in said_since(job, since):
+            told = "\n".join(record.get("text", "") for record in job.progress.since(strike.moment))
+            if strike.must_say not in told:
                 trial.wrong.append(f"{strike.what}: the next start says nothing of it")
+            strike.afterwards()
+
+    def _kinds_for(self, setup: Setup) -> list[str]:
+        """Those that can happen to it: there are no agents under srun."""
+        kinds = self._kinds[setup.where]
+        return kinds if setup.launcher == "torchrun" else [kind for kind in kinds if "agent" not in kind]
 
 
-def _measured(job: Job, strike: Strike, offset: int) -> Outcome:
+TABLES = {"here": HERE, "slurm": ON_SLURM}
+
+
+def _measured(job: Job, kind: str, strike: Strike, mark: Mark) -> Outcome:
     """Wait until the run has recovered."""
     noticed: float | None = None
     until = time.monotonic() + PATIENCE_SECONDS
     while time.monotonic() < until and not job.is_over():
-        if noticed is None and job.has_noticed(strike.moment, offset):
+        if noticed is None and job.has_noticed(mark, strike.moment):
             noticed = time.time() - strike.moment
         job.progress.read()
-        recovered = job.progress.saved_again(strike.over) if strike.over else job.progress.again(strike.moment)
-        if recovered is not None:
-            return Outcome(strike, noticed, recovered - strike.moment)
+        again = job.progress.saved_again(strike.over) if strike.over else job.progress.again(strike.moment)
+        if again is not None:
+            return Outcome(kind, strike.what, noticed, again - strike.moment)
         time.sleep(0.05)
-    return Outcome(strike, noticed)
-
-
-def said_since(job: Job, moment: float) -> str:
-    """Notes and warnings of the run since then."""
-    return "\n".join(record.get("text", "") for record in job.progress.since(moment))
-
-
-def _await(job: Job, condition: Any) -> bool:
-    """Wait for something; False where the run ends before.
-
-    Raises:
-        TimeoutError: when neither comes.
-    """
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        if job.is_over():
-            return False
-        if time.monotonic() > until:
-            raise TimeoutError(f"the run is at step {job.progress.step} and does not go on")
-        time.sleep(0.05)
-        job.progress.read()
-    return True
-
-
-def _await_end(job: Job) -> None:
-    _await(job, lambda: False)
-    job.progress.read()
+    finished = time.time() - strike.moment if job.is_finished() else None
+    return Outcome(kind, strike.what, finished if noticed is None else noticed, finished)
 
 
 def judge(job: Job, reference: Path) -> list[str]:
     """What is not as if nothing had happened, now that the run is over."""
     if not job.is_finished():
-        return [f"the run has not finished:\n{tail(job.log)}"]
-    last = f"saved/iter_{STEPS:07d}"
+        return [f"the run has not finished:\n{job.tail()}"]
+    last = f"checkpoints/iter_{STEPS:07d}"
     found = [f"{name} is another in the end" for name in differences(job.folder / last, reference / last)]
     found += complaints(job.progress.records, STEPS, steps(reference))
-    left = [process for process in job.processes() if process.environ["SOAK_ATTEMPT"] != str(job.attempt)]
-    return found + [f"process {process.pid} of attempt {process.environ['SOAK_ATTEMPT']} is left" for process in left]
+    return found + [f"process {p.pid} of start {job.attempt_of(p)} does not end: {p.command}" for p in _left(job)]
 
 
-def _last(progress: Progress, name: str) -> float:
-    """A number of the last step's record."""
-    return next((float(record[name]) for record in reversed(progress.records) if name in record), 0.0)
-
-
-def tail(log: Path, lines: int = 60) -> str:
-    """The last lines of a log."""
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:]) if log.exists() else ""
+def _left(job: Job) -> list[Process]:
+    """Processes that should have ended."""
+    until = time.monotonic() + LEAVING_SECONDS
+    while (left := job.processes()) and time.monotonic() < until:
+        time.sleep(0.2)
+    return left
