@@ -30,8 +30,8 @@ for name in EARLY:
 PAUSE = 0.03
 """Seconds before every step: something else can happen meanwhile."""
 
-QUICKLY = {"last_call_timeout": 2, "keep_alive_interval": 1, "keep_alive_max_attempt": 2}
-"""Agents wait so many seconds for late ones, and miss a dead one after two intervals; 30, 5 and 3 are torchrun's."""
+LAST_CALL_SECONDS = 3
+"""How long agents that are enough wait for more of them; 30 is torchrun's."""
 
 OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 """Ranks of a start meet in a store of their own, not in that of the agents, which knows the ranks of earlier starts."""
@@ -77,15 +77,18 @@ class Plan:
 
 
 def disturbed(folder: Path, plans: tuple[Plan, ...]) -> AbstractContextManager[Any]:
-    """Within it, ranks do what ``plans`` say; what has been done is marked in ``folder``."""
+    """Within it, ranks do what ``plans`` say, and what has been done is marked in ``folder``.
+
+    Fewer ranks than a plan is for take their time, so that others can join them before.
+    """
     compute = Trainer.compute
 
     def between(trainer: Trainer, batches: Any, seed: Any, program: Any = None) -> None:
-        time.sleep(PAUSE)
+        here = trainer.mesh.world
+        time.sleep(1.0 if any(here.size < plan.world for plan in plans) and not any(folder.glob("struck*")) else PAUSE)
         for number, plan in enumerate(plans):
-            here = (trainer.mesh.world.rank, trainer.iteration + 1) == (plan.rank, plan.step)
-            mark = folder / f"struck{number}.{plan.rank}"
-            if seed is not None and here and plan.world in (0, trainer.mesh.world.size) and not mark.exists():
+            mark, meant = folder / f"struck{number}", (here.rank, trainer.iteration + 1) == (plan.rank, plan.step)
+            if seed is not None and meant and plan.world in (0, here.size) and not mark.exists():
                 mark.touch()
                 STRIKES[plan.what](trainer)
         compute(trainer, batches, seed, program)
@@ -119,6 +122,7 @@ class Agent:
             out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for stream in (1, 2):
                 os.dup2(out, stream)
+            sys.stdout, sys.stderr = (os.fdopen(stream, "w", buffering=1) for stream in (1, 2))  # not a test's own
             os.environ |= OWN_STORE
             elastic_launch(config, rank)(*arguments)
             status = 0
@@ -176,7 +180,7 @@ class Job:
             run_id=self.folder.name,
             rdzv_backend="c10d",
             rdzv_endpoint=f"127.0.0.1:{self.port}",
-            rdzv_configs=dict(QUICKLY),
+            rdzv_configs={"last_call_timeout": LAST_CALL_SECONDS},
             max_restarts=self.restarts,
             start_method="fork",
         )
