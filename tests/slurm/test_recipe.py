@@ -35,10 +35,10 @@ COMPLETE = '[ "$start" != 0 ] || : >"$RUN"/checkpoints/iter_0000007/COMPLETE'
 
 
 def test_srun_that_succeeds_is_not_believed_and_a_chain_without_progress_stops(cluster: Cluster) -> None:
-    job = Job(cluster, "stalled", FIRST_TASK_SAVES, "sleep 1", COMPLETE, "exit 0", MAX_STALLED="2")
+    job = Job(cluster, "stalled", FIRST_TASK_SAVES, "sleep 1", COMPLETE, "exit 0", MAX_STALLED="1")
     ended = cluster.wait(job.number)
-    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "2")
-    assert "2 starts have brought no new checkpoint (newest: iter_0000007)" in cluster.log(job.number)
+    assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("FAILED", "1:0", "1")
+    assert "1 starts have brought no new checkpoint (newest: iter_0000007)" in cluster.log(job.number)
 
 
 def test_a_job_that_is_queued_again_leaves_a_drained_node_and_is_done_where_the_marker_is(cluster: Cluster) -> None:

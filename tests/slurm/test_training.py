@@ -53,40 +53,73 @@ def the_time_is_nearly_up(training: Training) -> None:
     told = training.records()[since:]
     (stop,) = [record for record in told if record.get("event") == "stop"]
     begin = told.index(next(record for record in told if record.get("event") == "start"))
-    saves = [record["iteration"] for record in told[:begin] if record.get("event") == "checkpoint"]
-    assert stop["iteration"] == max(saves) == training.starts()[-1] == told[begin]["iteration"]
+    assert stop["iteration"] == training.saved(since + begin) == told[begin]["iteration"]
     assert not any(record.get("event") == "error" for record in told)
 
 
 def lose_a_node(training: Training, node: str) -> None:
     """Without a word to anybody; the job goes on with the spare one."""
     since, cluster = len(training.records()), training.cluster
-    steps_before = training.saved()
+    saved = training.saved()
     cluster.power_off(node)
     training.trains(since)
     assert node not in training.nodes()
-    assert training.starts()[-1] >= steps_before
+    assert training.starts()[-1] >= saved
     cluster.power_on(node)
     cluster.until(lambda: cluster.nodes()[node] == "IDLE", f"{node} is idle again")
 
 
 def cut_off_the_first_rank(training: Training) -> None:
     """Its node sees the disk, and nobody else: it lives on beside the new start, and does not write into its run."""
-    since, cluster, node = len(training.records()), training.cluster, training.head()
-    old = set(cluster.processes(node, RANKS))
+    since, node, old = go_on_without_the_head(training)
+    assert old & ranks_on(training.cluster, node), "the old ranks should still be alive"
+    plug_in(training, node)
+    assert_nobody_else_has_written(training, since)
+
+
+def ranks_on(cluster: Cluster, node: str) -> set[int]:
+    return set(cluster.processes(node, RANKS))
+
+
+def go_on_without_the_head(training: Training) -> tuple[int, str, set[int]]:
+    """Unplug the node of rank 0 and wait for the new start; records before that, the node, and the old ranks there."""
+    since, node = len(training.records()), training.head()
+    old = ranks_on(training.cluster, node)
     assert len(old) >= 4
-    cluster.unplug(node)
+    training.cluster.unplug(node)
     training.trains(since)
     assert node not in training.nodes()
-    assert old & set(cluster.processes(node, RANKS)), "the old ranks should still be alive"
-    cluster.plug(node)  # their connections come back to life, and find nobody
-    cluster.until(lambda: not cluster.processes(node, RANKS), f"Slurm has ended the old ranks on {node}")
+    return since, node, old
+
+
+def plug_in(training: Training, node: str) -> None:
+    """Connections of the old ranks come back to life, and find nobody; then Slurm ends them."""
+    training.cluster.plug(node)
+    training.cluster.until(lambda: not ranks_on(training.cluster, node), f"Slurm has ended the old ranks on {node}")
+
+
+def assert_nobody_else_has_written(training: Training, since: int) -> None:
+    """The records are those of one start, from its first on."""
     new = training.records()[since:]
     begin = new.index(next(record for record in new if record.get("event") == "start"))
     assert not any(record.get("event") in ("start", "stop", "error") for record in new[begin + 1 :])
     first = new[begin]["iteration"] + 1
     steps = [record["iteration"] for record in new[begin:] if "lm loss" in record]
     assert steps == list(range(first, first + len(steps)))
+
+
+@pytest.mark.slow
+def test_ranks_of_a_cut_off_node_that_wake_up_write_nothing(undisturbed: Training, cluster: Cluster) -> None:
+    """They wait for the others until the time of a collective is up, and fail beside the new start or after its end."""
+    training = Training.submit(cluster, "woken", *LIGHT, "--distributed-timeout-minutes", "2", environ=LENGTH)
+    training.trains()
+    since, node, old = go_on_without_the_head(training)
+    cluster.until(lambda: not old & ranks_on(cluster, node), f"the old ranks on {node} have failed")
+    cluster.wait(training.job)
+    plug_in(training, node)
+    assert_nobody_else_has_written(training, since)
+    assert_ended_well(training)
+    assert differences(training.last(), undisturbed.last()) == []
 
 
 @pytest.mark.slow

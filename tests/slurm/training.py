@@ -14,7 +14,7 @@ Record = dict[str, Any]
 """A line of metrics.jsonl."""
 
 
-STEPS = 30
+STEPS = 24
 LENGTH = {"STEPS": str(STEPS), "SAVE_EVERY": "2"}
 """What the recipe is told of the length of a run."""
 
@@ -117,9 +117,10 @@ class Training:
         """The node of its batch script and of rank 0."""
         return self.cluster.job(self.job)["BatchHost"]
 
-    def saved(self) -> int:
-        """The step of the newest checkpoint it has told of."""
-        return max(record["iteration"] for record in self.records() if record.get("event") == "checkpoint")
+    def saved(self, until: int | None = None) -> int:
+        """The step of the newest checkpoint that is told of in its first ``until`` records, or all."""
+        told = [record for record in self.records()[:until] if record.get("event") == "checkpoint"]
+        return max(int(Path(record["path"]).name.removeprefix("iter_")) for record in told)
 
     def finished(self) -> Record | None:
         """What the marker of the end says; None while there is none."""
