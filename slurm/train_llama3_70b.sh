@@ -3,7 +3,7 @@
 # DRY_RUN=1 bash slurm/train_llama3_70b.sh shows what it would start; SMALL=1 sbatch --nodes=2 ... tries it on CPUs.
 #
 # 512 = TP8 x PP4 x DP16; 80 layers = 4 x VPP5 x 4; 1024/16 = 64 micro-batches
-# bubble 3/(5*64+3) = 0.9%; of 80 GB: state 14.3 + activations 24.1; a checkpoint has 788 GB
+# bubble 3/(5*64+3) = 0.9%; of 80 GB: state 14.3 + activations 39.4; a checkpoint has 788 GB
 # 1.4T tokens = 170,799 steps; at MFU 44% 18.1 s a step, 904 tokens/s a GPU, 35.0 days
 #SBATCH --job-name=train_llama3_70b
 ##SBATCH --account=ACCOUNT

@@ -3,7 +3,7 @@
 # DRY_RUN=1 bash slurm/train_llama3_8b.sh shows what it would start; SMALL=1 sbatch --nodes=2 ... tries it on CPUs.
 #
 # 64 = TP2 x PP1 x DP32; 512/32 = 16 micro-batches
-# of 80 GB: state 23.8 + activations 17.0; a checkpoint has 90 GB
+# of 80 GB: state 23.8 + activations 27.8; a checkpoint has 90 GB
 # 160B tokens = 38,147 steps; at MFU 44% 8.7 s a step, 7,517 tokens/s a GPU, 3.8 days
 #SBATCH --job-name=train_llama3_8b
 ##SBATCH --account=ACCOUNT

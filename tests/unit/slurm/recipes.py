@@ -145,30 +145,31 @@ def tokens(count: int) -> str:
 
 
 def activation_bytes(config: RunConfig, microbatches: int) -> float:
-    """Of the fullest rank, as Korthikanti et al. count (2022, arXiv:2205.05198, section 4), with sequence parallelism.
+    """Of the fullest rank: what forward keeps for backward of all micro-batches that it has under way.
 
-    A layer keeps, of each token, in two bytes: the inputs of both norms, of QKV, of attention (queries, keys, values),
-    of its projection, of the MLP, of the activation, and of the second matrix. Flash attention keeps no scores, and
-    without dropout there are no masks. For GPT-3 that is 32 s b h / TP.
+    With sequence parallelism every rank has its part of everything: Korthikanti et al. 2022, arXiv:2205.05198.
     """
     model, parallel, training = config.model, config.parallel, config.training
-    samples = training.seq_length * training.micro_batch_size
+    tokens = training.seq_length * training.micro_batch_size
     layers = model.num_layers
     if parallel.pipeline_model_parallel_size > 1:
         stages = plan.stage_layers(model, parallel)
         layers = max(plan.peaks_for(parallel, microbatches).activations) * max(stage.count for stage in stages)
-    return 2 * samples * layers * widths(model) / parallel.tensor_model_parallel_size
+    return tokens * layers * layer_bytes(model) / parallel.tensor_model_parallel_size
 
 
-def widths(model: ModelConfig) -> int:
-    """Numbers that a layer keeps of a token."""
+def layer_bytes(model: ModelConfig) -> int:
+    """What a layer keeps of a token, with torch's own kernels, in bf16 and without dropout.
+
+    The inputs of both norms, of QKV, of attention (queries, keys and values; flash attention keeps no scores), of its
+    projection, of the MLP, of the activation and of the second matrix; for GPT-3 that is 32 h. Besides: queries and
+    keys before they are rotated, the gate after its SiLU, and of RMSNorm fp32 copies.
+    """
     query, key = model.num_attention_heads * model.head_dim, model.kv_groups * model.head_dim
-    return 4 * model.hidden_size + 2 * query + 2 * key + model.ffn * (3 if model.gated else 2)
-
-
-def lines_of_code(recipe: str) -> int:
-    """Lines of a recipe."""
-    return len((ROOT / "slurm" / f"{recipe}.sh").read_text().splitlines())
+    kept = 4 * model.hidden_size + 2 * query + 2 * key + model.ffn * (4 if model.gated else 2)
+    if model.position_embedding_type == "rope":
+        kept += query + key
+    return 2 * kept + (12 * model.hidden_size if model.normalization == "RMSNorm" else 0)
 
 
 def exports() -> list[tuple[str, str]]:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from megatron.config.batch import batch_stages
+from megatron.config.model import ModelConfig
 from megatron.config.problems import UserError
+from tests.solo import Allocations, Solo, random_batch
 from tests.unit.slurm import recipes
 from tests.unit.slurm.recipes import ROOT, TRAINING, Started
 
@@ -59,6 +63,30 @@ def test_the_header_is_true(recipe: str) -> None:
     if recipe == "train_175b":
         expected += recipes.saving(started.config(), started.world_size, mfu)
     assert recipes.header(recipe) == expected
+
+
+@pytest.mark.parametrize("recipe", ["train_175b", "train_llama3_8b"])
+def test_activations_are_those_that_a_layer_keeps(recipe: str) -> None:
+    """Of the recipe's model made smaller: what one layer more has alive after its forward pass."""
+    large = Started.by(recipe).config().model
+    heads, groups = 4, 4 * large.kv_groups // large.num_attention_heads
+    ffn = large.ffn * 256 // large.hidden_size
+    narrow = replace(large, hidden_size=256, ffn_hidden_size=ffn, kv_channels=None, num_attention_heads=heads)
+    narrow = replace(narrow, num_query_groups=groups, max_position_embeddings=64, vocab_size=64)
+    models = [replace(narrow, num_layers=layers) for layers in (1, 2)]
+    one, two = (kept_bytes(model, samples=2, length=64) for model in models)
+    assert two - one == pytest.approx(2 * 64 * recipes.layer_bytes(models[0]), rel=0.01)
+
+
+def kept_bytes(model: ModelConfig, samples: int, length: int) -> int:
+    """What forward leaves alive for backward."""
+    solo = Solo.build(model, torch.bfloat16)
+    batch = random_batch(model, samples, length)
+    solo.buckets.start_step(1)
+    with Allocations() as made:
+        kept = solo.chunk(None, batch)
+        assert kept
+        return made.alive
 
 
 def test_the_interval_of_saves_is_what_the_header_finds_best() -> None:
