@@ -63,11 +63,13 @@ class Claim:
         folder: of the checkpoints.
         epoch: number of this start among all that the folder has seen, from 1.
         holder: who has it.
+        notes: on what the start has found in the folder when it took it.
     """
 
     folder: Location
     epoch: int
     holder: Holder
+    notes: tuple[str, ...] = ()
 
     @property
     def shop(self) -> Path | None:
@@ -121,6 +123,21 @@ class Claims:
     save: Claim | None = None
     node: Claim | None = None
 
+    @property
+    def notes(self) -> list[str]:
+        """On what was found in both."""
+        return [note for claim in (self.save, self.node) if claim is not None for note in claim.notes]
+
+    def look(self) -> None:
+        """As :meth:`Claim.check` of the ``save`` folder, where that is one call to a disk.
+
+        Raises:
+            SupersededError: when a later start has the folder.
+            OSError: when the disk does not say.
+        """
+        if self.save is not None and self.save.shop is not None:
+            self.save.check()
+
 
 def put(claim: Claim, folder: Path) -> int | None:
     """Make the workshop of a start, with its claim inside; the open file of that, or None when another was faster.
@@ -150,14 +167,14 @@ def put(claim: Claim, folder: Path) -> int | None:
     return None
 
 
-def lock(file: int) -> bool:
+def lock(file: int, how: int = fcntl.LOCK_EX) -> bool:
     """Lock an open file, unless another process has; true too where there are no locks.
 
     Raises:
         OSError: when the disk refuses.
     """
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(file, how | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

@@ -42,10 +42,12 @@ Who writes a checkpoint without holding the folder, as tools do, builds it in th
 
 from __future__ import annotations
 
+import fcntl
 import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 
 from megatron.checkpoint.claims import CLAIM, Claim, Holder, lock, newest, put, stored
@@ -79,12 +81,11 @@ def hold(folder: Location, flag: str = "--save", start: Start | None = None) -> 
         return
     try:
         make_folder(folder)
-        claim, file = _take(folder, me, flag)
+        claim, file, superseded = _take(folder, me, flag)
     except OSError as error:
         raise _refused(error, folder, flag) from error
     try:
-        _take_over(claim, folder, flag)
-        yield claim
+        yield replace(claim, notes=(*superseded, *_take_over(claim, folder, flag)))
     finally:
         os.close(file)
 
@@ -100,35 +101,41 @@ def _claim_in_store(folder: RemotePath, me: Holder, flag: str) -> Claim:
     return claim
 
 
-def _take(folder: Path, me: Holder, flag: str) -> tuple[Claim, int]:
-    """Make the claim of the next epoch, as soon as nobody is in the way; its file is locked while it is open."""
+def _take(folder: Path, me: Holder, flag: str) -> tuple[Claim, int, list[str]]:
+    """Make the claim of the next epoch, as soon as nobody is in the way.
+
+    Returns:
+        The claim; its file, which is locked while it is open; and a note where a start was superseded that is alive.
+    """
     while True:
-        last = newest(folder)
-        if last is not None and not me.start.follows(last.holder.start) and _is_held(workshop(folder, last.epoch)):
-            raise CheckpointError(*_in_use(last, me, flag))
+        last, superseded = newest(folder), list[str]()
+        if last is not None and _is_held(workshop(folder, last.epoch)):
+            if not me.start.follows(last.holder.start):
+                raise CheckpointError(*_in_use(last, me, flag))
+            superseded = [f"start {last.epoch}, of {last.holder}, is superseded: it may still be alive"]
         claim = Claim(folder, last.epoch + 1 if last else 1, me)
         file = put(claim, folder)
         if file is not None:
-            return claim, file
+            return claim, file, superseded
 
 
 def _is_held(shop: Path) -> bool:
     """Whether the process that has made a claim lives, as far as the file system knows."""
     try:
-        file = os.open(shop / CLAIM, os.O_RDWR)
+        file = os.open(shop / CLAIM, os.O_RDONLY)
     except FileNotFoundError:  # somebody takes it over at this moment, or has removed the file
         return False
     try:
-        return not lock(file)
+        return not lock(file, fcntl.LOCK_SH)  # which nobody else who looks is kept from
     finally:
         os.close(file)
 
 
-def _take_over(claim: Claim, folder: Path, flag: str) -> None:
+def _take_over(claim: Claim, folder: Path, flag: str) -> list[str]:
     """Fence off all earlier starts; and make sure that no later one has done so with this one meanwhile."""
     try:
         try:
-            take_over(folder, claim.epoch)
+            return take_over(folder, claim.epoch)
         finally:
             with suppress(OSError):
                 claim.check()

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint.publish import BUILDING, GONE, OLD, WORKSHOP, settle
+from megatron.checkpoint.publish import BUILDING, GONE, OLD, WORKSHOP, is_complete, settle
 
 PREFIX = ".epoch-"
 
@@ -47,8 +47,11 @@ def inside(folder: Path) -> Iterator[Path]:
             yield from inside(shop)
 
 
-def take_over(folder: Path, epoch: int) -> None:
+def take_over(folder: Path, epoch: int) -> list[str]:
     """Take from all earlier starts what they could still change the checkpoints by, and finish what they began.
+
+    Returns:
+        Notes on what was found.
 
     Raises:
         OSError: when the disk refuses, or the workshop of ``epoch`` is gone.
@@ -61,7 +64,7 @@ def take_over(folder: Path, epoch: int) -> None:
             with suppress(FileNotFoundError):  # its start has given up
                 os.rename(folder / name, mine / name)
     _take_in(folder, mine)
-    _finish(folder, mine)
+    return [*_finish(folder, mine)]
 
 
 def _take_in(folder: Path, mine: Path) -> None:
@@ -75,11 +78,21 @@ def _take_in(folder: Path, mine: Path) -> None:
         os.rename(folder / name, workshop(mine, 0) / name)
 
 
-def _finish(folder: Path, shop: Path) -> None:
-    """Settle all that lies in the workshops inside of one, the older ones first, and remove them."""
+def _finish(folder: Path, shop: Path) -> Iterator[str]:
+    """Settle all that lies in the workshops inside of one, the older ones first, and remove them; notes on it."""
     for _, older in workshops(shop):
-        _finish(folder, older)
+        yield from _finish(folder, older)
+        yield from _seen(older)
         for name in sorted({path.name.partition(".")[0] for path in older.glob("iter_*")}):
             settle(folder / name, older)
         with suppress(OSError):  # files that a process still has open may hold it up; it is out of the way
             shutil.rmtree(older)
+
+
+def _seen(shop: Path) -> Iterator[str]:
+    """What saves that were cut off have left in a workshop, in words."""
+    for path in sorted(shop.glob(f"iter_*{BUILDING}")):
+        if is_complete(path):
+            yield f"{path.name} was whole and lacked only its name, which it has now"
+        else:
+            yield f"removed {path.name}: its save was cut off"

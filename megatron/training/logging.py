@@ -14,6 +14,7 @@ from typing import Protocol
 
 import torch
 
+from megatron.checkpoint.errors import SupersededError
 from megatron.checkpoint.remote import Location
 from megatron.config.memory import shown
 from megatron.config.problems import Problem, UserError
@@ -63,6 +64,7 @@ class RunLog:
         run_id: str = "",
         data: Mapping[str, object] | None = None,
         facts: Facts | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         """Prepare ``run_dir``, where there is one, and the other places that are asked for.
 
@@ -76,13 +78,15 @@ class RunLog:
             run_id: name of the run, the same through all its starts.
             data: what it reads, for the folder.
             facts: which start of which job this is.
+            check: raises when a later start has the run, whose records this one must not mix with its own.
 
         Raises:
             UserError: when the folder cannot be made or written.
         """
         self.enabled = enabled
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
-        self._sinks = Sinks(self.warning)
+        self._check = check
+        self._sinks = Sinks(self.warning, self._may_write)
         self._pending: Callable[[], TrainRecord] | None = None
         self._seq_length, self._world_size = config.training.seq_length, world_size
         self._place = self._place_of(iteration, consumed_samples)
@@ -150,10 +154,16 @@ class RunLog:
         self._place, self._pending = self._place_of(iteration, consumed_samples), read
 
     def train(self, record: TrainRecord) -> None:
-        """Report the steps since the last log line."""
+        """Report the steps since the last log line.
+
+        Raises:
+            SupersededError: when a later start has the run.
+        """
         self._pending, self._has_curve = None, True
         if not self.enabled:
             return
+        with suppress(OSError):  # a disk that does not say is no reason to end
+            self._check()
         say(progress_line(record, self.yardstick, _width()))
         if (times := timing_line(record)) is not None:
             say(times)
@@ -215,7 +225,7 @@ class RunLog:
             return
         self._closed = True
         self._sinks.close(failed)
-        if self.folder is not None and self._has_curve:
+        if self.folder is not None and self._has_curve and self._may_write():
             self._draw(self.folder)
 
     def _draw(self, folder: Path) -> None:
@@ -235,7 +245,7 @@ class RunLog:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.enabled:
+        if error is not None and self.enabled and self._may_write():
             self._failed(error)
         self.close(failed=error is not None)
 
@@ -247,6 +257,16 @@ class RunLog:
             except Exception as lost:  # a device that failed may not give its numbers away any more
                 warn(f"the steps since the last line are lost: {lost}")
         self._event({"event": "error", **self._place, "text": sentence(error)})
+
+    def _may_write(self) -> bool:
+        """Whether no later start has the run."""
+        try:
+            self._check()
+        except SupersededError:
+            return False
+        except OSError:  # as above
+            return True
+        return True
 
     def _record(self, values: Mapping[str, object]) -> None:
         self._sinks.record({**values, "time": time.time()})

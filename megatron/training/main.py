@@ -98,7 +98,7 @@ def train_from_origin(
         trainer.claims, stop.world = claims, trainer.mesh.world
         take_step = StepRunner(trainer)
         with startup("checkpoint"):
-            notes = [*notes, *trainer.notes, *begin(trainer, origin)]
+            notes = [*notes, *claims.notes, *trainer.notes, *begin(trainer, origin)]
         refuse_full_disk(trainer)
         notes += notes_on_the_journal(config.logging, trainer.run_id)
         trainer.run_id = trainer.run_id or new_run_id(world)
@@ -114,6 +114,7 @@ def train_from_origin(
             run_id=trainer.run_id,
             data=data_facts(trainer.data),
             facts=facts,
+            check=claims.look,
             **place,
         )
     with log, whereabouts(trainer.mesh, trainer.pipeline):

@@ -38,12 +38,22 @@ class NotOpenedError(Exception):
     """A sink could not be made; the words are those of the error that kept it from it."""
 
 
+def always() -> bool:
+    """Nothing speaks against writing."""
+    return True
+
+
 class Sinks:
     """Many sinks as one. One that raises is warned of and gets no more until the run is started again."""
 
-    def __init__(self, warn: Callable[[str], None]) -> None:
-        """Begin without any; ``warn`` is told of those that fail, and may itself report to this one."""
-        self._warn = warn
+    def __init__(self, warn: Callable[[str], None], may_write: Callable[[], bool] = always) -> None:
+        """Begin without any.
+
+        Args:
+            warn: is told of those that fail, and may itself report to this one.
+            may_write: asked each time; from the first no on, nothing is handed on, and no sink is closed.
+        """
+        self._warn, self._may_write = warn, may_write
         self._sinks: dict[str, Sink] = {}
 
     def add(self, name: str, make: Callable[[], Sink]) -> None:
@@ -77,6 +87,8 @@ class Sinks:
 
     def _use(self, name: str, act: Callable[[Sink], None]) -> None:
         """Do something with a sink, unless it was lost meanwhile, by the warning of another one's loss."""
+        if name in self._sinks and not self._may_write():
+            self._sinks.clear()
         if name not in self._sinks:
             return
         try:

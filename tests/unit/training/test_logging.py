@@ -14,6 +14,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
+from megatron.checkpoint.errors import SupersededError
 from megatron.config.model import ModelConfig
 from megatron.config.reporting import LoggingConfig
 from megatron.config.run import RunConfig, TrainingConfig
@@ -218,6 +219,25 @@ def test_an_error_is_told_after_the_steps_that_no_line_told_of(
     assert (error["event"], error["iteration"], error["consumed-tokens"]) == ("error", 13, 5200)
     assert error["text"] == "KeyError: 'cause'"
     assert " 13/100 " in capsys.readouterr().out
+
+
+def test_a_superseded_start_writes_no_more_into_the_folder(tmp_path: Path) -> None:
+    superseded: list[str] = []
+
+    def check() -> None:
+        if superseded:
+            raise SupersededError("E817 start 1 is superseded")
+
+    log = run_log(tmp_path, check=check)
+    log.train(RECORD)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    superseded.append("by another")
+    log.note("nobody reads this")
+    log.warning("nor this")
+    log.stepped(13, 52, lambda: RECORD)
+    with pytest.raises(SupersededError), log:
+        log.train(RECORD)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_a_step_is_told_once(tmp_path: Path) -> None:

@@ -102,14 +102,14 @@ def test_a_full_disk_costs_a_save_and_not_the_run(plain: Path, tmp_path: Path) -
     assert told.status == 0
     assert same_as(plain, tmp_path, 4, 6)
     (warning,) = warnings(told.err)
-    assert warning.startswith(f"warning: step 2 is not saved: {tmp_path}/saved/iter_0000002.tmp/")
+    assert warning.startswith(f"warning: step 2 is not saved: {tmp_path}/saved/.epoch-1/iter_0000002.tmp/")
     assert warning.endswith("the disk is full (rank 0); no checkpoint was written")
 
 
 def test_a_full_disk_at_the_end_is_an_error(plain: Path, tmp_path: Path) -> None:
     told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 4")), full_disk(6))
     assert told.status == 1
-    assert told.err.startswith(f"error: {tmp_path}/saved/iter_0000006.tmp/")
+    assert told.err.startswith(f"error: {tmp_path}/saved/.epoch-1/iter_0000006.tmp/")
     assert "the disk is full (rank 0); no checkpoint was written" in told.err
     assert saved_steps(tmp_path / "saved") == [4]
     assert start(run_of(tmp_path)).status == 0

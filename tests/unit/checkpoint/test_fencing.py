@@ -1,0 +1,288 @@
+"""An old start goes on while a new one has the folder: whatever it does, the folder stays as the new one has made it.
+
+The old start is stopped before each of its calls to the system in turn. There the new one begins: it takes the folder,
+looks at what is there, and saves. Then the old one goes on to its end, and not a byte may be other than before.
+
+| the old start is stopped before ...          | what the new start finds             | what comes of the old one  |
+|----------------------------------------------|--------------------------------------|----------------------------|
+| taking the folder                            | nothing of it                        | refused: a later start     |
+| the rename that makes its workshop           | a draft, which is no workshop        | refused: a later start     |
+| any step of taking over from a third         | its workshop, with that of the third | ENOENT at its next rename  |
+| making X.tmp                                 | an empty workshop                    | ENOENT                     |
+| a write, sync or close in X.tmp (any rank)   | X.tmp without a marker: removed      | writes to nobody's file    |
+| the marker's rename                          | likewise                             | ENOENT                     |
+| X -> workshop/X.replaced                     | X.tmp, complete: published           | ENOENT, X is the new one's |
+| workshop/X.tmp -> X                          | X.tmp and X.replaced: the first is X | ENOENT                     |
+| the sync after it                            | X                                    | told, or done              |
+| removing workshop/X.replaced                 | X, and X.replaced: removed           | ENOENT, or done            |
+| retention: W -> workshop/W.gone              | W                                    | ENOENT, W is there         |
+| retention: inside of W.gone                  | W.gone: removed                      | ENOENT, or done            |
+| abandoning: X.replaced -> X, X.tmp -> X.gone | as it was, settled                   | ENOENT                     |
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import socket
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron.checkpoint import lock
+from megatron.checkpoint.claims import Claim
+from megatron.checkpoint.errors import CheckpointError, SupersededError
+from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.lock import hold
+from megatron.checkpoint.publish import begin
+from megatron.checkpoint.saving import write_small
+from megatron.checkpoint.store import write
+from megatron.config.launch import Start
+from tests.unit.checkpoint.samples import ALONE, all_of, save
+from tests.unit.checkpoint.test_faults import content, is_whole, watched
+from tests.unit.checkpoint.test_folder import make
+
+AT_IT: list[bool] = []
+"""Not empty while the new start is at it, whose disk is not full."""
+
+OLD, NEW = Start(job="17"), Start(job="17", restart=1)
+
+
+def save_as(claim: Claim, iteration: int, value: float) -> None:
+    """A checkpoint by the start that has the folder."""
+    path = Checkpoints(claim.folder).path(iteration)
+    write(path, all_of(content(value)), {"iteration": iteration}, {}, ALONE, {"tokenizer/t.json": b"{}"}, claim)
+
+
+def again(claim: Claim) -> None:
+    """A step that is there is saved once more, another for the first time, and older ones are removed."""
+    save_as(claim, 2, 20)
+    save_as(claim, 3, 30)
+    Checkpoints(claim.folder).retain(1, claim=claim)
+
+
+def refused(claim: Claim) -> None:
+    """The disk is full when the checkpoint has its name: it is taken back, and the one before put back."""
+    real, seen = os.rename, list[str]()
+
+    def rename(source: Any, target: Any) -> None:
+        real(source, target)
+        seen[:] = [Path(target).name] if Path(source).parent == claim.shop else []
+
+    def fsync(file: int) -> None:
+        if seen == ["iter_0000002"] and not AT_IT:
+            seen.clear()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "rename", rename)
+        patch.setattr(os, "fsync", fsync)
+        save_as(claim, 2, 20)
+
+
+def old_start(folder: Path, scenario: Callable[[Claim], None]) -> Exception | None:
+    """A start that does as the scenario says; how it ended."""
+    try:
+        with hold(folder, start=OLD) as claim:
+            try:
+                scenario(claim)
+            except OSError:
+                claim.check()
+                raise
+    except Exception as error:
+        return error
+    return None
+
+
+def new_start(claim: Claim, saves: bool) -> list[int]:
+    """What a start does: steps of what it finds, each of which it proves to be whole; then it may save."""
+    runs = Checkpoints(claim.folder)
+    found = [(found.iteration, found.manifest) for found in runs.scan()]
+    for iteration, manifest in found:
+        assert manifest is not None
+        assert any(is_whole(manifest, value) for value in (iteration, 10 * iteration))
+    if saves:
+        save_as(claim, 2, 200)
+        save_as(claim, 4, 40)
+        runs.retain(2, claim=claim)
+    return [iteration for iteration, _ in found]
+
+
+def everything(folder: Path) -> dict[str, bytes | None]:
+    """All names in a folder, and the bytes of files; drafts of claims are nobody's."""
+    paths = [path for path in folder.rglob("*") if "." not in path.relative_to(folder).parts[0][1:].removesuffix(".")]
+    return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in paths}
+
+
+def interleaved(folder: Path, at: int, scenario: Callable[[Claim], None], saves: bool) -> tuple[list[str], Any]:
+    """Begin the new start before call ``at`` of the old one; the calls of that, and how it ended.
+
+    Raises:
+        AssertionError: when the new start does not find whole checkpoints, or the folder is not as it has left it.
+    """
+    calls: list[str] = []
+    left: dict[str, bytes | None] = {}
+
+    def before(name: str, number: int, args: tuple[Any, ...]) -> None:
+        if left:
+            return
+        if len(calls) == at:
+            calls.append("new")
+            AT_IT.append(True)
+            claim = stack.enter_context(hold(folder, start=NEW))
+            assert new_start(claim, saves)[0] >= 2, "a whole checkpoint is lost"
+            AT_IT.clear()
+            left.update(everything(folder))
+        elif "new" not in calls:
+            calls.append(name)
+
+    with ExitStack() as stack, watched(before):
+        outcome = old_start(folder, scenario)
+    if left:
+        found = everything(folder)
+        assert found.keys() == left.keys(), sorted(found.keys() ^ left.keys())
+        assert found == left
+    return calls, outcome
+
+
+def calls_of(template: Path, scenario: Callable[[Claim], None]) -> list[str]:
+    """The old start's calls when nothing disturbs it."""
+    folder = template.with_name("undisturbed")
+    shutil.copytree(template, folder)
+    return interleaved(folder, -1, scenario, saves=False)[0]
+
+
+def interleave(template: Path, scenario: Callable[[Claim], None], saves: bool, points: Iterable[int]) -> None:
+    """Try each of these points."""
+    for at in points:
+        folder = template.with_name(f"at-{at}")
+        shutil.copytree(template, folder)
+        calls, outcome = interleaved(folder, at, scenario, saves)
+        assert calls[at] == "new"
+        if outcome is not None:
+            told = isinstance(outcome, SupersededError) or "in use by a later start" in str(outcome)
+            assert told or (scenario is refused and "the disk is full" in str(outcome)), repr(outcome)
+        shutil.rmtree(folder)
+
+
+@pytest.fixture
+def template(tmp_path: Path) -> Path:
+    """Two checkpoints, what starts before the old one have left, and what somebody has who held nothing."""
+    folder = tmp_path / "template"
+    for iteration in (1, 2):
+        save(folder / f"iter_{iteration:07d}", content(iteration))
+    shop = folder / ".epoch-3"
+    (shop / ".epoch-2").mkdir(parents=True)
+    (shop / "claim.json").write_text("{}")
+    make(shop / "iter_0000009.tmp", complete=False)
+    make(shop / "iter_0000001.gone")
+    shutil.copytree(folder / "iter_0000002", shop / ".epoch-2" / "iter_0000002.tmp")
+    make(folder / "iter_0000008.tmp", complete=False)
+    return folder
+
+
+SCENARIOS = pytest.mark.parametrize("scenario", [again, refused], ids=lambda s: s.__name__)
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_before_every_rename(template: Path, saves: bool) -> None:
+    calls = calls_of(template, again)
+    renames = [at for at, name in enumerate(calls) if name == "rename"]
+    assert len(renames) > 12
+    interleave(template, again, saves, renames)
+
+
+@SCENARIOS
+@pytest.mark.parametrize("saves", [True, False])
+def test_before_some_calls(template: Path, scenario: Callable[[Claim], None], saves: bool) -> None:
+    interleave(template, scenario, saves, range(5, len(calls_of(template, scenario)), 37))
+
+
+@pytest.mark.slow
+@SCENARIOS
+@pytest.mark.parametrize("saves", [True, False])
+def test_before_every_call(template: Path, scenario: Callable[[Claim], None], saves: bool) -> None:
+    interleave(template, scenario, saves, range(len(calls_of(template, scenario))))
+
+
+def test_without_the_fence_it_would_be_seen(template: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checked before each step and not fenced: what is stopped between the two does its harm."""
+    monkeypatch.setattr(lock, "take_over", lambda folder, epoch: None)
+    with pytest.raises(AssertionError):
+        test_before_every_rename(template, saves=True)
+
+
+def test_files_of_other_ranks_make_no_folder(tmp_path: Path) -> None:
+    with hold(tmp_path, start=OLD) as old:
+        folder = begin(tmp_path / "iter_0000005", old.shop)
+        with hold(tmp_path, start=NEW):
+            for name in ("tensors_00003.safetensors", "tokenizer/tokenizer.json"):
+                with pytest.raises(FileNotFoundError):
+                    write_small(folder, {name: b"late"})
+            assert [path.name for path in tmp_path.rglob("*")] == [".epoch-2", "claim.json"]
+            with pytest.raises(SupersededError, match=r"E817 start 1 of .* is superseded by start 2, of process \d"):
+                old.check()
+
+
+@pytest.mark.parametrize("what", [".epoch-1", "."])
+def test_a_workshop_that_somebody_has_removed_is_made_again(tmp_path: Path, what: str) -> None:
+    folder = tmp_path / "saved"
+    with hold(folder, start=OLD) as claim:
+        save_as(claim, 1, 1)
+        shutil.rmtree(folder / what)
+        save_as(claim, 2, 2)
+        assert Checkpoints(folder).newest()[0].state["iteration"] == 2
+        with pytest.raises(CheckpointError, match="in use by process"), hold(folder, start=Start(job="18")):
+            pass
+        with hold(folder, start=NEW), pytest.raises(SupersededError):
+            save_as(claim, 3, 3)
+
+
+def test_no_locks_and_the_newest_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever it is."""
+
+    def flock(file: int, operation: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with hold(tmp_path) as first, hold(tmp_path) as second:
+        save_as(second, 2, 2)
+        with pytest.raises(SupersededError):
+            save_as(first, 1, 1)
+        assert [path.name for _, path in Checkpoints(tmp_path).named()] == ["iter_0000002"]
+
+
+@pytest.mark.parametrize(
+    ("start", "taken"),
+    [(NEW, True), (Start(job="17", step=3), True), (OLD, False), (Start(job="18", restart=1), False), (Start(), False)],
+    ids=str,
+)
+def test_who_supersedes_and_who_is_refused(tmp_path: Path, start: Start, taken: bool) -> None:
+    with hold(tmp_path, start=OLD) as old:
+        if taken:
+            with hold(tmp_path, start=start) as new:
+                assert new.epoch == 2
+                with pytest.raises(SupersededError):
+                    old.check()
+            return
+        sentence = r"in use by process \d+ on .* \(Slurm job 17, restart 0\) since 2.* UTC\n  fix: --save ANOTHER"
+        with pytest.raises(CheckpointError, match=sentence), hold(tmp_path, start=start):
+            pass
+        old.check()
+
+
+def test_a_lock_that_a_lost_machine_still_has_is_told_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hold(tmp_path):
+        monkeypatch.setattr(socket, "gethostname", lambda: "another")
+        with pytest.raises(CheckpointError, match=r"if that machine is gone, its lock expires"), hold(tmp_path):
+            pass
+
+
+def test_one_that_is_too_late_to_begin_is_refused(tmp_path: Path) -> None:
+    with hold(tmp_path, start=NEW), pytest.raises(CheckpointError, match="in use by a later start of this job"):
+        ExitStack().enter_context(hold(tmp_path, start=OLD))

@@ -1,0 +1,84 @@
+"""A start that hangs in a save while its job is started again, and then goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.killed import ROOT
+from tests.runs import column, start, tiny_run
+
+SECONDS = 100.0
+
+HANGING = """
+import os, sys, time
+from pathlib import Path
+from unittest.mock import patch
+from megatron.checkpoint import saving
+from tests.runs import start, tiny_run
+
+folder, real = Path(sys.argv[1]), saving.publish
+
+def publish(final, shop):
+    if final.name == "iter_0000004":
+        (folder / "hangs").touch()
+        while (folder / "hangs").exists():
+            time.sleep(0.01)
+    real(final, shop)
+
+with patch.object(saving, "publish", publish):
+    told = start(tiny_run(folder, sys.argv[2]))
+print(told.err, flush=True)
+os._exit(told.status)
+"""
+
+
+def waited(happened: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + SECONDS
+    while not happened():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def everything(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("how", ["", "--async-save"])
+def test_stopped_in_a_save_and_superseded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
+    flags, hangs = f"--save {tmp_path}/saved --save-interval 2 {how}", tmp_path / "hangs"
+    command = [sys.executable, "-c", HANGING, str(tmp_path), flags]
+    job = {"SLURM_JOB_ID": "17", "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, env=os.environ | job, cwd=ROOT, stdout=subprocess.PIPE, text=True) as old:
+        try:
+            waited(hangs.exists)
+            old.send_signal(signal.SIGSTOP)
+            refused = start(tiny_run(tmp_path, flags))
+            assert refused.status == 1
+            assert f"in use by process {old.pid} on " in refused.err
+            monkeypatch.setenv("SLURM_JOB_ID", "17")
+            monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+            told = start(tiny_run(tmp_path, flags))
+            assert told.status == 0
+            assert f"start 1, of process {old.pid} on " in told.out
+            assert f"resumed from {tmp_path}/saved/iter_0000004: step 4" in told.out
+            hangs.unlink()
+            left = everything(tmp_path)
+            old.send_signal(signal.SIGCONT)
+            said, _ = old.communicate(timeout=SECONDS)
+        finally:
+            old.kill()
+    assert old.returncode == 1
+    assert "E817 start 1 of the run in " in said
+    assert "superseded by start 2" in said
+    assert "Traceback" not in said
+    assert everything(tmp_path) == left
+    steps = column(tmp_path, "iteration")
+    assert steps[-2:] == [5, 6]
