@@ -32,6 +32,14 @@ FILE = Path(__file__).parent / "golden" / "soak.txt"
 NODES_OF_A_RUN = 4
 """Of a cluster, for each run at the same time: two of them can be lost."""
 
+MESSAGE_TIMEOUT = 8
+"""Seconds that Slurm waits for an answer, more than its KillWait.
+
+A node answers to the kill of a step (``srun --kill-on-bad-exit``) after KillWait. Where that is too late, Slurm says it
+once more after a minute; a job that was queued again, and has begun meanwhile, then loses a step that has the same
+number. (Of use to nobody else: elsewhere, a job waits for two minutes before it begins again.)
+"""
+
 GPUS = 8
 """None, but the recipe asks for them."""
 
@@ -47,11 +55,16 @@ def soak(trials: Trials, faults: int, jobs: int) -> list[Trial]:
                 number = waiting.pop(future)
                 made[number] = trial = future.result()
                 happened = sum(len(trial.outcomes) for trial in made.values())
-                print(f"{happened:>4} faults  {number:>3} {line(trial)}, {trial.seconds:.0f} s", flush=True)
+                tell(f"{happened:>4} faults  {number:>3} {line(trial)}, {trial.seconds:.0f} s")
                 if happened < faults:
                     number = next(numbers)
                     waiting[pool.submit(trials.make, number)] = number
     return [made[number] for number in sorted(made)]
+
+
+def tell(text: str) -> None:
+    """Say something at once."""
+    print(text, flush=True)
 
 
 @contextmanager
@@ -62,9 +75,11 @@ def places(jobs: int, with_slurm: bool) -> Iterator[tuple[Path, Cluster | None]]
         end(str(folder))
         if cluster is not None:
             cluster.down()
+            shutil.rmtree(cluster.root, ignore_errors=True)
         os._exit(128 + number)
 
     folder, cluster = Path(tempfile.mkdtemp(prefix="soak.")), None
+    os.environ["MINISLURM_MESSAGE_TIMEOUT"] = str(MESSAGE_TIMEOUT)
     signal.signal(signal.SIGTERM, leave)
     signal.signal(signal.SIGINT, leave)
     try:
@@ -95,7 +110,7 @@ def main(argv: Sequence[str]) -> int:
         setups = [setup for setup in setups if setup.where == "here"]
         with_slurm = False
     with places(options.jobs, with_slurm) as (folder, cluster):
-        trials = Trials(folder, options.seed, options.per_run, setups, options.kinds, cluster)
+        trials = Trials(folder, options.seed, options.per_run, setups, options.kinds, cluster, tell)
         made = soak(trials, options.faults, options.jobs)
     options.output.write_text("\n".join([*report(made, options.seed), ""]))
     if any(trial.wrong for trial in made):

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from tests.soaking.trials import DETECTION_SECONDS, RECOVERY_SECONDS, Outcome, Trial
+from tests.soaking.trials import DETECTION_SECONDS, RECOVERY_SECONDS, Trial
 
 
 def report(trials: Sequence[Trial], seed: int) -> Iterator[str]:
@@ -55,11 +55,6 @@ def _survived(trial: Trial) -> int:
 
 def line(trial: Trial) -> str:
     """A run in a line, and more where something was wrong."""
-    story = "; ".join(map(_told, trial.outcomes))
+    story = "; ".join(map(str, trial.outcomes))
     end = "\n".join(["WRONG", *trial.wrong]) if trial.wrong else f"same, goodput {trial.goodput:.0%}"
     return f"{trial.setup.name} | {story} | {end}"
-
-
-def _told(outcome: Outcome) -> str:
-    noticed, again = ("never" if s is None else f"{s:.1f}" for s in (outcome.noticed, outcome.again))
-    return f"{outcome.what} ({noticed}, {again} s)"

@@ -144,9 +144,9 @@ def test_ranks_and_agents_are_told_apart() -> None:
         "python pretrain_gpt.py --lr 1 --check-config",
         "srun --export=ALL python pretrain_gpt.py --lr 1",
     ]
-    all_of_them = [Process(n, 1, 0, command, {"RANK": str(10 + n)}) for n, command in enumerate(commands)]
-    assert {rank: process.pid for rank, process in machine.ranks(all_of_them).items()} == {11: 1, 12: 2}
-    assert [process.pid for process in machine.agents(all_of_them)] == [0, 3]
+    all_of_them = [Process(n + 50, 1, 0, command, {"RANK": str(10 + n)}) for n, command in enumerate(commands)]
+    assert {rank: process.pid for rank, process in machine.ranks(all_of_them).items()} == {11: 51, 12: 52}
+    assert [process.pid for process in machine.agents(all_of_them)] == [50, 53]
     under_srun = Process(7, 1, 0, "/v/bin/python pretrain_gpt.py --lr 1", {"SLURM_PROCID": "3"})
     forked = Process(8, 7, 0, under_srun.command, under_srun.environ)
     assert machine.ranks([forked, under_srun]) == {3: under_srun}

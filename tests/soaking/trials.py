@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -69,6 +69,10 @@ class Outcome:
             return False
         return self.noticed < DETECTION_SECONDS and self.again < RECOVERY_SECONDS
 
+    def __str__(self) -> str:
+        noticed, again = ("never" if s is None else f"{s:.1f}" for s in (self.noticed, self.again))
+        return f"{self.what} ({noticed}, {again} s)"
+
 
 @dataclass
 class Trial:
@@ -86,7 +90,14 @@ class Trials:
     """Draws runs with faults, and makes them."""
 
     def __init__(
-        self, folder: Path, seed: int, most: int, setups: Sequence[Setup], kinds: Sequence[str], cluster: Cluster | None
+        self,
+        folder: Path,
+        seed: int,
+        most: int,
+        setups: Sequence[Setup],
+        kinds: Sequence[str],
+        cluster: Cluster | None,
+        tell: Callable[[str], None],
     ) -> None:
         """Make none yet.
 
@@ -97,8 +108,10 @@ class Trials:
             setups: to make, in turn.
             kinds: of faults; those of them that can happen to a setup.
             cluster: for setups on Slurm.
+            tell: is told of every fault.
         """
         self._folder, self._seed, self._most, self._setups, self._cluster = folder, seed, most, setups, cluster
+        self._tell = tell
         self._kinds = {where: [kind for kind in table if kind in kinds] for where, table in TABLES.items()}
         self._references: dict[Setup, Path] = {}
         self._making = {setup: threading.Lock() for setup in setups}
@@ -161,6 +174,7 @@ class Trials:
             if strike is None:
                 continue
             trial.outcomes.append(outcome := _measured(job, kind, strike, mark))
+            self._tell(f"{job.folder.name}: {outcome}")
             if outcome.again is None:
                 trial.wrong.append(f"{strike.what}: the run does not go on\n{job.tail()}")
                 return
