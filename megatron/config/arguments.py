@@ -20,6 +20,7 @@ from megatron.config.checks import (
     experts,
     graphs,
     idle,
+    layout,
     optimizer,
     pipeline,
     profiling,
@@ -112,7 +113,8 @@ def parse(
     world_size = _world_size(known, config, environ, found, notes)
     fake_rank = _fake_rank(known, environ, found)
     doubtful = {name for layer in layers for name in layer.doubtful}
-    found += [_in_flags(problem) for problem in problems(config, world_size, doubtful)]
+    wrong, launch = problems(config, world_size, doubtful), Launch.read(environ)
+    found += [_in_flags(layout.on_nodes(problem, config, world_size, launch)) for problem in wrong]
     in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
     if saved is None and theirs.values and in_range:
         shape = to_dict(build(theirs.values))

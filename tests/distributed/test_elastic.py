@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from itertools import groupby
 from pathlib import Path
@@ -91,3 +92,17 @@ def test_ranks_that_wait_for_a_dead_one_end_at_once(tmp_path: Path) -> None:
         assert time.monotonic() - since < SHUTDOWN_SECONDS
         struck.wait(lambda: agent.ended() is not None)
         assert agent.ended() == 0, struck.said()
+
+
+def test_the_loss_of_the_agents_store_ends_all_of_them_at_once(tmp_path: Path) -> None:
+    """Nothing is left in which they could meet, so whoever started them has to start them again; it then goes on."""
+    plans = (Plan("die with agent", 0, 6, world=2),)
+    with job(tmp_path, LONG, nodes=2, plans=plans) as struck:
+        host = struck.add()
+        struck.wait(lambda: (struck.folder / "metrics.jsonl").exists())
+        other = struck.add()
+        struck.wait(struck.struck)
+        struck.wait(lambda: host.ended() is not None and other.ended() is not None, SHUTDOWN_SECONDS)
+        assert (host.ended(), other.ended()) == (-signal.SIGKILL, 1), struck.said()
+    assert start(tiny_run(tmp_path, saving(tmp_path, LONG))).status == 0
+    assert set(steps(tmp_path)) == set(range(1, 41))

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 
+from megatron.config.launch import Launch
 from megatron.config.numbers import beside, divisors, multiples_beside, offers
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
@@ -35,6 +38,27 @@ def world(config: RunConfig, world_size: int) -> Iterator[Problem]:
     enough = max(multiples_beside(world_size, p.model_ranks))
     start = f"torchrun --nproc-per-node {enough}" if enough <= 8 else f"start {enough} ranks"
     yield Problem("E202", f"{ranks} not a multiple of {name} = {p.model_ranks}", (*smaller, start))
+
+
+def on_nodes(problem: Problem, config: RunConfig, world_size: int, launch: Launch) -> Problem:
+    """E202 in terms of the nodes that torchrun has started; others as they are.
+
+    Where a node is lost, what is left may be no whole models, and how many nodes would be is what is asked for.
+    """
+    told = launch.launcher == "torchrun" and launch.world_size == world_size and launch.local_size > 1
+    if problem.code != "E202" or not told or world_size % launch.local_size:
+        return problem
+    nodes, model_ranks = world_size // launch.local_size, config.parallel.model_ranks
+    each = model_ranks // math.gcd(model_ranks, launch.local_size)
+    if each == 1:
+        return problem
+    counted = "1 node" if nodes == 1 else f"{nodes} nodes"
+    enough = tuple(f"torchrun --nnodes {n}" for n in multiples_beside(nodes, each))
+    return replace(
+        problem,
+        sentence=f"{problem.sentence}: {counted} of {launch.local_size}, and whole models take a multiple of {each}",
+        fixes=(*enough, *(fix for fix in problem.fixes if fix.startswith("--"))),
+    )
 
 
 def _smaller(size: int, model_ranks: int, world_size: int) -> list[int]:
