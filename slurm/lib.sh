@@ -334,9 +334,8 @@ check_flags() {
     mkdir -p "$STATE"
     build_step 1 "${NODES[0]}"
     "${STEP[@]}" "${inside[@]}" python "$@" --check-config --world-size "$world" >"$STATE/check.txt" 2>&1 || code=$?
-    [ "$code" = 2 ] || return 0
-    cat "$STATE/check.txt" >&2
-    exit 2
+    [ "$code" = 0 ] || cat "$STATE/check.txt" >&2
+    [ "$code" != 2 ] || exit 2 # another status is no verdict on the flags
 }
 
 # Train with these flags to the end, through crashes, lost nodes and time limits.

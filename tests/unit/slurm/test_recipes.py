@@ -33,6 +33,16 @@ def test_flags_are_those_of_a_run_through_every_stage_of_its_batch(recipe: str) 
     assert batch_stages(config.training, config.parallel.data_parallel_size(started.world_size))
 
 
+def test_what_the_examples_start_they_have_checked_before() -> None:
+    """The flags of an example depend on its text, so it asks ``--check-config`` itself, and ends if they will not do."""
+    for script in (ROOT / "examples").glob("*.sh"):
+        calls = [line for line in script.read_text().splitlines() if re.search(r"pretrain_gpt.py .*\"\$@\"", line)]
+        lists = [re.findall(r'"\$\{?([\w@]+)', line.partition("pretrain_gpt.py")[2]) for line in calls]
+        checked = [words for line, words in zip(calls, lists) if "--check-config" in line]
+        assert checked
+        assert [words for words in lists if words not in checked] == []
+
+
 def test_a_stage_of_the_ramp_that_no_schedule_runs_is_found() -> None:
     started = Started.by("train_llama3_70b", "--rampup-batch-size", "512", "8", "4000000")
     with pytest.raises(UserError, match=r"E303 the ramp passes batches .* 16: 520, 536"):
