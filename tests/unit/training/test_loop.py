@@ -397,10 +397,10 @@ def test_a_signal_saves(tmp_path: Path, number: signal.Signals) -> None:
 def test_the_clock_saves(tmp_path: Path) -> None:
     stopped = tmp_path / "stopped"
     config = tiny_run(stopped, f"{SAVING.format(stopped)} --exit-duration-in-mins 90.5")
-    late = [1000.0]
+    late = [time.monotonic()]
     clock = SimpleNamespace(monotonic=lambda: late[-1])
     with patch("megatron.training.stop.time", clock):
-        told = start(config, before_step(4, lambda trainer: late.append(1000.0 + 90.5 * 60)))
+        told = start(config, before_step(4, lambda trainer: late.append(time.monotonic() + 90.5 * 60)))
     assert (told.status, told.err) == (124, "")
     assert "stopped by --exit-duration-in-mins after step 4 of 6" in told.out
     check_going_on(tmp_path, 4)

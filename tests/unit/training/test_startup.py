@@ -25,7 +25,7 @@ DOCS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """What the clock says last."""
     times = [100.0]
-    monkeypatch.setattr(startup.time, "monotonic", lambda: times[-1])
+    monkeypatch.setattr(time, "monotonic", lambda: times[-1])
     return times
 
 
