@@ -165,8 +165,8 @@ def whole_steps(durable: Path, nodes: Sequence[Path]) -> set[int]:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Folders called like checkpoints."""
-    return sorted(folder.glob("iter_*"))
+    """Folders called like checkpoints, in the workshops of starts too; not those that are being removed."""
+    return sorted(path for path in folder.rglob("iter_*") if path.suffix != ".gone")
 
 
 def step_of(path: Path) -> int:

@@ -214,7 +214,7 @@ class Before:
         if not self.newest and "starts from nothing" not in said:
             found.append("does not say that it starts from nothing")
         for path in self.broken:
-            told = f"passed over {path}:" in said or f"  {path.name}: " in said
+            told = any(words in said for words in (f"passed over {path}:", f"  {path.name}: ", f"removed {path.name}:"))
             if step_of(path) > self.newest and not told:
                 found.append(f"does not say why {path.name} is passed over")
         return found
