@@ -21,7 +21,9 @@ layout=(--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-para
 [ -z "$SMALL" ] || layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1)
 evaluation=(--skip-train --load "$RUN/checkpoints" --eval-iters "${ITERS:-10}" --run-dir "$RUN/evaluation")
 others=( # what else the run said is not for an evaluation
-    checkpoint.save=null checkpoint.save_interval=null training.stop_file=null parallel.pipeline_schedule=null
+    checkpoint.save=null checkpoint.save_interval=null checkpoint.keep_last=null checkpoint.keep_every=null
+    checkpoint.async_save=false checkpoint.local_save=null checkpoint.local_save_interval=null
+    training.stop_file=null parallel.pipeline_schedule=null parallel.expert_tensor_parallel_size=null
     parallel.num_virtual_stages_per_pipeline_rank=null logging.tensorboard_dir=null logging.wandb_project=null
 )
 once pretrain_gpt.py --config "$RUN/config.yaml" "${evaluation[@]}" "${layout[@]}" "$@" --set "${others[@]}"
