@@ -143,6 +143,9 @@ build_step() { # TASKS NODE...
         srun --export=ALL # even after sbatch --export=NONE, which srun would inherit
         --nodes=$# --ntasks=$(($# * tasks)) --ntasks-per-node="$tasks"
         --cpu-bind=none # else an agent and all its ranks may have to share one core
+        # Where one task is lost, or a node, the others can only wait for it: the step ends, and a new one may begin. (Agents
+        # could make do with fewer, but first their ranks would have to notice: after --distributed-timeout-minutes.)
+        --kill-on-bad-exit=1
     )
     [ "$JOB" = 0 ] || STEP+=(--nodelist="$(IFS=, && echo "$*")")
     STEP+=("${pyxis[@]}")
@@ -150,23 +153,18 @@ build_step() { # TASKS NODE...
 
 # Set COMMAND: what starts a program with its flags on all ranks.
 build_command() {
-    local count=${#NODES[@]} lost=(--kill-on-bad-exit=1) # where one task is lost, the others can only wait for it
     case $LAUNCHER in
         torchrun)
             build_step 1 "${NODES[@]}"
-            if [ -n "${MIN_NODES:-}" ]; then # the agents that are left make up a smaller world
-                lost=(--kill-on-bad-exit=0 --no-kill --wait=0)
-                count=$MIN_NODES:$count
-            fi
             COMMAND=(
-                "${STEP[@]}" "${lost[@]}" "${inside[@]}" torchrun --nnodes="$count" --nproc-per-node="$RANKS"
+                "${STEP[@]}" "${inside[@]}" torchrun --nnodes=${#NODES[@]} --nproc-per-node="$RANKS"
                 --max-restarts="$MAX_RESTARTS" --rdzv-backend=c10d --rdzv-endpoint="${NODES[0]}:$PORT" --rdzv-id="$JOB" "$@"
             )
             ;;
         srun)
             build_step "$RANKS" "${NODES[@]}"
             export MASTER_ADDR=${NODES[0]} MASTER_PORT=$PORT
-            COMMAND=("${STEP[@]}" "${lost[@]}" "${inside[@]}" python "$@")
+            COMMAND=("${STEP[@]}" "${inside[@]}" python "$@")
             ;;
         *) refuse "LAUNCHER=$LAUNCHER: there are torchrun and srun" ;;
     esac

@@ -153,7 +153,7 @@ def test_network_of_ethernet_and_an_interface(tmp_path: Path) -> None:
     [
         ({"CONTAINER": "nvcr.io#x:1", "MOUNTS": "a:b"}, ["--container-image=nvcr.io#x:1", f"{ROOT}:{ROOT},a:b"]),
         ({"CONTAINER": "x.sif"}, ["apptainer", "exec", "--nv", "x.sif", "torchrun"]),
-        ({"MIN_NODES": "112"}, ["--nnodes=112:128", "--no-kill", "--pad-global-batch"]),
+        ({"MIN_NODES": "112"}, ["--nnodes=128", "--pad-global-batch"]),
         ({"LAUNCHER": "srun"}, ["--ntasks=1024", "--ntasks-per-node=8", "python"]),
     ],
 )
