@@ -29,8 +29,8 @@ from megatron.training.pipeline_profile import PipelineProfiler
 from megatron.training.profile_request import ProfileRequests
 from megatron.training.profiling import Profiler
 from megatron.training.resume import begin, choose
-from megatron.training.run_folder import data_facts
-from megatron.training.run_identity import new_run_id
+from megatron.training.run_folder import METRICS, data_facts
+from megatron.training.run_identity import new_run_id, run_id_of_job
 from megatron.training.saving import refuse_full_disk
 from megatron.training.setup import build, choose_device, join
 from megatron.training.start_facts import in_words, start_facts
@@ -100,9 +100,11 @@ def train_from_origin(
         with startup("checkpoint"):
             notes = [*notes, *claims.notes, *trainer.notes, *begin(trainer, origin)]
         refuse_full_disk(trainer)
-        notes += notes_on_the_journal(config.logging, trainer.run_id)
-        trainer.run_id = trainer.run_id or new_run_id(world)
         facts = start_facts(os.environ, None if claims.save is None else claims.save.epoch)
+        if origin.fresh and config.logging.run_dir is not None:
+            trainer.run_id = run_id_of_job(Path(config.logging.run_dir) / METRICS, facts)
+        notes += notes_on_the_journal(config.logging, trainer.run_id)
+        trainer.run_id = new_run_id(world, trainer.run_id)
         if "slurm-job" in facts or "torchrun-restart" in facts:
             notes = [in_words(facts), *notes]
         place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}

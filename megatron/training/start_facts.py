@@ -8,6 +8,9 @@ from megatron.config.launch import Launch
 
 Facts = Mapping[str, object]
 
+JOB = "slurm-job", "torchrun-run"
+"""Facts that all starts of a job have in common."""
+
 LONGEST = 60
 """Characters of a list of nodes in a sentence."""
 
@@ -24,6 +27,7 @@ def start_facts(environ: Mapping[str, str], epoch: int | None) -> Facts:
         "epoch": epoch,
         "slurm-job": start.job,
         "slurm-restart": start.restart if start.job else None,
+        "torchrun-run": start.group,
         "torchrun-restart": start.attempt or None,
         "nodes": environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST"),
     }

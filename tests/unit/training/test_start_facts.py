@@ -28,6 +28,7 @@ def test_the_nodes_are_those_that_the_step_runs_on() -> None:
         "epoch": 7,
         "slurm-job": "17",
         "slurm-restart": 2,
+        "torchrun-run": "17",
         "torchrun-restart": 1,
         "nodes": "node[1-3]",
     }
