@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 from tests.slurm.cluster import ENDED, Cluster
@@ -67,7 +68,9 @@ class SlurmJob(Job):
         self.lost.clear()
 
     def _job(self) -> dict[str, str]:
-        """What Slurm knows, not asked too often."""
+        """What Slurm knows, not asked too often; what it knew where it has no time for an answer."""
         if time.monotonic() > self._asked + LOOK_EVERY:
-            self._seen, self._asked = self.cluster.job(self.number), time.monotonic()
+            with suppress(RuntimeError) if self._seen else nullcontext():
+                self._seen = self.cluster.job(self.number)
+            self._asked = time.monotonic()
         return self._seen

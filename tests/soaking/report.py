@@ -21,12 +21,14 @@ def report(trials: Sequence[Trial], seed: int) -> Iterator[str]:
     yield f"torch {torch.__version__}, {datetime.datetime.now(datetime.UTC):%Y-%m-%d}"
     late = sum(not outcome.is_in_time for outcome in outcomes)
     yield f"noticed within {DETECTION_SECONDS:.0f} s and training again within {RECOVERY_SECONDS:.0f} s: all but {late}"
-    goodput = [trial.goodput for trial in trials if trial.goodput]
-    if goodput:
+    goodput, still = [trial.goodput for trial in trials if trial.goodput], [o.again for o in outcomes if o.again]
+    if goodput and still:
         yield (
-            f"goodput, of runs of a few seconds that are disturbed every other second: median "
+            f"goodput of these runs, which take seconds undisturbed and are struck every few of them: median "
             f"{statistics.median(goodput):.0%}, worst {min(goodput):.0%}"
         )
+        mean = statistics.mean(still)
+        yield f"a fault cost {mean:.0f} s until a step was taken again: goodput {1 - mean / 3600:.1%} with one an hour"
     yield ""
     yield from _table(trials)
     yield ""
