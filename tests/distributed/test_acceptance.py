@@ -1,0 +1,157 @@
+"""The acceptance of a cluster: content with the library as it is, and not with a collective that is wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from megatron.acceptance import matrix
+from megatron.acceptance.layouts import layouts
+from megatron.acceptance.report import FAILED, OK, Part, Report
+from megatron.parallel import comm
+from megatron.parallel.comm import Group, Pending
+from tests.distributed.pool import Pool
+from tests.distributed.sites import ROOT
+
+RANKS = 2
+CASES = {case.name: case for case in layouts(RANKS, RANKS)}
+
+
+@contextmanager
+def spoiled(operation: str, factor: float) -> Iterator[None]:
+    """What comes out of one of the raw collectives on several ranks is off by a factor; of a send, what goes in."""
+    original = getattr(comm, operation)
+
+    def act(x: torch.Tensor, *rest: Any, **named: Any) -> torch.Tensor | Pending:
+        if operation == "start_send":
+            return original(x * factor, *rest, **named)
+        out = original(x, *rest, **named)
+        result = out.wait() if isinstance(out, Pending) else out
+        (group,) = (argument for argument in rest if isinstance(argument, Group))
+        if result.is_floating_point() and group.size > 1:
+            result.mul_(factor)
+        return Pending(result) if isinstance(out, Pending) else result
+
+    with patch.object(comm, operation, act):
+        yield
+
+
+def traced(rank: int, ranks: int, folder: Path, names: list[str], dtype: str, operation: str, factor: float) -> None:
+    with spoiled(operation, factor):
+        matrix.trace(folder, dtype, "cpu", [CASES[name] for name in names], rank, ranks)
+
+
+def examined(
+    pool: Pool, folder: Path, *names: str, dtype: str = "fp32", operation: str = "all_gather", factor: float = 1.0
+) -> Part:
+    pool.run(RANKS, traced, folder, [*names], dtype, operation, factor, timeout=300, check_collectives=False)
+    part = Part("layouts")
+    matrix.examine(part, folder, dtype, [CASES[name] for name in names], RANKS)
+    return part
+
+
+@pytest.mark.parametrize(("dtype", "names"), [("fp32", [*CASES]), ("bf16", ["TP2 SP", "EP2 DP2"])])
+def test_right_layouts_pass(pool: Pool, tmp_path: Path, dtype: str, names: list[str]) -> None:
+    part = examined(pool, tmp_path, *names, dtype=dtype)
+    assert part.verdict == OK
+    assert [check.what for check in part.checks] == [
+        f"devices compute the same, dense, {dtype}",
+        f"devices compute the same, experts, {dtype}",
+        f"{len(names)} layouts in {dtype}",
+    ]
+    (rows,) = part.tables.values()
+    assert [row[0] for row in rows[1:]] == names
+
+
+@pytest.mark.parametrize(
+    ("name", "operation"),
+    [
+        ("DP2", "start_all_reduce"),
+        ("DP2, ZeRO-1", "start_reduce_scatter"),
+        ("DP2, ZeRO-2", "start_all_gather"),
+        ("TP2 SP", "start_reduce_scatter"),
+        ("PP2", "start_send"),
+        ("EP2 DP2", "all_to_all_rows"),
+    ],
+)
+def test_a_wrong_collective_fails(pool: Pool, tmp_path: Path, name: str, operation: str) -> None:
+    part = examined(pool, tmp_path, name, operation=operation, factor=1.001)
+    assert part.verdict == FAILED
+    assert Report("", "", [part]).failed
+    assert {check.what for check in part.checks if check.verdict == FAILED} == {f"{name}, fp32"}
+
+
+def test_a_device_that_computes_something_else_is_named(pool: Pool, tmp_path: Path) -> None:
+    examined(pool, tmp_path, "DP2")
+    path = tmp_path / "alone.dense.fp32.1.pt"
+    alone = matrix.load(path)
+    wrong = [replace(step, grad_norm=step.grad_norm * 1.001) for step in alone.steps]
+    matrix.keep(path, matrix.Alone("n7", wrong))
+    part = Part("layouts")
+    matrix.examine(part, tmp_path, "fp32", [CASES["DP2"]], RANKS)
+    (bad,) = [check for check in part.checks if check.verdict == FAILED]
+    assert bad.what == "devices compute the same, dense, fp32"
+    assert bad.told.startswith("rank 1 on n7 is off by 1.0e-03")
+
+
+def accept(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
+    """Status, data and page of the tool."""
+    command = [sys.executable, "tools/acceptance.py", "--out", str(folder / "out"), "--device", "cpu", *flags]
+    environment = {**os.environ, "PYTHONPATH": "."}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
+    assert done.returncode in (0, 1), done.stderr
+    told = json.loads((folder / "out" / "acceptance.json").read_text())
+    return done.returncode, told, (folder / "out" / "acceptance.md").read_text()
+
+
+def test_as_a_person_runs_it(tmp_path: Path) -> None:
+    flags = ["--nproc", "2", "--parts", "layouts", "bandwidth", "--layouts", "2", "--formats", "fp32"]
+    status, told, page = accept(tmp_path, *flags)
+    assert (status, told["failed"]) == (0, False), page
+    assert [(part["name"], part["verdict"]) for part in told["parts"]] == [
+        ("machine", "ok"),
+        ("layouts", "ok"),
+        ("bandwidth", "ok"),
+    ]
+    assert "| DP2, ZeRO-1 | ok |" in page
+    assert "Bus bandwidth (nccl-tests), GB/s, all ranks, groups of 2:" in page
+
+
+def test_a_launcher_that_starts_nothing(tmp_path: Path) -> None:
+    status, told, page = accept(tmp_path, "--launch", f"{sys.executable} -c 'import\tsys;sys.exit(5)'")
+    assert (status, told["failed"]) == (1, True)
+    assert page.startswith("# Cluster acceptance: FAILED\n")
+    assert "exit status 5" in page
+
+
+@pytest.mark.slow
+def test_all_of_it_on_four_ranks(tmp_path: Path) -> None:
+    status, told, page = accept(tmp_path, "--nproc", "4")
+    assert (status, told["failed"]) == (0, False), page
+    assert "losses as undisturbed: equal to the bit" in page
+
+
+@pytest.mark.parametrize(
+    ("flags", "complaint"),
+    [
+        ("--nproc 0", "E002 --nproc 0 must be above 0"),
+        ("--steps 3", "E002 --steps 3 leaves no step to be killed in"),
+        ("--out .", "E002 --out . holds something already"),
+    ],
+)
+def test_flags_that_cannot_work(capsys: pytest.CaptureFixture[str], flags: str, complaint: str) -> None:
+    from tools.acceptance import main
+
+    assert main(flags.split()) == 2
+    assert complaint in capsys.readouterr().err
