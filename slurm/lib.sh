@@ -347,14 +347,14 @@ train() {
         return
     fi
     mkdir -p "$STATE"
+    rm -f "$STATE"/stop.* # of earlier starts
     trap on_usr1 USR1
     trap on_term TERM
-    rm -f "$STATE"/stop.* # of earlier starts
     echo "$ATTEMPT" >"$STATE/attempt.$JOB"
     check_flags "${program[@]}"
     stop_if_stalled
     echo "$JOB $(newest_checkpoint) start $ATTEMPT on ${NODES[*]}" >>"$STATE/starts"
-    while true; do
+    while [ -z "$stopping" ]; do
         before=${NODES[*]} newest=$(newest_checkpoint) known=0
         [ ! -f "$RUN/failures.jsonl" ] || known=$(wc -l <"$RUN/failures.jsonl")
         say "start $ATTEMPT, $RANKS ranks on each of ${#NODES[@]} nodes: $before"
@@ -366,9 +366,7 @@ train() {
             exit 0
         fi
         say "ended, and has not finished (srun's status: $STATUS)"
-        [ -z "$ended" ] || exit 143
         note_bad_nodes "$known"
-        [ -z "$stopping" ] || break
         # Once more in this job: with other nodes, or where no agent has already tried.
         [ "$(newest_checkpoint)" = "$newest" ] || left=$MAX_RESTARTS
         prepare "${program[@]}"
@@ -377,6 +375,7 @@ train() {
         leave_if_superseded
         left=$((left - 1))
     done
+    [ -z "$ended" ] || exit 143
     requeue
 }
 
