@@ -26,6 +26,9 @@ from tests.soaking.strikes import HERE, ON_SLURM
 from tests.soaking.trials import DETECTION_SECONDS, RECOVERY_SECONDS, SETUPS, Outcome, Trial
 
 HEAD = re.compile(r"(\d+) of (\d+) faults survived in (\d+) runs, \d+ starts, (\d+) wrong: seed \d+\n")
+SEED_OF_ALL_THREE = "99"
+"""With which each of the kinds below is drawn once."""
+
 IN_TIME = "training again within 120 s: all but 0\n"
 
 
@@ -38,12 +41,14 @@ def soak(output: Path, *flags: str) -> str:
 
 
 def test_three_faults(tmp_path: Path) -> None:
-    kinds = ("kill a rank", "kill in a save", "agent lost, ranks frozen", "told to stop")
-    flags = ("--faults", "3", "--per-run", "3", "--jobs", "1", "--setups", "0", "--seed", "2", "--kinds", *kinds)
-    found = HEAD.match(text := soak(tmp_path / "found.txt", *flags))
+    kinds = ("told to stop", "kill in a save", "agent lost, ranks frozen")
+    flags = ("--faults", "3", "--per-run", "3", "--jobs", "1", "--setups", "0", "--seed", SEED_OF_ALL_THREE)
+    text = soak(tmp_path / "found.txt", *flags, "--kinds", *kinds)
+    found = HEAD.match(text)
     assert found is not None
     assert (found[1], found[4]) == ("3", "0")
     assert IN_TIME in text
+    assert all(f"\n{kind}" in text for kind in kinds)
 
 
 @pytest.mark.slow
