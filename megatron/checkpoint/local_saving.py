@@ -63,10 +63,14 @@ def keep_only(tier: Tier, iteration: int) -> str | None:
 
     Returns:
         What a disk said against it, the same on every rank.
+
+    Raises:
+        SupersededError: when a later start has the node's folder.
     """
     try:
         together(lambda: _remove_others(tier, iteration) if tier.leads else None, tier.group)
     except OSError as error:
+        _check(tier)
         return f"older local checkpoints are not deleted: {error}"
     return None
 
@@ -158,8 +162,13 @@ def _telling(action: Callable[[], T], final: Path, tier: Tier) -> T:
     try:
         return action()
     except OSError as error:
-        if tier.claim is not None:
-            with suppress(OSError):
-                tier.claim.check()
+        _check(tier)
         sentence = f"{error.filename or final}: {in_words(error)} (rank {tier.rank}); no local checkpoint was written"
         raise StorageError(sentence, *(FULL if is_full(error) else FULL[1:])) from error
+
+
+def _check(tier: Tier) -> None:
+    """After a disk has refused: whether that is because a later start has the folder."""
+    if tier.claim is not None:
+        with suppress(OSError):
+            tier.claim.check()

@@ -37,10 +37,13 @@ import pytest
 from megatron.checkpoint import lock
 from megatron.checkpoint.claims import Claim
 from megatron.checkpoint.errors import CheckpointError, SupersededError
+from megatron.checkpoint.exchange import Tier
 from megatron.checkpoint.folder import Checkpoints
+from megatron.checkpoint.local import Nodes
+from megatron.checkpoint.local_saving import keep_only, write_local
 from megatron.checkpoint.lock import hold
 from megatron.checkpoint.publish import begin
-from megatron.checkpoint.saving import write_small
+from megatron.checkpoint.saving import Extra, write_small
 from megatron.checkpoint.store import write
 from megatron.config.launch import Start
 from tests.unit.checkpoint.samples import ALONE, all_of, save
@@ -64,6 +67,13 @@ def again(claim: Claim) -> None:
     save_as(claim, 2, 20)
     save_as(claim, 3, 30)
     Checkpoints(claim.folder).retain(1, claim=claim)
+
+
+def on_a_node(claim: Claim) -> None:
+    """A checkpoint on a node's own disk, and the removal of the ones before."""
+    tier = Tier(Path(str(claim.folder)), Nodes((0,)), ALONE, ALONE, claim)
+    write_local(tier, 2, all_of(content(20)), Extra({"iteration": 2}, {}, {"tokenizer/t.json": b"{}"}))
+    assert keep_only(tier, 2) is None
 
 
 def refused(claim: Claim) -> None:
@@ -186,7 +196,7 @@ def template(tmp_path: Path) -> Path:
     return folder
 
 
-SCENARIOS = pytest.mark.parametrize("scenario", [again, refused], ids=lambda s: s.__name__)
+SCENARIOS = pytest.mark.parametrize("scenario", [again, on_a_node, refused], ids=lambda s: s.__name__)
 
 
 @pytest.mark.parametrize("saves", [True, False])

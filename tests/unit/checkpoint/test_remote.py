@@ -11,18 +11,19 @@ import json
 import random
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import count
 from pathlib import Path
+from typing import Any
 
 import fsspec.config
 import pytest
 import s3fs
 import torch
 
-from megatron.checkpoint import attempts, chunks, lock, remote, retries
+from megatron.checkpoint import attempts, chunks, lock, remote, retries, saving
 from megatron.checkpoint.boxes import whole
-from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError, UnreachableError
+from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError, SupersededError, UnreachableError
 from megatron.checkpoint.files import refused
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import MARKER, Manifest, marker, named_by
@@ -380,6 +381,30 @@ def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
 
 
 # Cut off at every request
+
+
+def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether the new one began before the old one's save, or in the middle of it."""
+    runs, tensors, real = Checkpoints(RUN), all_of(small()), saving.write_tensors
+    with lock.hold(RUN) as old, ExitStack() as stack:
+        write(runs.path(1), tensors, {}, {}, ALONE, claim=old)
+        write(runs.path(2), tensors, {}, {}, ALONE, claim=old)
+
+        def overtaken(*args: Any) -> Any:
+            assert stack.enter_context(lock.hold(RUN)).epoch == 2
+            return real(*args)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(saving, "write_tensors", overtaken)
+            with pytest.raises(SupersededError, match=r"E817 start 1 .* by start 2"):
+                write(runs.path(3), tensors, {}, {}, ALONE, claim=old)
+        left = dict(store.objects)
+        with pytest.raises(SupersededError):
+            write(runs.path(4), tensors, {}, {}, ALONE, claim=old)
+        with pytest.raises(SupersededError):
+            runs.retain(1, claim=old)
+        assert store.objects == left
+        assert [iteration for iteration, path in runs.named() if (path / MARKER).exists()] == [2, 1]
 
 
 def put(runs: Checkpoints, iteration: int, value: int) -> None:

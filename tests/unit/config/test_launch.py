@@ -5,10 +5,11 @@ import io
 import os
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
-from megatron.config.launch import Launch, leave
+from megatron.config.launch import Launch, Start, leave
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "head"}
 JOB = {"SLURM_PROCID": "3", "SLURM_NTASKS": "4", "SLURM_LOCALID": "2", "SLURM_NNODES": "1"}
@@ -36,7 +37,50 @@ ALONE = Launch()
     ],
 )
 def test_place_of_this_process(environ: dict[str, str], launch: Launch) -> None:
-    assert Launch.read(environ) == launch
+    assert replace(Launch.read(environ), start=Start()) == launch
+
+
+SLURM = {"SLURM_JOB_ID": "17", "SLURM_CLUSTER_NAME": "c"}
+AGENT = {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}
+
+
+@pytest.mark.parametrize(
+    ("environ", "start", "text"),
+    [
+        ({}, Start(), ""),
+        (SLURM, Start("17", "c"), "Slurm job 17, restart 0"),
+        (SLURM | {"SLURM_STEP_ID": "4294967291"}, Start("17", "c"), "Slurm job 17, restart 0"),
+        (
+            SLURM | STEP | {"SLURM_RESTART_COUNT": "2"},
+            Start("17", "c", 2, 0),
+            "Slurm job 17, restart 2, step 0",
+        ),
+        (TORCHRUN | AGENT, Start(group="a", attempt=1), "torchrun's a, attempt 1"),
+        (SLURM | AGENT, Start("17", "c", group="a", attempt=1), "Slurm job 17, restart 0, torchrun's a, attempt 1"),
+        ({"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, Start(attempt=1), ""),
+        ({"SLURM_RESTART_COUNT": "2", "SLURM_STEP_ID": "1"}, Start(), ""),
+    ],
+)
+def test_which_start_of_which_job(environ: dict[str, str], start: Start, text: str) -> None:
+    assert Launch.read(environ).start == start
+    assert str(start) == text
+
+
+LATER = [
+    [Start("17"), Start("17", step=0), Start("17", step=3), Start("17", restart=1), Start("17", restart=2, step=0)],
+    [Start(group="a"), Start(group="a", attempt=1), Start(group="a", attempt=3)],
+    [Start("17", restart=1, group="a", attempt=4), Start("17", restart=2, group="b")],
+]
+STRANGERS = [Start(), Start("18", restart=9), Start("17", "another", restart=9), Start(group="b", attempt=9)]
+
+
+@pytest.mark.parametrize("starts", LATER)
+def test_a_later_start_follows_every_earlier_one_of_its_job_and_nobody_else(starts: list[Start]) -> None:
+    for place, start in enumerate(starts):
+        assert all(start.follows(earlier) for earlier in starts[:place])
+        assert not any(start.follows(later) for later in starts[place + 1 :])
+        assert not any(start.follows(other) or other.follows(start) for other in STRANGERS)
+        assert start.follows(start) is (start.group is not None)  # ranks that came or went are not counted
 
 
 def problems(**environ: str) -> list[str]:
