@@ -42,12 +42,11 @@ def host() -> str:
 def look(folder: Path, device: str, seconds: float) -> None:
     """One rank: write ``machine.RANK.json`` into ``folder``; no collective is needed."""
     launch = Launch.read(os.environ)
-    facts = facts_of(device) if launch.local_rank == 0 else {}
     prober = Prober(folder / "probe", launch.rank, launch.world_size, host(), launch.local_rank == 0, seconds)
     prober.folder.mkdir(exist_ok=True)
-    megabytes = 256 if facts.get("gpus") else 16
+    facts: dict[str, Any] = {"files": prober.probe(256 if torch.cuda.is_available() else 16)}
     facts |= {"rank": launch.rank, "size": launch.world_size, "host": host(), "local_rank": launch.local_rank}
-    facts["files"] = prober.probe(megabytes)
+    facts |= facts_of(device) if launch.local_rank == 0 else {}  # kernels take their time to prove themselves
     path = folder / f"machine.{launch.rank}.json"
     path.with_suffix(".new").write_text(json.dumps(facts))
     path.with_suffix(".new").replace(path)

@@ -113,10 +113,14 @@ def examine(part: Part, folder: Path, dtype: str, cases: Iterable[LayoutCase], r
     for model in dict.fromkeys(MODELS[case.experts] for case in done):
         devices_agree(part, folder, model, dtype, ranks)
     for case in done:
-        reference = [together([step]) for step in load(folder / f"alone.{MODELS[case.experts]}.{dtype}.0.pt").steps]
-        steps = [together(step) for step in zip(*(load(folder / name_of(case, dtype, r)) for r in range(ranks)))]
-        worst, bad = judge(dtype, steps, reference)
         what = f"{case.name}, {dtype}"
+        reference = [together([step]) for step in load(folder / f"alone.{MODELS[case.experts]}.{dtype}.0.pt").steps]
+        try:
+            steps = [together(step) for step in zip(*(load(folder / name_of(case, dtype, r)) for r in range(ranks)))]
+            worst, bad = judge(dtype, steps, reference)
+        except ValueError as error:  # the ranks' parts make no whole
+            part.add(what, False, str(error))
+            continue
         part.facts[what] = worst
         for sentence in bad:
             part.add(what, False, sentence)
