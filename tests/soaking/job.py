@@ -21,11 +21,11 @@ EVERY = 10
 TIMEOUT_MINUTES = 0.25
 """Of collectives: a rank that hangs is noticed after that time."""
 
-PATIENCE_SECONDS = 300.0
+PATIENCE_SECONDS = 600.0
 """After which a run that does not go on is given up."""
 
 NOTICED = re.compile(
-    r"error on rank|exitcode|[Ss]ignal \d+|SIG[A-Z]+|No space left|stopped by|slurm: .*(ended|ends|up:)"
+    r"error on rank|exitcode|[Ss]ignal \d|SIG[A-Z]+|No space left|stopped by|slurm: .*(ended|ends|up:)|task \d+: Killed"
 )
 """What the log of a job says of a fault."""
 

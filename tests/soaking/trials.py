@@ -148,19 +148,20 @@ class Trials:
         chance, setup = random.Random(f"{self._seed} {number}"), self._setups[number % len(self._setups)]
         reference = self.reference(setup)
         trial, began = Trial(setup), time.monotonic()
-        try:
-            with self._job(setup, f"trial{number}") as job:
+        with self._job(setup, f"trial{number}") as job:
+            try:
                 self._disturb(trial, job, chance)
                 job.until(lambda: False)
                 job.progress.read()
                 trial.wrong += [job.failure] if job.failure else []
                 trial.wrong += judge(job, reference)
-            last = next(record for record in reversed(job.progress.records) if "goodput" in record)
+            except Exception:
+                trial.wrong.append(f"{traceback.format_exc()}\n{job.tail()}")
+        last = next((record for record in reversed(job.progress.records) if "goodput" in record), None)
+        if last is not None:
             trial.goodput, trial.starts = last["goodput"], last["starts"]
-            if not trial.wrong:
-                shutil.rmtree(job.folder)
-        except Exception:
-            trial.wrong.append(traceback.format_exc())
+        if not trial.wrong:
+            shutil.rmtree(job.folder)
         trial.seconds = time.monotonic() - began
         return trial
 
