@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
 from megatron.data.files.indexed import IndexedDataset
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import Training
 
 
+@pytest.mark.slow  # a quarter of a minute of waiting for Slurm
 def test_a_job_array_makes_the_parts_of_a_corpus_and_a_job_after_it_puts_them_together(cluster: Cluster) -> None:
     corpus, run = cluster.root / "texts", cluster.root / "tokens"
     (corpus / "more").mkdir(parents=True)
