@@ -20,6 +20,7 @@ from megatron.checkpoint.files import UNSUPPORTED, make_folder, sync_folder
 from megatron.checkpoint.remote import Location, RemotePath
 from megatron.checkpoint.workshops import workshop, workshops
 from megatron.config.launch import Start
+from megatron.config.problems import Problem
 
 CLAIM = "claim.json"
 """The file that holds it: in the workshop of the start; of a place in an object store, in that place."""
@@ -93,10 +94,9 @@ class Claim:
         else:
             other = None if self._is_there(self.folder) else newest(self.folder)
         if other is not None and other.holder.token != self.holder.token:
-            raise SupersededError(
-                f"E817 start {self.epoch} of the run in {self.folder} is superseded by start {other.epoch}, of "
-                f"{other.holder}; this one writes nothing any more, and ends"
-            )
+            sentence = f"start {self.epoch} of the run in {self.folder} is superseded by start {other.epoch}"
+            end = "this one writes nothing any more, and ends"
+            raise SupersededError(str(Problem("E817", f"{sentence}, of {other.holder}; {end}")))
 
     def ready(self) -> None:
         """As :meth:`check`, before a checkpoint is begun; a workshop that somebody has removed is made again.
