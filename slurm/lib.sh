@@ -313,7 +313,8 @@ tiny=(
 
 # Choose nodes, and build COMMAND for a program and its flags.
 prepare() {
-    RANKS=${RANKS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$(asked gpus-per-node)}}
+    RANKS=${SLURM_GPUS_PER_NODE:-${SLURM_GPUS_ON_NODE:-$(asked gpus-per-node)}} # --exclusive grants more than it is asked for
+    RANKS=${RANKS_PER_NODE:-${RANKS##*:}}                                       # and h100:8 are 8
     [ -z "$SMALL" ] || RANKS=${RANKS_PER_NODE:-4}
     [ -n "$RANKS" ] || refuse "nothing says how many ranks a node has" "fix: sbatch --gpus-per-node=8 ..."
     choose_nodes "$@"

@@ -155,6 +155,8 @@ def test_network_of_ethernet_and_an_interface(tmp_path: Path) -> None:
         ({"CONTAINER": "x.sif"}, ["apptainer", "exec", "--nv", "x.sif", "torchrun"]),
         ({"MIN_NODES": "112"}, ["--nnodes=128", "--pad-global-batch"]),
         ({"LAUNCHER": "srun"}, ["--ntasks=1024", "--ntasks-per-node=8", "python"]),
+        ({"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "8"}, ["--nproc-per-node=4"]),
+        ({"SLURM_GPUS_PER_NODE": "h100:4", "RANKS_PER_NODE": "2"}, ["--nproc-per-node=2"]),
     ],
 )
 def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
