@@ -9,7 +9,7 @@ import pytest
 
 from megatron.data.files.indexed import IndexedDataset
 from tests.slurm.cluster import ENDED, Cluster
-from tests.slurm.training import Training
+from tests.slurm.training import STEPS, Training
 
 
 @pytest.mark.slow  # a quarter of a minute of waiting for Slurm
@@ -34,6 +34,6 @@ def test_a_checkpoint_is_evaluated_in_another_layout_and_converted(undisturbed: 
     evaluation = cluster.sbatch("--nodes=1", "slurm/evaluate.sh", environ=environ)
     conversion = cluster.sbatch("slurm/convert_to_hf.sh", environ=environ)
     assert cluster.wait(evaluation)["JobState"] == "COMPLETED"
-    assert re.search(r"validation.*loss", cluster.log(evaluation))
+    assert re.search(f"validation at {STEPS}: loss", cluster.log(evaluation))
     assert cluster.wait(conversion)["JobState"] == "COMPLETED"
     assert json.loads((undisturbed.folder / "hf" / "config.json").read_text())["n_layer"] == 4
