@@ -18,4 +18,4 @@ PORT='{port}'  # the tool makes many starts, each with a port of its own
 prepare
 flags=(--out "$RUN/$JOB" --launch "$(printf '%q ' "${COMMAND[@]}")")
 [ -z "$SMALL" ] || flags+=(--device cpu)
-python tools/acceptance.py "${flags[@]}" "$@"
+start python tools/acceptance.py "${flags[@]}" "$@"
