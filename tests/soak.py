@@ -32,7 +32,7 @@ FILE = Path(__file__).parent / "golden" / "soak.txt"
 NODES_OF_A_RUN = 4
 """Of a cluster, for each run at the same time: two of them can be lost."""
 
-MESSAGE_TIMEOUT = 8
+MESSAGE_TIMEOUT = 5
 """Seconds that Slurm waits for an answer, more than its KillWait.
 
 A node answers to the kill of a step (``srun --kill-on-bad-exit``) after KillWait. Where that is too late, Slurm says it
