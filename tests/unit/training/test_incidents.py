@@ -17,7 +17,7 @@ def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
     first.event({"event": "error", "iteration": 7, "text": "NonFiniteError: loss", **at})
     first.close(True)
     second = Incidents(path)
-    job = {"epoch": 3, "slurm-job": "17", "slurm-restart": 2, "nodes": "node[1-3]"}
+    job = {"epoch": 3, "slurm-job": "17", "slurm-restart": 2, "nodes": "n[1-3]"}
     second.event({"event": "start", "iteration": 4, "run-id": "", "world-size": 1, **job, **at})
     second.event({"event": "stop", "iteration": 5, "text": "stopped by signal 15", **at})
     second.close(False)
@@ -28,7 +28,7 @@ def test_a_person_reads_what_happened_when(tmp_path: Path) -> None:
         "- 1970-01-02 00:00:00 step 5: skipped the updates of steps 3, 5",
         "- 1970-01-02 00:00:00 step 6: warning: the disk is full",
         "- 1970-01-02 00:00:00 step 7: error: NonFiniteError: loss",
-        "- 1970-01-02 00:00:00 step 4: started again on 1 rank, start 3 of this run, Slurm job 17 restart 2, on node[1-3]",
+        "- 1970-01-02 00:00:00 step 4: started again on 1 rank, start 3 of this run, Slurm job 17 restart 2, on n[1-3]",
         "- 1970-01-02 00:00:00 step 5: stopped by signal 15",
     ]
     assert [line.partition(" step ")[2] for line in ended] == ["7: ended by an error", "5: ended in good order"]
