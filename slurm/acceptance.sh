@@ -16,6 +16,7 @@ source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 &&
 MAX_RESTARTS=0 # a rank that is killed ends the start, as the loss of a node does
 PORT='{port}'  # the tool makes many starts, each with a port of its own
 prepare
-flags=(--out "$RUN/$JOB" --launch "$(printf '%q ' "${COMMAND[@]}")")
-[ -z "$SMALL" ] || flags+=(--device cpu)
+device=cuda # a cluster on which no GPU is found has not passed
+[ -z "$SMALL" ] || device=cpu
+flags=(--out "$RUN/$JOB" --device "$device" --launch "$(printf '%q ' "${COMMAND[@]}")")
 start python tools/acceptance.py "${flags[@]}" "$@"

@@ -49,7 +49,12 @@ def main(argv: Sequence[str]) -> int:
 
     words = shlex.split(args.launch) if args.launch else [sys.executable, *TORCHRUN.split(), str(args.nproc)]
     folder = args.out.resolve()
-    (folder / "logs").mkdir(parents=True)
+    try:
+        (folder / "logs").mkdir(parents=True)
+    except OSError as error:
+        problem = Problem("E002", f"--out {args.out} cannot be made: {error.strerror}", ("--out runs/acceptance-2",))
+        print(UserError([problem]), file=sys.stderr)
+        return 2
     course = Course(
         Launcher(words, folder / "logs"),
         folder,

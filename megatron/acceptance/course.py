@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,12 +64,12 @@ class Course:
             "interruption": self.interruption,
             "bandwidth": self.bandwidth,
         }
-        report = Report(self.about, command, self.parts)
-        for name, act in todo.items():
-            if name == "machine" or name in names:
-                self._go(name, act)
-                report = Report(self.about, command, self.parts)
-                report.write(self.folder)
+        chosen = [name for name in todo if name == "machine" or name in names]
+        unasked = [name for name in todo if name not in chosen]
+        for number, name in enumerate(chosen, 1):
+            self._go(name, todo[name])
+            report = Report(self.about, command, self.parts, chosen[number:], unasked)
+            report.write(self.folder)
         return report
 
     def _go(self, name: str, act: Callable[[Part], None]) -> None:
@@ -104,12 +105,15 @@ class Course:
         if not told:
             return
         nodes = [told[rank] for rank in sorted(told) if told[rank]["local_rank"] == 0]
-        self.ranks, self.per_node = nodes[0]["size"], len(told) // len(nodes)
+        if not nodes:
+            return
+        self.ranks, self.per_node = nodes[0]["size"], max(Counter(facts["host"] for facts in told.values()).values())
         first = nodes[0]
-        self.device = "cuda" if first["gpus"] else "cpu"
-        gpus = (
-            f"{first['gpus'][0]}, CUDA {first['cuda']}, NCCL {first['nccl']}" if first["gpus"] else "CPUs alone (gloo)"
-        )
+        machine.have_gpus(part, nodes, self.device)
+        self.device = "cuda" if self.device == "cuda" or first["gpus"] else "cpu"
+        gpus = "no GPU found" if self.device == "cuda" else "CPUs alone (gloo)"
+        if first["gpus"]:
+            gpus = f"{first['gpus'][0]}, CUDA {first['cuda']}, NCCL {first['nccl']}"
         kind = filesystem.kind(self.folder)
         part.facts["file system"] = kind
         count = (
@@ -130,6 +134,8 @@ class Course:
                 outcome = self.launcher.run(f"layouts-{dtype}", program, self.seconds)
                 done = [matrix.is_done(folder, case, dtype, self.ranks) for case in left]
                 if all(done):
+                    if not part.add(f"ranks end well, {dtype}", outcome.status == 0, outcome.ended):
+                        part.log = outcome.tail()
                     break
                 part.log = outcome.tail()
                 failed = left[done.index(False)]

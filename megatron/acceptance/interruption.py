@@ -45,6 +45,11 @@ class Plan:
     rank: int
     within: int
 
+    @property
+    def surely_saved(self) -> int:
+        """The newest step whose checkpoint was there for sure when the rank was killed; its own may just be written."""
+        return (self.killed - 2) // self.every * self.every
+
     @classmethod
     def draw(cls, steps: int, ranks: int, seed: int) -> Plan:
         """A moment after the first save and before the last."""
@@ -131,7 +136,7 @@ class Trial:
         reached = max(last, default=0)
         what = f"rank {plan.rank} killed in step {plan.killed}"
         sentence = f"{outcome.ended}, with step {reached} as the last in the log"
-        died = outcome.status not in (0, None) and 0 < reached < plan.steps
+        died = outcome.status not in (0, None) and plan.killed - 2 <= reached < plan.steps
         if not part.add(what, died, sentence):
             part.log = outcome.tail()
             return
@@ -140,7 +145,8 @@ class Trial:
             return
         told = _losses(folder)
         begun = _begun_at(folder)
-        part.add("resumed from a checkpoint", 0 < begun <= reached, f"it went on after step {begun}")
+        good = max(plan.surely_saved, 1) <= begun <= reached
+        part.add("resumed from the newest checkpoint", good, f"it went on after step {begun} of {reached}")
         self._compare(part, "losses as undisturbed", told, range(1, plan.steps + 1), 0.0)
 
     def elsewhere(self, part: Part) -> None:

@@ -139,6 +139,26 @@ def examine(part: Part, folder: Path) -> dict[int, dict[str, Any]]:
     return told
 
 
+def have_gpus(part: Part, nodes: Sequence[Mapping[str, Any]], device: str) -> None:
+    """Tell of nodes without GPUs where some should be: they are asked for, other nodes have some, or a driver is there.
+
+    Args:
+        part: that is told.
+        nodes: facts of every node.
+        device: that was asked for.
+
+    """
+    some = any(facts["gpus"] for facts in nodes)
+    wanted = [facts for facts in nodes if device == "cuda" or (device == "auto" and (some or facts["driver"]))]
+    blind = [facts for facts in wanted if not facts["gpus"]]
+    if blind:
+        hosts, first = ", ".join(facts["host"] for facts in blind), blind[0]
+        built = f"built for CUDA {first['cuda']}" if first["cuda"] else "built without CUDA"
+        driver = f"driver {first['driver']}" if first["driver"] else "no driver"
+        told = f"none found on {hosts}: torch {first['torch']} is {built}, and there is {driver} (or give --device cpu)"
+        part.add("GPUs", False, told)
+
+
 def _started(told: Mapping[int, object], silent: list[int]) -> str:
     if not told:
         return "none did; the log below says why"

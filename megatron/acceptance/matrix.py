@@ -6,6 +6,7 @@ that are tried.
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -157,7 +158,8 @@ def devices_agree(part: Part, folder: Path, model: str, dtype: str, ranks: int) 
     first = told[0].steps
     for rank, other in enumerate(told):
         pairs = [(a, b) for x, y in zip(other.steps, first) for a, b in ((x.loss, y.loss), (x.grad_norm, y.grad_norm))]
-        off = max(abs(a - b) / abs(b) for a, b in pairs)
+        errors = [abs(a - b) / abs(b) for a, b in pairs]
+        off = max(errors, key=lambda error: (math.isnan(error), error))
         if not off <= allowed:
             sentence = f"rank {rank} on {other.host} is off by {off:.1e} (allowed: {allowed:g}) before it communicates"
             part.add(f"devices compute the same, {model}, {dtype}", False, sentence)

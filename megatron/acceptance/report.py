@@ -13,6 +13,8 @@ SEVERITY = (SKIPPED, OK, WARNING, FAILED)
 """Verdicts, the worst last: a part has that of its worst check."""
 
 MARKDOWN, JSON = "acceptance.md", "acceptance.json"
+VERSION = 1
+"""Of the JSON: raised when a name in it goes or gets another meaning."""
 
 
 @dataclass(frozen=True)
@@ -63,20 +65,46 @@ class Part:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it; ``about`` is the line that says of what, ``command`` how it was started."""
+    """All of it.
+
+    Attributes:
+        about: the line that says of what.
+        command: how it was started.
+        parts: so far.
+        left: names of parts that are still to come.
+        unasked: names of parts that nobody asked for.
+    """
 
     about: str
     command: str
     parts: Sequence[Part]
+    left: Sequence[str] = ()
+    unasked: Sequence[str] = ()
 
     @property
     def failed(self) -> bool:
         """Whether something is not as it must be."""
         return any(part.verdict == FAILED for part in self.parts)
 
+    @property
+    def without(self) -> list[str]:
+        """Names of parts that say nothing of the cluster."""
+        return [*(part.name for part in self.parts if part.verdict == SKIPPED), *self.unasked]
+
+    @property
+    def verdict(self) -> str:
+        """In a word, or what keeps it from being one: a page that was cut short must not look like a good one."""
+        if self.left:
+            so_far = f", {FAILED} already" if self.failed else ""
+            return f"not over, {', '.join(self.left)} still to come{so_far}"
+        if self.failed:
+            return FAILED
+        return f"passed, without {', '.join(self.without)}" if self.without else "passed"
+
     def write(self, folder: Path) -> None:
         """Write both files, each whole or not at all."""
-        told = {"failed": self.failed, "about": self.about, "command": self.command}
+        told = {"version": VERSION, "verdict": self.verdict, "failed": self.failed, "over": not self.left}
+        told |= {"without": self.without, "about": self.about, "command": self.command}
         parts = [{"verdict": part.verdict} | asdict(part) for part in self.parts]
         _replace(folder / JSON, json.dumps(told | {"parts": parts}, indent=1) + "\n")
         _replace(folder / MARKDOWN, self.markdown())
@@ -86,14 +114,14 @@ class Report:
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
-        yield f"# Cluster acceptance: {'FAILED' if self.failed else 'passed'}"
+        yield f"# Cluster acceptance: {self.verdict}"
         yield from ("", self.about, "", f"Started as `{self.command}`.", "")
         rows: list[Sequence[str]] = [("part", "verdict", "seconds", "")]
         rows += [(part.name, part.verdict, f"{part.seconds:.0f}", headline(part)) for part in self.parts]
         yield from table(rows)
         for part in self.parts:
             yield from ("", f"## {part.name}", "")
-            yield from (f"- **{c.verdict}** {c.what}: {c.told}" for c in part.checks)
+            yield from (f"- **{c.verdict}** {c.what}: {_line(c.told)}" for c in part.checks)
             for title, content in part.tables.items():
                 yield from ("", *([f"{title}:", ""] if title else []), *table(content))
             if part.log:
@@ -112,7 +140,12 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """A table in Markdown; the first row is its head."""
     head, *body = rows
     for cells in (head, ["---"] * len(head), *body):
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield "| " + " | ".join(_line(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def _line(text: str) -> str:
+    """In one line: errors may have more."""
+    return " ".join(text.split())
 
 
 def _replace(path: Path, text: str) -> None:

@@ -21,6 +21,7 @@ from megatron.acceptance.layouts import layouts
 from megatron.acceptance.report import FAILED, OK, Part, Report
 from megatron.parallel import comm
 from megatron.parallel.comm import Group, Pending
+from megatron.training.verify import RankTrace
 from tests.distributed.pool import Pool
 from tests.distributed.sites import ROOT
 
@@ -105,6 +106,16 @@ def test_a_device_that_computes_something_else_is_named(pool: Pool, tmp_path: Pa
     assert bad.told.startswith("rank 1 on n7 is off by 1.0e-03")
 
 
+def test_a_device_that_computes_no_number_is_named(tmp_path: Path) -> None:
+    for rank, norm in enumerate((1.0, 1.0, float("nan"))):
+        steps = [RankTrace(6.0, norm, {}, {})]
+        matrix.keep(tmp_path / f"alone.dense.fp32.{rank}.pt", matrix.Alone(f"n{rank}", steps))
+    part = Part("layouts")
+    matrix.devices_agree(part, tmp_path, "dense", "fp32", 3)
+    assert part.verdict == FAILED
+    assert part.checks[0].told.startswith("rank 2 on n2 is off by nan")
+
+
 def accept(folder: Path, *flags: str) -> tuple[int, dict[str, Any], str]:
     """Status, data and page of the tool."""
     command = [sys.executable, "tools/acceptance.py", "--out", str(folder / "out"), "--device", "cpu", *flags]
@@ -148,6 +159,7 @@ def test_all_of_it_on_four_ranks(tmp_path: Path) -> None:
         ("--nproc 0", "E002 --nproc 0 must be above 0"),
         ("--steps 3", "E002 --steps 3 leaves no step to be killed in"),
         ("--out .", "E002 --out . holds something already"),
+        ("--out /proc/here", "E002 --out /proc/here cannot be made: "),
     ],
 )
 def test_flags_that_cannot_work(capsys: pytest.CaptureFixture[str], flags: str, complaint: str) -> None:

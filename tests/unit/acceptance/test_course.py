@@ -115,6 +115,40 @@ def test_layouts_after_one_that_fails_are_started_again(tmp_path: Path) -> None:
     assert bad.told == "not over after 1 s; see layouts-fp32.log"
 
 
+def test_ranks_that_fail_after_all_layouts_have_not_passed(tmp_path: Path) -> None:
+    def act(name: str, program: Sequence[Any]) -> int | None:
+        if name == "layouts-fp32":
+            finish(program)
+            return None
+        return 0
+
+    part = run(tmp_path, act, parts="layouts")[0].parts[1]
+    (bad,) = [check for check in part.checks if check.verdict == FAILED]
+    assert (bad.what, bad.told) == ("ranks end well, fp32", "not over after 1 s")
+
+
+def test_a_page_that_is_cut_short_does_not_look_like_a_good_one(tmp_path: Path) -> None:
+    pages: list[str] = []
+
+    def act(name: str, program: Sequence[Any]) -> int:
+        if name == "bandwidth":
+            pages.append((tmp_path / "acceptance.md").read_text())
+        return 0
+
+    report, _ = run(tmp_path, act, parts="bandwidth")
+    assert pages[0].startswith("# Cluster acceptance: not over, bandwidth still to come\n")
+    assert report.verdict == "passed, without layouts, interruption"
+
+
+def test_gpus_that_are_asked_for_and_not_found_fail(tmp_path: Path) -> None:
+    launcher = Pretended(tmp_path, 1, lambda name, program: 0)
+    course = Course(launcher, tmp_path, "cuda", 60.0, ["fp32"], None, 10, 1)  # type: ignore[arg-type]
+    report = course.run(["machine"], "command")
+    assert report.failed
+    assert course.device == "cuda", "what is asked for is not replaced in silence"
+    assert "no GPU found" in report.about
+
+
 def test_after_too_many_failures_the_rest_is_not_tried(tmp_path: Path) -> None:
     report, _ = run(tmp_path, all_fail, parts="layouts")
     verdicts = [check.verdict for check in report.parts[1].checks]

@@ -16,6 +16,17 @@ from megatron.acceptance.report import FAILED, OK, Part
 STEPS, KILLED = 10, 5
 
 
+def test_a_resumed_run_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> None:
+    runs, part = Runs(tmp_path), Part("interruption")
+    runs.acts["killed"] = lambda: write(tmp_path / "killed", [(0, 6)]) or 1
+    runs.acts["resumed"] = lambda: write(tmp_path / "killed", [(0, 6), (2, STEPS)]) or 0
+    trial = Trial(runs, tmp_path, "cpu", 4, Plan(STEPS, 2, 7, 1, 3), 60.0)  # type: ignore[arg-type]
+    trial.undisturbed(part)
+    trial.interrupted(part)
+    (bad,) = [check for check in part.checks if check.verdict == FAILED]
+    assert bad.told == "it went on after step 2 of 6"
+
+
 @given(steps=st.integers(6, 500), ranks=st.integers(1, 64), seed=st.integers(0, 10**10))
 @settings(max_examples=50, derandomize=True, deadline=None)
 def test_a_rank_dies_after_one_save_and_before_another(steps: int, ranks: int, seed: int) -> None:
@@ -105,7 +116,12 @@ WRONG: dict[str, tuple[str, Callable[[Path], Callable[[], int | None]], str]] = 
     "begins anew": (
         "resumed",
         lambda folder: lambda: write(folder / "killed", [(0, 4), (0, STEPS)]) or 0,
-        "it went on after step 0",
+        "it went on after step 0 of 4",
+    ),
+    "dies too early": (
+        "killed",
+        lambda folder: lambda: write(folder / "killed", [(0, 2)]) or 1,
+        "exit status 1, with step 2 as the last in the log",
     ),
     "off by a bit": (
         "resumed",

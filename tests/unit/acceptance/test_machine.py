@@ -49,6 +49,24 @@ def test_a_node_that_differs_is_named(tmp_path: Path, facts: dict[str, Any], nam
     assert 'n1: "1.2.3"' in check.told
 
 
+@pytest.mark.parametrize(
+    ("device", "driver", "gpus", "sentence"),
+    [
+        ("cpu", "550.1", (0, 0), ""),
+        ("auto", None, (0, 0), ""),
+        ("auto", "550.1", (8, 8), ""),
+        ("auto", "550.1", (0, 0), "none found on n0, n1: torch 9.9 is built without CUDA, and there is driver 550.1"),
+        ("auto", None, (8, 0), "none found on n1: torch 9.9 is built without CUDA, and there is no driver"),
+        ("cuda", None, (0, 0), "none found on n0, n1: "),
+    ],
+)
+def test_gpus_that_are_not_found(device: str, driver: str | None, gpus: tuple[int, int], sentence: str) -> None:
+    part, same = Part("machine"), {"torch": "9.9", "cuda": None, "driver": driver}
+    machine.have_gpus(part, [same | {"host": f"n{i}", "gpus": count * ["H"]} for i, count in enumerate(gpus)], device)
+    assert [check.verdict for check in part.checks] == [FAILED] * bool(sentence)
+    assert all(check.told.startswith(sentence) for check in part.checks)
+
+
 def test_a_rank_of_which_nothing_is_heard(tmp_path: Path, facts: dict[str, Any]) -> None:
     part = ranks(tmp_path, facts, lambda rank, told: None if rank == 3 else told)
     assert part.verdict == FAILED

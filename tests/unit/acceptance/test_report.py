@@ -53,3 +53,27 @@ def test_the_page_and_the_data(tmp_path: Path) -> None:
     assert [entry["verdict"] for entry in told["parts"]] == [OK, FAILED]
     assert told["parts"][1]["facts"] == {"seed": 7}
     assert {path.name for path in tmp_path.iterdir()} == {MARKDOWN, JSON}
+
+
+@pytest.mark.parametrize(
+    ("report", "verdict"),
+    [
+        (Report("", "", [part(OK), part(WARNING)]), "passed"),
+        (Report("", "", [part(OK)], unasked=["layouts"]), "passed, without layouts"),
+        (Report("", "", [part(OK), part(SKIPPED)]), "passed, without x"),
+        (Report("", "", [part(FAILED), part(SKIPPED)]), "FAILED"),
+        (Report("", "", [part(OK)], left=["layouts", "bandwidth"]), "not over, layouts, bandwidth still to come"),
+        (Report("", "", [part(FAILED)], left=["layouts"]), "not over, layouts still to come, FAILED already"),
+    ],
+)
+def test_what_was_not_tried_has_not_passed(report: Report, verdict: str, tmp_path: Path) -> None:
+    assert report.verdict == verdict
+    assert report.markdown().startswith(f"# Cluster acceptance: {verdict}\n")
+    report.write(tmp_path)
+    told = json.loads((tmp_path / JSON).read_text())
+    assert (told["version"], told["verdict"], told["over"]) == (1, verdict, not report.left)
+
+
+def test_errors_of_several_lines_leave_the_table_whole() -> None:
+    page = Report("", "", [Part("x", [Check("a", FAILED, "E1 bad\n  fix: none")])]).markdown()
+    assert "\n| x | FAILED | 0 | a: E1 bad fix: none |\n" in page
