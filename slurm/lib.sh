@@ -23,7 +23,7 @@
 #   STOP_SECONDS    what ranks have to save in, of the seconds that --signal leaves before the time limit (240)
 set -euo pipefail
 
-say() { printf '%(%F %T)T slurm: %s\n' -1 "$*"; }
+say() { printf '%(%F %T)T slurm: %s\n' -1 "$*" || true; } # the job goes on where the disk of its log is full
 
 refuse() { printf 'slurm: %s\n' "$@" >&2 && exit 2; }
 
@@ -33,6 +33,9 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 SMALL=${SMALL:-} DRY_RUN=${DRY_RUN:-}
 JOB=${SLURM_JOB_ID:-0}
 ATTEMPT=$JOB.${SLURM_RESTART_COUNT:-0} # a job that is queued again keeps its number, and counts
+# What commands of Slurm call this job: to them, the number of the last task of an array means the whole array.
+SELF=$JOB
+[ -z "${SLURM_ARRAY_JOB_ID:-}" ] || SELF=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
 RUN=${RUN:-runs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}}
 STATE=$RUN/slurm # what the job itself remembers, from start to start
 [ -n "$DRY_RUN" ] || [ "$JOB" != 0 ] ||
@@ -42,91 +45,31 @@ STATE=$RUN/slurm # what the job itself remembers, from start to start
 
 inside=() # before a command of a task: into apptainer
 pyxis=()  # the same as flags of srun
+mounts=$PWD:$PWD
+if [ -n "${CONTAINER:-}" ] && [[ $RUN = /* ]]; then
+    mounts+=,$RUN:$RUN # else what ranks save would go with the container
+    [ -n "$DRY_RUN" ] || mkdir -p "$RUN"
+fi
+mounts+=${MOUNTS:+,$MOUNTS}
 case ${CONTAINER:-} in
     '')
         VENV=${VENV:-$PWD/.venv}
         # shellcheck source=/dev/null
         [ ! -f "$VENV/bin/activate" ] || source "$VENV/bin/activate" ;;
-    *.sif) inside=(apptainer exec --nv --pwd "$PWD" --bind "$PWD${MOUNTS:+,$MOUNTS}" "$CONTAINER") ;;
-    *) pyxis=(--container-image="$CONTAINER" --container-mounts="$PWD:$PWD${MOUNTS:+,$MOUNTS}" --container-workdir="$PWD") ;;
+    *.sif) inside=(apptainer exec --nv --pwd "$PWD" --bind "$mounts" "$CONTAINER") ;;
+    *) pyxis=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD") ;;
 esac
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the ranks of a node share its cores
+# Slurm hands on the limits of this shell: rank 0 has a connection from every other, and InfiniBand pins memory.
+ulimit -S -n hard -l hard
 
 # ---- Which nodes: as many as are needed, and none of those whose devices failed lately while others can take over.
 
 SPARES=${SPARES:-0} MAX_RESTARTS=${MAX_RESTARTS:-3} MAX_STALLED=${MAX_STALLED:-3}
 BAD_NODE_HOURS=${BAD_NODE_HOURS:-24} STOP_SECONDS=${STOP_SECONDS:-240}
 
-# What an #SBATCH line of the recipe asks for.
-asked() { sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$0" | head -n 1; }
-
-# One a line. With --no-kill a job keeps the rest of its nodes when it loses some, so Slurm is asked each time.
-nodes_of_job() {
-    if [ "$JOB" != 0 ]; then
-        scontrol show hostnames "$(squeue --noheader --jobs="$JOB" --format=%N || echo "$SLURM_JOB_NODELIST")"
-    else
-        seq -f node%g "${SLURM_JOB_NUM_NODES:-$(asked nodes)}"
-    fi
-}
-
-# The nodes to leave out for now. A line of bad_nodes is: node, until when (seconds since 1970), why.
-bad_nodes() {
-    local node until now
-    printf -v now '%(%s)T' -1
-    [ ! -f "$STATE/bad_nodes" ] || while read -r node until _; do
-        [ "$until" -le "$now" ] || echo "$node"
-    done <"$STATE/bad_nodes"
-}
-
-# Whether line $1 is among the lines of $2.
-among() { [[ $'\n'$2$'\n' == *$'\n'$1$'\n'* ]]; }
-
-# Ranks of one copy of the model, as the flags say; the last of equal flags counts.
-model_ranks() {
-    local tp=1 pp=1 cp=1
-    while [ $# -gt 1 ]; do
-        case $1 in
-            --tensor-model-parallel-size) tp=$2 ;;
-            --pipeline-model-parallel-size) pp=$2 ;;
-            --context-parallel-size) cp=$2 ;;
-        esac
-        shift
-    done
-    echo $((tp * pp * cp))
-}
-
-# Set NODES, the first of which is the head; none when the job has too few left.
-choose_nodes() { # FLAG...
-    local node all bad good=() failed=() needed count
-    mapfile -t all < <(nodes_of_job)
-    bad=$(bad_nodes)
-    for node in "${all[@]}"; do
-        if among "$node" "$bad"; then failed+=("$node"); else good+=("$node"); fi
-    done
-    needed=$((${SLURM_JOB_NUM_NODES:-${#all[@]}} - SPARES)) count=$needed
-    [ "$needed" -ge 1 ] || refuse "SPARES=$SPARES leaves no node to run on" "fix: sbatch --nodes=$((SPARES + 1)) ..."
-    if [ "${#good[@]}" -lt "$needed" ]; then # fewer copies of the model, but whole ones
-        count=${#good[@]}
-        while [ $((count * RANKS % $(model_ranks "$@"))) != 0 ]; do count=$((count - 1)); done
-        if [ "$count" -lt "${MIN_NODES:-$needed}" ]; then # those that failed are better than none
-            count=$needed good=("${all[@]}") failed=()
-        fi
-    fi
-    [ ${#failed[@]} = 0 ] || say "left out, their devices have failed: ${failed[*]}"
-    if [ "${#good[@]}" -ge "$count" ]; then NODES=("${good[@]:0:count}"); else NODES=(); fi
-}
-
-# A rank that dies of its device says where, in failures.jsonl; lines after the first $1 are new.
-note_bad_nodes() {
-    local line now
-    printf -v now '%(%s)T' -1
-    [ ! -f "$RUN/failures.jsonl" ] || while read -r line; do
-        [[ $line =~ \"kind\":\ ?\"device\" && $line =~ \"host\":\ ?\"([^\"]+)\" ]] || continue
-        say "a device of ${BASH_REMATCH[1]} has failed: the node is left out for $BAD_NODE_HOURS hours ($STATE/bad_nodes)"
-        echo "${BASH_REMATCH[1]} $((now + BAD_NODE_HOURS * 3600)) $line" >>"$STATE/bad_nodes"
-    done < <(tail -n "+$(($1 + 1))" "$RUN/failures.jsonl")
-}
+source slurm/nodes.sh
 
 # ---- How ranks find each other: all ask the head node, at a port that no other job there is likely to have.
 
@@ -211,12 +154,13 @@ stopping='' # since when, in seconds of this script
 ended=''    # Slurm ends this start, and decides what comes after
 on_usr1() {
     stopping=${stopping:-$SECONDS}
-    : >"$STOP_FILE"
+    : >"$STOP_FILE" || true # where it cannot be written, the ranks are killed in time
     say "the time is nearly up: the ranks are to save and stop"
 }
 on_term() {
+    [ -n "$ended" ] || echo "$JOB ended" >>"$STATE/starts" || true
     ended=1 stopping=${stopping:-$SECONDS}
-    : >"$STOP_FILE"
+    : >"$STOP_FILE" || true
     say "Slurm ends this start (scancel, preemption, or a node is gone)"
 }
 
@@ -249,11 +193,16 @@ newest_checkpoint() {
     echo "$newest"
 }
 
-# How many starts of this job in a row began with checkpoint $1. A line of starts is: job, checkpoint, more for people.
+# How many starts of this job in a row began with checkpoint $1; those that Slurm has ended do not count.
+# A line of starts is: job, checkpoint or "ended", more for people.
 starts_from() {
     local job checkpoint count=0
     [ ! -f "$STATE/starts" ] || while read -r job checkpoint _; do
-        if [ "$job $checkpoint" = "$JOB $1" ]; then count=$((count + 1)); else count=0; fi
+        case $job.$checkpoint in
+            "$JOB.$1") count=$((count + 1)) ;;
+            "$JOB.ended") count=$((count > 0 ? count - 1 : 0)) ;;
+            "$JOB".*) count=0 ;;
+        esac
     done <"$STATE/starts"
     echo "$count"
 }
@@ -274,29 +223,30 @@ leave_if_superseded() {
     exit 1
 }
 
-# Nodes that the next start shall not get: those that failed, if enough others are there to wait for.
-nodes_to_exclude() {
-    local bad left=0 node
-    bad=$(bad_nodes)
-    while read -r node; do
-        among "$node" "$bad" || left=$((left + 1))
-    done < <(sinfo --noheader --Node --format=%N --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix,comp | sort -u)
-    [ "$left" -lt "$SLURM_JOB_NUM_NODES" ] || echo "$bad" | sort -u | paste -sd ,
-}
-
-# Queue this job again, and end.
+# Queue this job again, and end. Slurm would also do so with a job that has just been cancelled, or is over its time.
 requeue() {
-    local excluded
+    local excluded='' state left=6
     leave_if_superseded
     stop_if_stalled
-    excluded=$(nodes_to_exclude)
-    say "queued again; newest checkpoint: $(newest_checkpoint)"
+    [ ! -f "$STATE/bad_nodes" ] || excluded=$(nodes_to_exclude | paste -sd ,)
     trap '' TERM # Slurm ends this script as soon as the job is queued; only then it can be told what to exclude
-    if ! scontrol requeue "$JOB"; then
-        say "Slurm refuses to queue it again. sbatch it once more: it goes on from its newest checkpoint"
-        exit 1
-    fi
-    scontrol update JobId="$JOB" ExcNodeList="$excluded" || say "Slurm does not exclude nodes of a job in the queue"
+    while :; do
+        state=$(squeue --noheader --jobs="$SELF" --format=%T || true)
+        if [ "${state:-RUNNING}" != RUNNING ]; then
+            say "not queued again: Slurm is ending it ($state)"
+            exit 143
+        fi
+        say "queued again; newest checkpoint: $(newest_checkpoint)"
+        scontrol requeue "$SELF" && break
+        left=$((left - 1))
+        if [ "$left" = 0 ]; then
+            say "Slurm refuses to queue it again. sbatch it once more: it goes on from its newest checkpoint"
+            exit 1
+        fi
+        sleep 10 # its controller may be starting
+    done
+    [ ! -f "$STATE/bad_nodes" ] || scontrol update JobId="$SELF" ExcNodeList="$excluded" ||
+        say "Slurm does not exclude nodes of a job in the queue"
     exit 0
 }
 
@@ -339,22 +289,29 @@ check_flags() {
 
 # Train with these flags to the end, through crashes, lost nodes and time limits.
 train() {
-    local known before newest left=$MAX_RESTARTS
+    local flag known before newest left=$MAX_RESTARTS
+    for flag in "$@"; do
+        case ${flag%%=*} in
+            --run-dir | --save | --stop-file) refuse "$flag: RUN says where a run is" "fix: RUN=FOLDER sbatch ..." ;;
+        esac
+    done
     local program=(pretrain_gpt.py "$@" --run-dir "$RUN" --save "$RUN/checkpoints" --stop-file "$STOP_FILE")
     [ -z "${MIN_NODES:-}" ] || program+=(--pad-global-batch)
-    prepare "${program[@]}"
     if [ -n "$DRY_RUN" ]; then
+        prepare "${program[@]}"
         start "${COMMAND[@]}"
         return
     fi
     mkdir -p "$STATE"
-    rm -f "$STATE"/stop.* # of earlier starts
+    rm -f "$STATE/stop.$JOB".* # of earlier starts
     trap on_usr1 USR1
     trap on_term TERM
     echo "$ATTEMPT" >"$STATE/attempt.$JOB"
-    check_flags "${program[@]}"
     stop_if_stalled
+    prepare "${program[@]}"
     echo "$JOB $(newest_checkpoint) start $ATTEMPT on ${NODES[*]}" >>"$STATE/starts"
+    [ ${#NODES[@]} != 0 ] || requeue
+    check_flags "${program[@]}"
     while [ -z "$stopping" ]; do
         before=${NODES[*]} newest=$(newest_checkpoint) known=0
         [ ! -f "$RUN/failures.jsonl" ] || known=$(wc -l <"$RUN/failures.jsonl")

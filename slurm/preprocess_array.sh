@@ -20,29 +20,38 @@ else
     CORPUS=${CORPUS:-data/text} OUT=${OUT:-data/corpus} kinds='jsonl|json|ndjson|txt'
     tokenizer=(--tokenizer-type HuggingFaceTokenizer --tokenizer-model "${TOKENIZER:-data/tokenizer}")
 fi
-PARTS=$OUT.parts
+CORPUS=${CORPUS%/} PARTS=${OUT}_$KEY.parts
 [ -d "$CORPUS" ] || refuse "there is no folder $CORPUS" "fix: CORPUS=FOLDER sbatch slurm/preprocess_array.sh"
+kinds=".*\.($kinds)(\.(gz|zst|bz2|xz))?"
+mapfile -t files < <(find -L "$CORPUS" -type f -regextype posix-extended -regex "$kinds" | LC_ALL=C sort)
+name_part() { part=${1#"$CORPUS"/} && part=$PARTS/${part//\//__}; } # of a file
+is_done() { [ -e "${part}_${KEY}_document.idx" ]; } # which comes last
 
 if [ -n "${MERGE:-}" ]; then # the job after the array
+    for file in "${files[@]}"; do
+        name_part "$file"
+        is_done || refuse "$file has no part in $PARTS" "fix: sbatch slurm/preprocess_array.sh"
+    done
+    parts=("$PARTS"/*.idx)
+    [ ${#parts[@]} = ${#files[@]} ] || refuse "$PARTS has ${#parts[@]} parts, $CORPUS ${#files[@]} files" "fix: rm -r '$PARTS'"
     alone tools/merge_datasets.py --input "$PARTS" --output-prefix "${OUT}_${KEY}_document" --overwrite
     exit
 fi
 
-first=${SLURM_ARRAY_TASK_MIN:-0} step=${SLURM_ARRAY_TASK_STEP:-1} # of the array's numbers
+first=${SLURM_ARRAY_TASK_MIN:-0} step=${SLURM_ARRAY_TASK_STEP:-1} count=${SLURM_ARRAY_TASK_COUNT:-1} # of the array's numbers
+[ $((${SLURM_ARRAY_TASK_MAX:-$first} - first)) = $(((count - 1) * step)) ] ||
+    refuse "with gaps in its numbers, no task knows its share" "fix: the whole array once more does what is missing"
 if [ "${SLURM_ARRAY_TASK_ID:-$first}" = "$first" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && [ -z "$DRY_RUN" ]; then
     merge=(sbatch --array=0 --job-name=merge --dependency="afterok:${SLURM_ARRAY_JOB_ID:-$JOB}" --kill-on-invalid-dep=yes)
+    merge+=(--partition="$SLURM_JOB_PARTITION" ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"})
     MERGE=1 "${merge[@]}" slurm/preprocess_array.sh || say "after all tasks:   MERGE=1 sbatch --array=0 slurm/preprocess_array.sh"
 fi
 
 missing=0
 [ -n "$DRY_RUN" ] || mkdir -p "$PARTS"
-kinds=".*\.($kinds)(\.(gz|zst|bz2|xz))?"
-mapfile -t files < <(find -L "$CORPUS" -type f -regextype posix-extended -regex "$kinds" | LC_ALL=C sort)
-for ((i = (${SLURM_ARRAY_TASK_ID:-$first} - first) / step; i < ${#files[@]}; i += ${SLURM_ARRAY_TASK_COUNT:-1})); do
-    name=${files[i]#"$CORPUS"/}
-    part=$PARTS/${name//\//__}
-    [ -e "${part}_${KEY}_document.idx" ] || # which comes last
-        alone tools/preprocess_data.py --input "${files[i]}" --json-keys "$KEY" "${tokenizer[@]}" --append-eod \
-            --output-prefix "$part" --overwrite "$@" || missing=$((missing + 1))
+for ((i = (${SLURM_ARRAY_TASK_ID:-$first} - first) / step; i < ${#files[@]}; i += count)); do
+    name_part "${files[i]}"
+    is_done || alone tools/preprocess_data.py --input "${files[i]}" --json-keys "$KEY" "${tokenizer[@]}" --append-eod \
+        --output-prefix "$part" --overwrite "$@" || missing=$((missing + 1))
 done
 [ "$missing" = 0 ] || refuse "$missing files have failed, see above; submit it again for these"

@@ -10,6 +10,8 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +22,11 @@ from tests.unit.slurm.recipes import ROOT
 STANDINS = {
     "srun": 'echo "srun $*" >>"$CALLS"\n[[ $* != *--check-config* ]] || exit "${REFUSED:-0}"\nsource "$CASE"',
     "scontrol": 'echo "scontrol $*" >>"$CALLS"\n[ "$1" = show ] || exit "${DENIED:-0}"\ntr " " "\\n" <<<"$3"',
-    "squeue": 'cat "$ALLOCATED"',
+    "squeue": """case $* in
+    *%T) cat "$(dirname "$ALLOCATED")/state" 2>/dev/null || echo RUNNING ;;
+    *%x) echo "${EXCLUDED:-}" ;;
+    *) echo "squeue $*" >>"$CALLS" && cat "$ALLOCATED" ;;
+    esac""",
     "sinfo": 'printf "%s\\n" ${CLUSTER:-n1 n2 n3}',
     "sleep": "exec /bin/sleep 0.02",
 }
@@ -46,7 +52,9 @@ class Job:
     def run(self) -> Path:
         return self.root / "run"
 
-    def begin(self, case: str, restart: int = 0) -> subprocess.Popen[str]:
+    def begin(
+        self, case: str, restart: int = 0, flags: Sequence[str] = (), log: Path | None = None
+    ) -> subprocess.Popen[str]:
         """One start, in which every srun of the ranks does what ``case`` says."""
         (self.root / "case").write_text(case)
         environ = {
@@ -63,10 +71,9 @@ class Job:
             "SLURM_RESTART_COUNT": str(restart),
             **self.environ,
         }
-        command = ["bash", "slurm/train_175b.sh"]
-        return subprocess.Popen(
-            command, cwd=ROOT, env=environ, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
+        command = ["bash", "slurm/train_175b.sh", *flags]
+        with log.open("w") if log else nullcontext(subprocess.PIPE) as out:
+            return subprocess.Popen(command, cwd=ROOT, env=environ, stdout=out, stderr=subprocess.STDOUT, text=True)
 
     def start(self, case: str, restart: int = 0) -> tuple[int, str]:
         """The status of one start, and what it says."""
@@ -113,7 +120,7 @@ def test_status_0_without_the_marker_is_no_end(job: Job) -> None:
     status, said = job.start(f"{SAVE}; exit 0")
     assert status == 0
     assert "has not finished" in said
-    assert job.calls("scontrol") == ["requeue 7", "update JobId=7 ExcNodeList="]
+    assert job.calls("scontrol") == ["requeue 7"], "and what sbatch --exclude has said is left alone"
 
 
 def test_the_marker_of_an_earlier_run_proves_nothing(job: Job) -> None:
@@ -261,6 +268,65 @@ def test_a_script_whose_job_runs_elsewhere_by_now_does_nothing(job: Job) -> None
     assert status == 1
     assert "a later start of this job has taken over" in said
     assert job.calls("scontrol") == []
+
+
+def test_a_job_that_is_being_cancelled_is_not_queued_again(job: Job) -> None:
+    """Slurm would do it: its signal to the script may come after the end of srun on other nodes."""
+    status, said = job.start('echo COMPLETING >"$(dirname "$ALLOCATED")/state"; exit 1')
+    assert status == 143
+    assert "Slurm is ending it (COMPLETING)" in said
+    assert job.calls("scontrol") == []
+
+
+def test_starts_that_slurm_ends_do_not_count_as_stalled(job: Job) -> None:
+    for restart in range(4):
+        started = job.begin('until ls "$RUN"/slurm/stop.7.*; do sleep 1; done; exit 1', restart)
+        wait_for(job.root / "calls", f"stop.7.{restart}")
+        started.send_signal(signal.SIGTERM)
+        started.communicate(timeout=60)
+        assert started.returncode == 143
+    assert [job.start("exit 1", restart)[0] for restart in range(4, 7)] == [0, 0, 1]
+
+
+def test_jobs_that_share_a_run_do_not_touch_what_the_other_remembers(job: Job) -> None:
+    stop = job.run / "slurm" / "stop.6.0"
+    stop.parent.mkdir(parents=True)
+    stop.touch()
+    for restart, status in enumerate((0, 0, 1)):
+        assert job.start(f'echo "6 none start 6.{restart}" >>"$RUN/slurm/starts"; exit 1', restart)[0] == status
+    assert stop.exists(), "the other's ranks have not seen it yet"
+
+
+def test_a_log_on_a_full_disk_ends_no_job(job: Job) -> None:
+    started = job.begin("exit 1", log=Path("/dev/full"))
+    started.wait(timeout=60)
+    assert started.returncode == 0
+    assert job.calls("scontrol") == ["requeue 7"]
+
+
+def test_nodes_that_were_excluded_before_stay_excluded(job: Job) -> None:
+    job.environ |= {"CLUSTER": "n1 n2 n3 n4 n5", "EXCLUDED": "n5"}
+    job.start(job.fail_device("n2"))
+    assert job.calls("scontrol")[-1] == "update JobId=7 ExcNodeList=n2,n5"
+    job.environ |= {"EXCLUDED": "n2 n4 n5"}
+    (job.run / "slurm" / "bad_nodes").write_text("n2 0 is over\n")
+    job.start("exit 1", 1)
+    assert job.calls("scontrol")[-1] == "update JobId=7 ExcNodeList=n4,n5"
+
+
+def test_a_task_of_an_array_speaks_of_itself_alone(job: Job) -> None:
+    job.environ |= {"SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"}
+    job.start("exit 1")
+    assert job.calls("scontrol") == ["requeue 7_2"]
+    assert all("--jobs=7_2 " in words for words in job.calls("squeue"))
+
+
+@pytest.mark.parametrize("flags", [("--save", "elsewhere"), ("--run-dir=elsewhere",), ("--stop-file", "x")])
+def test_flags_that_would_be_overridden_are_refused(job: Job, flags: tuple[str, ...]) -> None:
+    started = job.begin(FINISH, flags=flags)
+    said, _ = started.communicate(timeout=60)
+    assert started.returncode == 2
+    assert "fix: RUN=FOLDER sbatch" in said
 
 
 def wait_for(path: Path, words: str) -> None:

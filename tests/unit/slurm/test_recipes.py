@@ -118,7 +118,7 @@ def test_figures_of_the_large_one_are_those_of_its_papers() -> None:
 
 
 def test_recipes_are_short() -> None:
-    scripts = [name for name in SCRIPTS if name != "lib.sh"]
+    scripts = [name for name in SCRIPTS if name not in ("lib.sh", "nodes.sh")]
     assert {name: lines for name in scripts if (lines := len(text_of(name).splitlines())) > 60} == {}
     assert len(text_of("lib.sh").splitlines()) < 400
 
@@ -130,7 +130,7 @@ def test_what_is_exported_for_the_network_says_why() -> None:
 
 
 def test_every_word_of_the_environment_is_explained() -> None:
-    text = text_of("lib.sh")
+    text = text_of("lib.sh") + text_of("nodes.sh")
     explained = set(re.findall(r"\b[A-Z][A-Z_]{2,}\b", text.partition("\nset -euo")[0]))
     asked = set(re.findall(r"\$\{([A-Z_]+)(?::-|:\+)", text))
     foreign = {name for name in asked if name.startswith(("SLURM_", "NCCL_", "CUDA_", "TORCH_", "OMP_", "PYTHONPATH"))}
@@ -153,6 +153,7 @@ def test_network_of_ethernet_and_an_interface(tmp_path: Path) -> None:
     [
         ({"CONTAINER": "nvcr.io#x:1", "MOUNTS": "a:b"}, ["--container-image=nvcr.io#x:1", f"{ROOT}:{ROOT},a:b"]),
         ({"CONTAINER": "x.sif"}, ["apptainer", "exec", "--nv", "x.sif", "torchrun"]),
+        ({"CONTAINER": "x.sif", "RUN": "/big/run"}, [f"--bind {ROOT}:{ROOT},/big/run:/big/run x.sif"]),
         ({"MIN_NODES": "112"}, ["--nnodes=128", "--pad-global-batch"]),
         ({"LAUNCHER": "srun"}, ["--ntasks=1024", "--ntasks-per-node=8", "python"]),
         ({"SLURM_GPUS_PER_NODE": "h100:4", "SLURM_GPUS_ON_NODE": "8"}, ["--nproc-per-node=4"]),

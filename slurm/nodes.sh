@@ -1,0 +1,88 @@
+# shellcheck shell=bash
+# On which nodes of a job the ranks run, and which nodes the job shall not get again. Sourced by lib.sh, in its order.
+
+# What an #SBATCH line of the recipe asks for.
+asked() { sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$0" | head -n 1; }
+
+# One a line. With --no-kill a job keeps the rest of its nodes when it loses some, so Slurm is asked each time.
+nodes_of_job() {
+    if [ "$JOB" != 0 ]; then
+        scontrol show hostnames "$(squeue --noheader --jobs="$SELF" --format=%N || echo "$SLURM_JOB_NODELIST")"
+    else
+        seq -f node%g "${SLURM_JOB_NUM_NODES:-$(asked nodes)}"
+    fi
+}
+
+# The nodes to leave out for now. A line of bad_nodes is: node, until when (seconds since 1970), why.
+bad_nodes() {
+    local node until now
+    printf -v now '%(%s)T' -1
+    [ ! -f "$STATE/bad_nodes" ] || while read -r node until _; do
+        [ "$until" -le "$now" ] || echo "$node"
+    done <"$STATE/bad_nodes"
+}
+
+# Whether line $1 is among the lines of $2.
+among() { [[ $'\n'$2$'\n' == *$'\n'$1$'\n'* ]]; }
+
+# Ranks of one copy of the model, as the flags say; the last of equal flags counts.
+model_ranks() {
+    local tp=1 pp=1 cp=1
+    while [ $# -gt 1 ]; do
+        case $1 in
+            --tensor-model-parallel-size) tp=$2 ;;
+            --pipeline-model-parallel-size) pp=$2 ;;
+            --context-parallel-size) cp=$2 ;;
+        esac
+        shift
+    done
+    echo $((tp * pp * cp))
+}
+
+# shellcheck disable=SC2034 # lib.sh uses NODES
+# Set NODES, the first of which is the head; none when the job has too few left.
+choose_nodes() { # FLAG...
+    local node all bad good=() failed=() needed count
+    mapfile -t all < <(nodes_of_job)
+    bad=$(bad_nodes)
+    for node in "${all[@]}"; do
+        if among "$node" "$bad"; then failed+=("$node"); else good+=("$node"); fi
+    done
+    needed=$((${SLURM_JOB_NUM_NODES:-${#all[@]}} - SPARES)) count=$needed
+    [ "$needed" -ge 1 ] || refuse "SPARES=$SPARES leaves no node to run on" "fix: sbatch --nodes=$((SPARES + 1)) ..."
+    if [ "${#good[@]}" -lt "$needed" ]; then # fewer copies of the model, but whole ones
+        count=${#good[@]}
+        while [ $((count * RANKS % $(model_ranks "$@"))) != 0 ]; do count=$((count - 1)); done
+        if [ "$count" -lt "${MIN_NODES:-$needed}" ]; then # those that failed are better than none
+            count=$needed good=("${all[@]}") failed=()
+        fi
+    fi
+    [ ${#failed[@]} = 0 ] || say "left out, their devices have failed: ${failed[*]}"
+    if [ "${#good[@]}" -ge "$count" ]; then NODES=("${good[@]:0:count}"); else NODES=(); fi
+}
+
+# A rank that dies of its device says where, in failures.jsonl; lines after the first $1 are new.
+note_bad_nodes() {
+    local line now
+    printf -v now '%(%s)T' -1
+    [ ! -f "$RUN/failures.jsonl" ] || while read -r line; do
+        [[ $line =~ \"kind\":\ ?\"device\" && $line =~ \"host\":\ ?\"([^\"]+)\" ]] || continue
+        say "a device of ${BASH_REMATCH[1]} has failed: the node is left out for $BAD_NODE_HOURS hours ($STATE/bad_nodes)"
+        echo "${BASH_REMATCH[1]} $((now + BAD_NODE_HOURS * 3600)) $line" >>"$STATE/bad_nodes"
+    done < <(tail -n "+$(($1 + 1))" "$RUN/failures.jsonl")
+}
+
+# Nodes that the next start shall not get: those that whoever submitted it has excluded, and those that failed, if enough
+# others are there to wait for. A line each.
+nodes_to_exclude() {
+    local bad known said own='' left=0 node
+    bad=$(bad_nodes) known=$(cut -d ' ' -f 1 "$STATE/bad_nodes") said=$(squeue --noheader --jobs="$SELF" --format=%x)
+    [ -z "$said" ] || while read -r node; do
+        among "$node" "$known" || own+=$node$'\n'
+    done < <(scontrol show hostnames "$said")
+    while read -r node; do
+        among "$node" "$own$bad" || left=$((left + 1))
+    done < <(sinfo --noheader --Node --format=%N --partition="$SLURM_JOB_PARTITION" --states=idle,alloc,mix,comp | sort -u)
+    [ "$left" -ge "$SLURM_JOB_NUM_NODES" ] || bad=''
+    printf '%s' "$own$bad" | sort -u
+}
