@@ -62,9 +62,12 @@ def on_nodes(problem: Problem, config: RunConfig, world_size: int, launch: Launc
 
 
 def _smaller(size: int, model_ranks: int, world_size: int) -> list[int]:
-    """The next smaller size of an axis with which whole models fill all ranks, where there is one."""
+    """The next smaller size of an axis with which whole models fill all ranks, where there is one.
+
+    It divides the size that was asked for, so that heads and layers are cut evenly where they were.
+    """
     others = model_ranks // size
-    return [n for n in divisors(world_size) if n < size and world_size % (n * others) == 0][-1:]
+    return [n for n in divisors(size) if n < size and world_size % (n * others) == 0][-1:]
 
 
 def heads(config: RunConfig, world_size: int) -> Iterator[Problem]:

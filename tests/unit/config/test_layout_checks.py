@@ -34,3 +34,9 @@ def test_of_one_node_too() -> None:
 def test_where_ranks_are_asked_for_by_number_nodes_are_no_matter() -> None:
     said = refused("--pipeline-model-parallel-size 8 --check-config --world-size 12", nodes=1, ranks=4)
     assert "12 ranks are not a multiple of TP x PP = 8\n" in said
+
+
+def test_a_smaller_axis_cuts_heads_evenly() -> None:
+    said = refused("--tensor-model-parallel-size 4 --check-config --world-size 6", nodes=1, ranks=1)
+    assert "fix: --tensor-model-parallel-size 2 |" in said
+    parse([*RUN, "--tensor-model-parallel-size", "2", "--check-config", "--world-size", "6"], {})
