@@ -243,10 +243,15 @@ def for_slurm(options: argparse.Namespace, cluster: Cluster, run: Sequence[str])
 
 
 def for_ssh(options: argparse.Namespace, cluster: Cluster, run: Sequence[str]) -> str:
-    """One torchrun on each host; ranks that fail are started again, all together."""
+    """One torchrun on each host; ranks that fail are started again, all together.
+
+    Each run of the script has an id of its own: one that has that of another would count as a later start of its job,
+    and take its checkpoints from it.
+    """
     agent = (
         f"torchrun --nnodes {options.nodes} --nproc-per-node {cluster.gpus_per_node} --max-restarts 3"
-        f' --rdzv-backend c10d --rdzv-endpoint "${{hosts[0]}}:${{PORT:-29400}}" --rdzv-id {options.preset}'
+        f' --rdzv-backend c10d --rdzv-endpoint "${{hosts[0]}}:${{PORT:-29400}}"'
+        f' --rdzv-id "{options.preset}-$(date +%s)-$$"'
     )
     return f"""# One folder, this one, has to be the same disk on all of them, with .venv in it.
 set -euo pipefail

@@ -112,8 +112,13 @@ class Claim:
             self.check()
 
     def _is_there(self, folder: Path) -> bool:
-        """Whether no later start has taken the workshop away."""
-        return workshop(folder, self.epoch).is_dir()
+        """Whether the workshop is there, and this start's: where somebody has removed it, another may have its number."""
+        shop = workshop(folder, self.epoch)
+        try:
+            token = parse((shop / CLAIM).read_bytes())[1].token
+        except OSError:  # somebody has removed the claim alone, or all
+            return shop.is_dir()
+        return token in ("", self.holder.token)
 
 
 @dataclass(frozen=True)

@@ -31,9 +31,10 @@ def retract(trainer: Trainer) -> None:
 
     Raises:
         OSError: when it is there and cannot be removed, on every rank.
+        SupersededError: when a later start has the ``save`` folder, on every rank: the proof may be that one's.
     """
     if folder := _folder(trainer):
-        on_first(lambda: (folder / NAME).unlink(missing_ok=True), trainer.mesh.world)
+        on_first(lambda: _remove_if_ours(trainer, folder), trainer.mesh.world)
 
 
 def declare(trainer: Trainer) -> None:
@@ -75,9 +76,19 @@ def write(folder: Path, facts: Facts) -> None:
 
 def _write_if_ours(trainer: Trainer, folder: Path) -> None:
     """Write the file, unless a later start has the run."""
+    _check(trainer)
+    write(folder, _facts(trainer))
+
+
+def _remove_if_ours(trainer: Trainer, folder: Path) -> None:
+    """Remove the file, unless a later start has the run."""
+    _check(trainer)
+    (folder / NAME).unlink(missing_ok=True)
+
+
+def _check(trainer: Trainer) -> None:
     if trainer.claims.save is not None:
         trainer.claims.save.check()
-    write(folder, _facts(trainer))
 
 
 def _folder(trainer: Trainer) -> Path | None:

@@ -253,6 +253,21 @@ def test_a_workshop_that_somebody_has_removed_is_made_again(tmp_path: Path, what
             save_as(claim, 3, 3)
 
 
+@pytest.mark.parametrize("what", [".epoch-1", "."])
+def test_a_number_that_is_given_again_is_not_the_old_starts(tmp_path: Path, what: str) -> None:
+    """Somebody begins anew in an empty folder, and a start of before lives."""
+    folder = tmp_path / "saved"
+    with hold(folder, start=OLD) as old:
+        shutil.rmtree(folder / what)
+        with hold(folder, start=Start(job="18")) as new:
+            assert new.epoch == old.epoch
+            built = begin(folder / "iter_0000002", new.shop)
+            with pytest.raises(SupersededError):
+                save_as(old, 2, 2)
+            assert built.is_dir()
+            save_as(new, 2, 20)
+
+
 def test_no_locks_and_the_newest_has_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever it is."""
 

@@ -147,6 +147,8 @@ def test_every_host_gets_the_same_words(tmp_path: Path, capsys: pytest.CaptureFi
     assert hosts["first"] == hosts["second"]
     words = shlex.split(hosts["first"])
     assert {"first:29400", "--nnodes", "a b"} <= {*words}
+    again = shlex.split(run(script, tmp_path, told).stdout.splitlines()[0].split(" : ")[1])
+    assert words[words.index("--rdzv-id") + 1] != again[again.index("--rdzv-id") + 1]  # no later start of this one
 
 
 def test_a_host_that_fails_fails_the_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

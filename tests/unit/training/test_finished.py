@@ -119,6 +119,19 @@ def test_a_start_that_stops_before_its_first_step_has_taken_it_back(tmp_path: Pa
     assert told(tmp_path) is None
 
 
+def test_a_start_that_is_superseded_does_not_take_back_the_proof_of_a_later_one(tmp_path: Path) -> None:
+    def later(trainer: Trainer) -> None:
+        (tmp_path / "saved/.epoch-1").rename(tmp_path / "saved/.epoch-2")
+        (tmp_path / "saved/.epoch-2/claim.json").write_text('{"epoch": 2, "token": "5f", "start": {}}')
+        finished.write(tmp_path, {"iteration": 6})
+        retract(trainer)
+
+    retract = finished.retract
+    failed = start(run_of(tmp_path), patch.object(finished, "retract", later))
+    assert (failed.status, told(tmp_path)) == (1, {"iteration": 6})
+    assert "E817" in failed.err
+
+
 def no_room(*arguments: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
