@@ -71,6 +71,7 @@ def complaints(records: list[dict[str, Any]], steps: int, expected: dict[int, di
     """
     runs = {record["run-id"] for record in records if record.get("event") == "start"}
     found = [f"{len(runs)} run ids: {sorted(runs)}"] if len(runs) != 1 else []
+    found += taken_up_too_early(records)
     last = 0
     for record in records:
         if record.get("event") == "start":
@@ -85,3 +86,21 @@ def complaints(records: list[dict[str, Any]], steps: int, expected: dict[int, di
             found += [f"step {step}: {name} is {record[name]}, not {expected[step][name]}" for name in apart]
             last = step
     return found if last == steps else [*found, f"the last record is of step {last}, not {steps}"]
+
+
+def taken_up_too_early(records: list[dict[str, Any]]) -> list[str]:
+    """Starts that did again what was saved: the newest checkpoint may be damaged, and then the one before has to do.
+
+    Without this, a run that never resumes would end as the undisturbed one does, which begins at the same seed.
+    """
+    found, saved = list[str](), list[int]()
+    for record in records:
+        if record.get("event") == "checkpoint":
+            saved.append(int(record["path"].rpartition("_")[2]))
+        elif record.get("event") == "start":
+            begun = record["iteration"]
+            least = max(sorted(set(saved))[-2:-1], default=0)
+            if begun < least:
+                found.append(f"a start at step {begun}, where checkpoints of {sorted(set(saved))} were complete")
+            saved = [step for step in saved if step <= begun]
+    return found

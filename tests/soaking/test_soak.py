@@ -104,6 +104,20 @@ def test_the_judge_sees_what_is_wrong(records: list[dict[str, Any]]) -> None:
     assert complaints(records, 4, EXPECTED) != []
 
 
+def saved(iteration: int) -> dict[str, Any]:
+    return {"event": "checkpoint", "iteration": iteration + 1, "path": f"x/iter_{iteration:07d}"}
+
+
+@pytest.mark.parametrize(("begun", "good"), [((3,), True), ((2,), True), ((1,), False), ((0,), False), ((2, 1), True)])
+def test_a_start_takes_up_the_newest_checkpoint_or_the_one_before(begun: tuple[int, ...], good: bool) -> None:
+    """The one before, where a file of the newest is damaged."""
+    records = [start(0), step(1), saved(1), step(2), saved(2), step(3), saved(3)]
+    for iteration in begun:
+        records += [start(iteration), *([step(iteration + 1)] if iteration != begun[-1] else [])]
+    records += map(step, range(begun[-1] + 1, 5))
+    assert (complaints(records, 4, EXPECTED) == []) == good
+
+
 def test_progress_is_read_as_it_comes(tmp_path: Path) -> None:
     progress = Progress(tmp_path / "metrics.jsonl")
     progress.read()
