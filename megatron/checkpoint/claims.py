@@ -112,7 +112,7 @@ class Claim:
             self.check()
 
     def _is_there(self, folder: Path) -> bool:
-        """Whether the workshop is there, and this start's: where somebody has removed it, another may have its number."""
+        """Whether the workshop is there, and this start's: where somebody removed it, another may have its number."""
         shop = workshop(folder, self.epoch)
         try:
             token = parse((shop / CLAIM).read_bytes())[1].token
