@@ -4,13 +4,13 @@
 # meets things: where we are, which Python, which nodes, how ranks find each other, the network, stopping, what then.
 #
 # What the environment may say, as in   SMALL=1 RUN=runs/try sbatch --nodes=3 slurm/train_175b.sh
-#   RUN             the run's folder, with its checkpoints (runs/, and the job's name)
+#   RUN             the run's folder, with its checkpoints (runs/, and the job's name; with SMALL and _small)
 #   SMALL=1         the same script with a tiny model on CPUs, STEPS (20) long, saved every SAVE_EVERY (5) steps
 #   DRY_RUN=1       print what would be started and start nothing; works without Slurm:   DRY_RUN=1 bash slurm/X.sh
 #   LAUNCHER        torchrun: an agent on each node starts its ranks, and starts them again; srun: a task for each rank
 #   NETWORK         infiniband, or ethernet: TCP over 100 GbE
 #   IFNAME          the network interface on which ranks meet, such as eth0 (the first that is up)
-#   VENV            a virtual environment that all nodes see (.venv, where there is one)
+#   VENV            a virtual environment that all nodes see (.venv, where there is one); none: what the nodes have
 #   CONTAINER       an image instead: FILE.sif for apptainer, anything else for pyxis/enroot; MOUNTS: SRC:DST,SRC:DST
 #   RANKS_PER_NODE  (its GPUs; with SMALL 4)
 #   SPARES          nodes of the job that wait until the device of another fails (0)
@@ -36,7 +36,7 @@ ATTEMPT=$JOB.${SLURM_RESTART_COUNT:-0} # a job that is queued again keeps its nu
 # What commands of Slurm call this job: to them, the number of the last task of an array means the whole array.
 SELF=$JOB
 [ -z "${SLURM_ARRAY_JOB_ID:-}" ] || SELF=${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID
-RUN=${RUN:-runs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}}
+RUN=${RUN:-runs/${SLURM_JOB_NAME:-$(basename "$0" .sh)}${SMALL:+_small}} # the large run must not find a tiny model there
 STATE=$RUN/slurm # what the job itself remembers, from start to start
 [ -n "$DRY_RUN" ] || [ "$JOB" != 0 ] ||
     refuse "$0 is a job for Slurm" "fix: sbatch $0 | DRY_RUN=1 bash $0, which prints what it would start"
@@ -53,10 +53,15 @@ fi
 mounts+=${MOUNTS:+,$MOUNTS}
 case ${CONTAINER:-} in
     '')
+        [ -z "${VENV:-}" ] || [ "$VENV" = none ] || [ -f "$VENV/bin/activate" ] ||
+            refuse "VENV=$VENV: there is no $VENV/bin/activate" "fix: python3 -m venv '$VENV' | VENV=none sbatch ..., for what the nodes have"
         VENV=${VENV:-$PWD/.venv}
         # shellcheck source=/dev/null
         [ ! -f "$VENV/bin/activate" ] || source "$VENV/bin/activate" ;;
-    *.sif) inside=(apptainer exec --nv --pwd "$PWD" --bind "$mounts" "$CONTAINER") ;;
+    *.sif)
+        [ -n "$DRY_RUN" ] || [ -f "$CONTAINER" ] || refuse "CONTAINER=$CONTAINER: there is no such file"
+        inside=(apptainer exec --nv --pwd "$PWD" --bind "$mounts" "$CONTAINER")
+        ;;
     *) pyxis=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD") ;;
 esac
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
@@ -68,6 +73,9 @@ ulimit -S -n hard -l hard
 
 SPARES=${SPARES:-0} MAX_RESTARTS=${MAX_RESTARTS:-3} MAX_STALLED=${MAX_STALLED:-3}
 BAD_NODE_HOURS=${BAD_NODE_HOURS:-24} STOP_SECONDS=${STOP_SECONDS:-240}
+for name in SPARES MIN_NODES RANKS_PER_NODE MAX_RESTARTS MAX_STALLED BAD_NODE_HOURS STOP_SECONDS; do
+    case ${!name:-0} in *[!0-9]*) refuse "$name=${!name}: this is a number" ;; esac
+done
 
 source slurm/nodes.sh
 
@@ -232,10 +240,11 @@ requeue() {
     trap '' TERM # Slurm ends this script as soon as the job is queued; only then it can be told what to exclude
     while :; do
         state=$(squeue --noheader --jobs="$SELF" --format=%T || true)
-        if [ "${state:-RUNNING}" != RUNNING ]; then
-            say "not queued again: Slurm is ending it ($state)"
-            exit 143
-        fi
+        case $state in
+            COMPLETING | CANCELLED | TIMEOUT | DEADLINE | PREEMPTED | NODE_FAIL | REQUEUED | PENDING)
+                say "not queued again: Slurm is ending it ($state)"
+                exit 143 ;;
+        esac
         say "queued again; newest checkpoint: $(newest_checkpoint)"
         scontrol requeue "$SELF" && break
         left=$((left - 1))

@@ -228,11 +228,20 @@ def header(options: argparse.Namespace, config: RunConfig, ranks: int) -> str:
 
 
 def for_slurm(options: argparse.Namespace, cluster: Cluster, run: Sequence[str]) -> str:
-    """A recipe as those in slurm/ are."""
+    """A recipe as those in slurm/ are.
+
+    Raises:
+        UserError: when a flag names a folder that the recipe takes from its environment.
+    """
+    for flag in run:
+        if flag.partition("=")[0] in ("--run-dir", "--save", "--stop-file"):
+            sentence = f"{flag}: the job keeps what it leaves in one folder, which RUN names when it is submitted"
+            raise UserError([Problem("E003", sentence, ("RUN=FOLDER sbatch mine.sh",))])
     asks = [f"--job-name={options.preset}"]
     asks += [f"--account={cluster.account}"] if cluster.account else []
     asks += [f"--partition={cluster.partition}"] if cluster.partition else []
-    asks.append(f"--nodes={options.nodes} --ntasks-per-node=1 --gpus-per-node={cluster.gpus_per_node} --exclusive")
+    asks.append(f"--nodes={options.nodes} --ntasks-per-node=1 --gpus-per-node={cluster.gpus_per_node}")
+    asks.append("--exclusive --mem=0")
     asks.append(f"--time={cluster.time} --signal=B:USR1@300 --requeue")
     asks.append("--output=slurm-%x-%j.out --open-mode=append")
     words = [f"#SBATCH {ask}" for ask in asks]

@@ -16,7 +16,7 @@ class Job:
         stubs.mkdir(parents=True)
         self._write(stubs / "python", "exit 0")  # --check-config finds nothing wrong
         self._write(stubs / "torchrun", "start=${SLURM_RESTART_COUNT:-0}", *torchrun)
-        here = {"SMALL": "1", "RUN": str(self.folder), "VENV": str(stubs), "PATH": f"{stubs}:{cluster.path}"}
+        here = {"SMALL": "1", "RUN": str(self.folder), "VENV": "none", "PATH": f"{stubs}:{cluster.path}"}
         self.number = cluster.sbatch(f"--nodes={nodes}", "slurm/train_175b.sh", environ=here | environ)
 
     @staticmethod
@@ -27,7 +27,7 @@ class Job:
     def starts(self) -> list[str]:
         """The nodes of every start, as the job remembers them."""
         lines = (self.folder / "slurm" / "starts").read_text().splitlines()
-        return [line.partition(" on ")[2] for line in lines]
+        return [line.partition(" on ")[2] for line in lines if " start " in line]
 
 
 FIRST_TASK_SAVES = 'if [ "$SLURM_PROCID.$start" = 0.0 ]; then mkdir -p "$RUN"/checkpoints/iter_0000007; fi'

@@ -63,8 +63,15 @@ def test_a_job_asks_slurm_for_what_the_cluster_needs(tmp_path: Path, capsys: pyt
     asked = [line.removeprefix("#SBATCH ") for line in script.splitlines() if line.startswith("#SBATCH")]
     words = " ".join(asked).split()
     assert {"--partition=gpu", "--account=lab", "--nodes=32", "--gpus-per-node=4", "--requeue"} <= {*words}
+    assert {"--exclusive", "--mem=0"} <= {*words}, "whole nodes: without --mem=0 Slurm grants its default"
     assert {"--time=12:00:00", "--signal=B:USR1@300", "--open-mode=append"} <= {*words}
     assert "export NETWORK=ethernet" in script
+
+
+def test_a_job_says_where_its_run_is_in_one_way(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = f"slurm --nodes 32 {LARGE} --save elsewhere --cluster {tmp_path / 'none'}"
+    assert launch.main(arguments.split()) == 2
+    assert "RUN=FOLDER sbatch mine.sh" in capsys.readouterr().err
 
 
 def test_a_job_is_a_recipe_of_the_library(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
