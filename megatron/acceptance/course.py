@@ -21,6 +21,10 @@ TRIES = 3
 """How often the layouts that are left are started again after one that failed."""
 VISIBLE_SECONDS = 300.0
 """How long a rank waits for the others' files: the first import of torch from a network file system takes minutes."""
+FABRIC_SHARE = 0.25
+"""Of what the InfiniBand ports of a node carry: with less between nodes, the traffic most likely takes another way."""
+BETWEEN = "between nodes"
+"""As benchmarks/bandwidth.py calls it."""
 CLOCKS_APART = 1.0
 """Seconds from which logs of several nodes are hard to read together."""
 
@@ -40,6 +44,7 @@ class Course:
         seed: of the moment at which it is.
         ranks: of the cluster, as far as they were heard of.
         per_node: of them, on every node.
+        fabric: what the InfiniBand ports of a node carry, 10^9 bytes a second; 0 for one node, or without.
         about: the cluster, in a line.
     """
 
@@ -53,6 +58,7 @@ class Course:
     seed: int
     ranks: int = 0
     per_node: int = 0
+    fabric: float = 0.0
     about: str = "nothing is known of the machines"
     parts: list[Part] = field(default_factory=list)
 
@@ -108,6 +114,7 @@ class Course:
         if not nodes:
             return
         self.ranks, self.per_node = nodes[0]["size"], max(Counter(facts["host"] for facts in told.values()).values())
+        self.fabric = min(map(machine.fabric_rate, nodes)) if len(nodes) > 1 else 0.0
         first = nodes[0]
         machine.have_gpus(part, nodes, self.device)
         self.device = "cuda" if self.device == "cuda" or first["gpus"] else "cpu"
@@ -168,12 +175,25 @@ class Course:
         part.facts |= told
         apart = told["clocks_apart"]
         part.add("clocks", apart < CLOCKS_APART, f"apart by {1000 * apart:.0f} ms at most", otherwise=WARNING)
+        if self.fabric and self.device == "cuda":
+            carried = carried_between(told["figures"], self.per_node)
+            sentence = f"{carried:.3g} of {self.fabric:.3g} GB/s that a node's InfiniBand ports carry at best"
+            part.add("fabric between nodes", carried >= FABRIC_SHARE * self.fabric, sentence, otherwise=WARNING)
         part.tables = bandwidth_tables(told["figures"])
 
     def _folder(self, name: str) -> Path:
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         return folder
+
+
+def carried_between(figures: Sequence[dict[str, Any]], per_node: int) -> float:
+    """10^9 bytes a second that leave a node, at the best of the measured figures.
+
+    Between nodes, as many groups as a node has ranks are at it at the same time; all ranks together are one ring.
+    """
+    between = [per_node * figure["bus"] for figure in figures if figure["where"] == BETWEEN]
+    return max(between or [figure["bus"] for figure in figures])
 
 
 def bandwidth_tables(figures: Sequence[dict[str, Any]]) -> dict[str, list[Sequence[str]]]:

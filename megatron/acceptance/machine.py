@@ -28,7 +28,10 @@ SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 """... and those that are nobody's business."""
 OF_SLURM = ("SLURM_JOB_ID", "SLURM_JOB_NUM_NODES", "SLURM_JOB_NODELIST", "SLURM_JOB_PARTITION", "SLURM_RESTART_COUNT")
 
-ALIKE = ("python", "torch", "cuda", "nccl", "driver", "kernel", "packages", "gpus", "infiniband", "kernels", "commit")
+ALIKE = (
+    *("python", "torch", "cuda", "nccl", "driver", "kernel", "packages", "gpus", "infiniband", "kernels", "commit"),
+    "environment",
+)
 """What should be the same on every node."""
 MUST_BE_ALIKE = ("python", "torch", "cuda", "nccl", "commit")
 """Without this, ranks may not even compute the same."""
@@ -157,6 +160,14 @@ def have_gpus(part: Part, nodes: Sequence[Mapping[str, Any]], device: str) -> No
         driver = f"driver {first['driver']}" if first["driver"] else "no driver"
         told = f"none found on {hosts}: torch {first['torch']} is {built}, and there is {driver} (or give --device cpu)"
         part.add("GPUs", False, told)
+
+
+def fabric_rate(facts: Mapping[str, Any]) -> float:
+    """What the InfiniBand ports of a node that are up carry, 10^9 bytes a second; 0 where NCCL must not use them."""
+    if facts["environment"].get("NCCL_IB_DISABLE", "0") not in ("", "0"):
+        return 0.0
+    up = [re.search(r" (\d+(?:\.\d+)?) Gb/sec", port) for port in facts["infiniband"] if port.endswith(" ACTIVE")]
+    return sum(float(found[1]) for found in up if found) / 8
 
 
 def _started(told: Mapping[int, object], silent: list[int]) -> str:

@@ -8,8 +8,9 @@ from unittest.mock import patch
 
 import pytest
 
+from benchmarks import bandwidth
 from megatron.acceptance import machine, matrix
-from megatron.acceptance.course import TRIES, Course
+from megatron.acceptance.course import BETWEEN, TRIES, Course
 from megatron.acceptance.launcher import Outcome
 from megatron.acceptance.layouts import layouts
 from megatron.acceptance.report import FAILED, OK, SKIPPED, WARNING, Report
@@ -46,7 +47,7 @@ class Pretended:
                 place = {"rank": rank, "size": self.ranks, "host": "n1", "local_rank": rank, "files": FILES}
                 (program[3] / f"machine.{rank}.json").write_text(json.dumps((FACTS if rank == 0 else {}) | place))
         if name == "bandwidth":
-            program[-1].write_text(json.dumps(BANDWIDTH))
+            Path(program[-1]).write_text(json.dumps(BANDWIDTH))
         return Outcome(self.act(name, program), 1.0, log)
 
 
@@ -138,6 +139,25 @@ def test_a_page_that_is_cut_short_does_not_look_like_a_good_one(tmp_path: Path) 
     report, _ = run(tmp_path, act, parts="bandwidth")
     assert pages[0].startswith("# Cluster acceptance: not over, bandwidth still to come\n")
     assert report.verdict == "passed, without layouts, interruption"
+
+
+@pytest.mark.parametrize(
+    ("bus", "verdict", "told"),
+    [(40.0, OK, "80 of 100 GB/s"), (0.6, WARNING, "1.2 of 100 GB/s")],
+)
+def test_nodes_that_do_not_use_their_fabric(tmp_path: Path, bus: float, verdict: str, told: str) -> None:
+    figures = [FIGURES[0] | {"where": where, "bus": b} for where, b in ((BETWEEN, bus), ("within a node", 300.0))]
+
+    def act(name: str, program: Sequence[Any]) -> int:
+        (tmp_path / "bandwidth.json").write_text(json.dumps(BANDWIDTH | {"figures": figures}))
+        return 0
+
+    course = Course(Pretended(tmp_path, 4, act), tmp_path, "cuda", 60.0, ["fp32"], None, 10, 1)  # type: ignore[arg-type]
+    course.ranks, course.per_node, course.fabric = 4, 2, 100.0
+    with patch.object(course, "machine", lambda part: None):
+        (check,) = [c for c in course.run(["bandwidth"], "").parts[1].checks if c.what == "fabric between nodes"]
+    assert (check.verdict, check.told) == (verdict, f"{told} that a node's InfiniBand ports carry at best")
+    assert BETWEEN == bandwidth.BETWEEN
 
 
 def test_gpus_that_are_asked_for_and_not_found_fail(tmp_path: Path) -> None:

@@ -38,7 +38,9 @@ def test_nodes_that_are_alike(tmp_path: Path, facts: dict[str, Any]) -> None:
     assert [entry["rank"] for entry in part.facts["ranks"]] == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("name", "verdict"), [("torch", FAILED), ("nccl", FAILED), ("driver", WARNING)])
+@pytest.mark.parametrize(
+    ("name", "verdict"), [("torch", FAILED), ("nccl", FAILED), ("driver", WARNING), ("environment", WARNING)]
+)
 def test_a_node_that_differs_is_named(tmp_path: Path, facts: dict[str, Any], name: str, verdict: str) -> None:
     def change(rank: int, told: dict[str, Any]) -> dict[str, Any]:
         return told.update({name: "1.2.3"} if rank == 2 else {}) or told
@@ -47,6 +49,20 @@ def test_a_node_that_differs_is_named(tmp_path: Path, facts: dict[str, Any], nam
     (check,) = [check for check in part.checks if check.verdict != OK]
     assert (check.what, check.verdict) == (f"{name} the same on all nodes", verdict)
     assert 'n1: "1.2.3"' in check.told
+
+
+@pytest.mark.parametrize(
+    ("ports", "environment", "rate"),
+    [
+        ([], {}, 0.0),
+        (["mlx5_0:1 400 Gb/sec (4X NDR) ACTIVE", "mlx5_1:1 400 Gb/sec (4X NDR) ACTIVE"], {}, 100.0),
+        (["mlx5_0:1 400 Gb/sec (4X NDR) ACTIVE", "mlx5_1:1 10 Gb/sec (4X SDR) DOWN"], {}, 50.0),
+        (["mlx5_0:1 2.5 Gb/sec (1X SDR) ACTIVE", "odd:1  ACTIVE"], {"NCCL_IB_DISABLE": "0"}, 0.3125),
+        (["mlx5_0:1 400 Gb/sec (4X NDR) ACTIVE"], {"NCCL_IB_DISABLE": "1"}, 0.0),
+    ],
+)
+def test_what_a_fabric_carries(ports: list[str], environment: dict[str, str], rate: float) -> None:
+    assert machine.fabric_rate({"infiniband": ports, "environment": environment}) == rate
 
 
 @pytest.mark.parametrize(
