@@ -44,7 +44,7 @@ first=${SLURM_ARRAY_TASK_MIN:-0} step=${SLURM_ARRAY_TASK_STEP:-1} count=${SLURM_
 if [ "${SLURM_ARRAY_TASK_ID:-$first}" = "$first" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && [ -z "$DRY_RUN" ]; then
     merge=(sbatch --array=0 --job-name=merge --dependency="afterok:${SLURM_ARRAY_JOB_ID:-$JOB}" --kill-on-invalid-dep=yes)
     merge+=(--partition="$SLURM_JOB_PARTITION" ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"})
-    MERGE=1 "${merge[@]}" slurm/preprocess_array.sh || say "after all tasks:   MERGE=1 sbatch --array=0 slurm/preprocess_array.sh"
+    MERGE=1 RUN=$RUN "${merge[@]}" slurm/preprocess_array.sh || say "after all tasks:   MERGE=1 sbatch --array=0 slurm/preprocess_array.sh"
 fi
 
 missing=0

@@ -66,6 +66,12 @@ def test_small_is_the_same_with_a_tiny_model(recipe: str, launcher: str) -> None
     assert config.checkpoint.async_save == large.checkpoint.async_save
 
 
+def test_a_small_run_is_not_in_the_folder_of_the_large_one() -> None:
+    """Else the large one, started next, would find the tiny model's checkpoints, and be refused."""
+    for folder, environ in (("train_175b", {}), ("train_175b_small", {"SMALL": "1"})):
+        assert f"--save runs/{folder}/checkpoints" in " ".join(Started.by("train_175b", **environ).words)
+
+
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_the_header_is_true(recipe: str) -> None:
     started, mfu = Started.by(recipe), recipes.planned_mfu(recipe)
@@ -171,6 +177,10 @@ def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
         ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: there are torchrun and srun"),
         ({"NETWORK": "roce"}, "NETWORK=roce: there are infiniband and ethernet"),
         ({"SPARES": "128"}, "SPARES=128 leaves no node to run on"),
+        ({"SPARES": "two"}, "SPARES=two: this is a number"),
+        ({"MIN_NODES": "-1"}, "MIN_NODES=-1: this is a number"),
+        ({"VENV": "absent"}, "VENV=absent: there is no absent/bin/activate"),
+        ({"CONTAINER": "absent.sif", "DRY_RUN": "", "SLURM_JOB_ID": "7"}, "CONTAINER=absent.sif: there is no such file"),
         ({"DRY_RUN": ""}, "fix: sbatch slurm/train_175b.sh"),
     ],
 )
