@@ -180,7 +180,10 @@ def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
         ({"SPARES": "two"}, "SPARES=two: this is a number"),
         ({"MIN_NODES": "-1"}, "MIN_NODES=-1: this is a number"),
         ({"VENV": "absent"}, "VENV=absent: there is no absent/bin/activate"),
-        ({"CONTAINER": "absent.sif", "DRY_RUN": "", "SLURM_JOB_ID": "7"}, "CONTAINER=absent.sif: there is no such file"),
+        (
+            {"CONTAINER": "absent.sif", "DRY_RUN": "", "SLURM_JOB_ID": "7"},
+            "CONTAINER=absent.sif: there is no such file",
+        ),
         ({"DRY_RUN": ""}, "fix: sbatch slurm/train_175b.sh"),
     ],
 )
