@@ -12,9 +12,12 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint.publish import BUILDING, GONE, OLD, WORKSHOP, is_complete, settle
+from megatron.checkpoint.publish import BUILDING, GONE, OLD, WORKSHOP, is_complete, is_cut_off, settle
 
 PREFIX = ".epoch-"
+
+REST = "rest"
+"""Folder in a workshop that is about to go, for what is removed with it."""
 
 BESIDE = re.compile(rf"iter_\d+({re.escape(BUILDING)}|{re.escape(OLD)})?({re.escape(GONE)})?")
 """Names of checkpoints, and of what lies beside them where nothing was held."""
@@ -83,10 +86,23 @@ def _finish(folder: Path, shop: Path) -> Iterator[str]:
     for _, older in workshops(shop):
         yield from _finish(folder, older)
         yield from _seen(older)
+        _out_of_the_way(older)
         for name in sorted({path.name.partition(".")[0] for path in older.glob("iter_*")}):
             settle(folder / name, older)
         with suppress(OSError):  # files that a process still has open may hold it up; it is out of the way
             shutil.rmtree(older)
+
+
+def _out_of_the_way(shop: Path) -> None:
+    """Put what is no checkpoint where nobody looks for one: removing it may fail.
+
+    A process that hangs may have a file there open. NFS, on the same machine, keeps that, and so its folder.
+    """
+    rest = [path for path in shop.glob("iter_*") if path.suffix == GONE or is_cut_off(path)]
+    if rest:
+        (shop / REST).mkdir(exist_ok=True)
+    for path in rest:
+        os.rename(path, shop / REST / path.name)
 
 
 def _seen(shop: Path) -> Iterator[str]:

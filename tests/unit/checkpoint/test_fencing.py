@@ -308,6 +308,31 @@ def test_a_lock_that_a_lost_machine_still_has_is_told_of(tmp_path: Path, monkeyp
             pass
 
 
+def test_a_file_that_a_hanging_process_has_open_refuses_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On NFS: what is removed while a process of the same machine has it open stays under another name until then."""
+    real = os.unlink
+
+    def unlink(path: Any, *, dir_fd: int | None = None) -> None:
+        if Path(path).name == "open":
+            os.rename(path, ".nfs1", src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        elif Path(path).name != ".nfs1":
+            real(path, dir_fd=dir_fd)
+
+    with hold(tmp_path, start=OLD) as old:
+        save_as(old, 1, 1)
+        for name in ("iter_0000002.tmp", "iter_0000003.tmp.gone"):
+            (tmp_path / ".epoch-1" / name).mkdir()
+            (tmp_path / ".epoch-1" / name / "open").touch()
+        (tmp_path / "iter_0000001").rename(tmp_path / ".epoch-1/iter_0000001.tmp")
+        monkeypatch.setattr(os, "unlink", unlink)
+        for restart in (1, 2):
+            with hold(tmp_path, start=Start(job="17", restart=restart)) as new:
+                assert new_start(new, saves=restart == 2)[-1] == 1
+        monkeypatch.setattr(os, "unlink", real)
+    with hold(tmp_path):
+        assert [path.name for path in tmp_path.glob(".epoch*/*")] == ["claim.json"]
+
+
 def test_one_that_is_too_late_to_begin_is_refused(tmp_path: Path) -> None:
     with hold(tmp_path, start=NEW), pytest.raises(CheckpointError, match="in use by a later start of this job"):
         ExitStack().enter_context(hold(tmp_path, start=OLD))
