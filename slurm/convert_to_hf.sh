@@ -11,4 +11,6 @@
 #SBATCH --output=slurm-%x-%j.out
 
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
+[ -n "$DRY_RUN" ] || [ -d "$RUN/checkpoints" ] ||
+    refuse "$RUN is no run's folder: it has no checkpoints" "fix: RUN=runs/mine sbatch slurm/convert_to_hf.sh"
 alone tools/convert_checkpoint.py --load "$RUN/checkpoints" --save-hf "${OUT:-$RUN/hf}" "$@"

@@ -62,7 +62,12 @@ case ${CONTAINER:-} in
         [ -n "$DRY_RUN" ] || [ -f "$CONTAINER" ] || refuse "CONTAINER=$CONTAINER: there is no such file"
         inside=(apptainer exec --nv --pwd "$PWD" --bind "$mounts" "$CONTAINER")
         ;;
-    *) pyxis=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD") ;;
+    *)
+        [ -n "$DRY_RUN" ] || [[ $(srun --help 2>&1) == *--container-image* ]] ||
+            refuse "CONTAINER=$CONTAINER: this srun has no --container-image, for which pyxis has to be installed" \
+                "fix: apptainer pull image.sif 'docker://${CONTAINER/\#//}', then CONTAINER=image.sif sbatch ..."
+        pyxis=(--container-image="$CONTAINER" --container-mounts="$mounts" --container-workdir="$PWD")
+        ;;
 esac
 export PYTHONPATH=$PWD${PYTHONPATH:+:$PYTHONPATH}
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # the ranks of a node share its cores

@@ -194,6 +194,13 @@ def test_mistakes_are_told(environ: dict[str, str], sentence: str) -> None:
     assert sentence in failed.value.stderr
 
 
+@pytest.mark.parametrize("recipe", ["evaluate", "convert_to_hf"])
+def test_what_follows_a_run_asks_for_its_folder(recipe: str, tmp_path: Path) -> None:
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        Started.by(recipe, DRY_RUN="", SLURM_JOB_ID="7", RUN=str(tmp_path))
+    assert f"fix: RUN=runs/mine sbatch slurm/{recipe}.sh" in failed.value.stderr
+
+
 def test_from_elsewhere_a_sentence_says_where_to_submit(tmp_path: Path) -> None:
     script = ROOT / "slurm" / "train_175b.sh"
     done = subprocess.run(["bash", script], cwd=tmp_path, capture_output=True, text=True)
