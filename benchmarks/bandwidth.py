@@ -7,6 +7,9 @@ The operations are those of ``megatron/parallel/comm.py``, with the backend that
 the bus bandwidth of NVIDIA's nccl-tests (doc/PERFORMANCE.md there): bytes of the buffer over seconds, times what of it
 the slowest link carries, so that it can be held against the hardware's whatever the number of ranks. A wrong result of
 an operation is told, and ends the program with 1.
+
+Between two ranks, what one sends and what it receives go through the same communicator of NCCL, one after the other:
+there, send/receive shows half of what nccl-tests' sendrecv does.
 """
 
 from __future__ import annotations

@@ -205,5 +205,6 @@ def bandwidth_tables(figures: Sequence[dict[str, Any]]) -> dict[str, list[Sequen
         by = {(figure["operation"], figure["megabytes"]): f"{figure['bus']:.3g}" for figure in here}
         rows: list[Sequence[str]] = [("", *(f"{size:g} MB" for size in sizes))]
         rows += [(name, *(by[name, size] for size in sizes)) for name in dict.fromkeys(f["operation"] for f in here)]
-        tables[f"Bus bandwidth (nccl-tests), GB/s, {where}, groups of {here[0]['ranks']}"] = rows
+        ways = " (send/receive: one way after the other)" if here[0]["ranks"] == 2 else ""
+        tables[f"Bus bandwidth (nccl-tests), GB/s, {where}, groups of {here[0]['ranks']}{ways}"] = rows
     return tables

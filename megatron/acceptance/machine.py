@@ -22,7 +22,9 @@ from megatron.config.run import ComputeConfig
 from megatron.kernels.registry import choose
 from megatron.training.run_folder import environment, git_state
 
-SHOWN = re.compile(r"(NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|SLURM)_\w+|TORCH_DISABLE_SHARE_RDZV_TCP_STORE")
+SHOWN = re.compile(
+    r"(NCCL|TORCH_NCCL|GLOO|UCX|FI|OMP|CUDA|CUBLAS|SLURM)_\w+|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|\w+_TF32_\w*OVERRIDE"
+)
 """Variables of the environment that matter ..."""
 SECRET = re.compile(r"KEY|TOKEN|SECRET|PASS|CREDENTIAL", re.IGNORECASE)
 """... and those that are nobody's business."""

@@ -70,6 +70,7 @@ def trace_chosen(folder: Path, dtype: str, device: str, numbers: str, per_node: 
 
 def trace(folder: Path, dtype: str, device: str, cases: Sequence[LayoutCase], rank: int, ranks: int) -> None:
     """One rank: compute the twins alone, then the layouts together with the others, and note each in ``folder``."""
+    torch.set_float32_matmul_precision("highest")  # NVIDIA's images have TF32 as the default: 10 bits for fp32
     for case in cases:
         path, flags = folder / f"alone.{MODELS[case.experts]}.{dtype}.{rank}.pt", batch(ranks)
         config = configuration(f"{flags} {case.flags}", case.experts, dtype, device, rank, ranks)

@@ -136,7 +136,7 @@ def test_as_a_person_runs_it(tmp_path: Path) -> None:
         ("bandwidth", "ok"),
     ]
     assert "| DP2, ZeRO-1 | ok |" in page
-    assert "Bus bandwidth (nccl-tests), GB/s, all ranks, groups of 2:" in page
+    assert "Bus bandwidth (nccl-tests), GB/s, all ranks, groups of 2 (send/receive" in page
 
 
 def test_a_launcher_that_starts_nothing(tmp_path: Path) -> None:

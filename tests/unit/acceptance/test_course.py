@@ -207,7 +207,8 @@ def test_bandwidths_and_clocks(tmp_path: Path, apart: float, verdict: str) -> No
     assert part.verdict == verdict
     assert f"apart by {1000 * apart:.0f} ms" in part.checks[1].told
     titles = [*part.tables]
-    assert titles[1] == "Bus bandwidth (nccl-tests), GB/s, within a node, groups of 2"
+    within = "Bus bandwidth (nccl-tests), GB/s, within a node, groups of 2 (send/receive: one way after the other)"
+    assert titles[1] == within
     assert part.tables[titles[0]] == [
         ("", "1 MB", "4 MB"),
         ("all-reduce", "12.3", "12.3"),

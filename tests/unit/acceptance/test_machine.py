@@ -97,6 +97,7 @@ def test_no_rank_at_all(tmp_path: Path) -> None:
 
 def test_variables_are_shown_and_secrets_are_not() -> None:
     good = {"NCCL_DEBUG": "WARN", "OMP_NUM_THREADS": "1", "SLURM_JOB_ID": "7", "TORCH_NCCL_BLOCKING_WAIT": "1"}
+    good |= {"NVIDIA_TF32_OVERRIDE": "1", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE": "1"}
     hidden = {"NCCL_SECRET": "x", "UCX_API_KEY": "x", "WANDB_API_KEY": "x", "AWS_PROFILE": "x", "SLURM_CONF": "x"}
     assert machine.shown({**hidden, **good, "XNCCL_A": "x"}) == good
 
