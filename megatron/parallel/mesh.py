@@ -388,6 +388,10 @@ def has_joined() -> bool:
     return dist.is_initialized()
 
 
+GLOO = "gloo/transport", "timeout caused pair closure"
+"""What is said by gloo, which raises a plain RuntimeError: of its own wait, and of one that was ended by another."""
+
+
 def is_lost_contact(error: BaseException) -> bool:
     """Whether an error is how torch.distributed tells that a rank is gone or does not answer."""
-    return isinstance(error, dist.DistError) or "gloo/transport" in str(error)  # gloo raises a plain RuntimeError
+    return isinstance(error, dist.DistError) or any(words in str(error) for words in GLOO)

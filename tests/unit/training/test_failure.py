@@ -20,6 +20,7 @@ LOST = {
     "[x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv operation to complete": (
         "Timed out waiting 1800000ms for recv operation to complete"
     ),
+    "Application timeout caused pair closure": "Application timeout caused pair closure",
 }
 
 
