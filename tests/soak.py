@@ -23,6 +23,7 @@ from pathlib import Path
 
 from tests.slurm import cluster as slurm
 from tests.slurm.cluster import Cluster
+from tests.soaking.here import start_no_more
 from tests.soaking.machine import end
 from tests.soaking.report import line, report
 from tests.soaking.strikes import HERE, ON_SLURM
@@ -72,6 +73,7 @@ def places(jobs: int, with_slurm: bool) -> Iterator[tuple[Path, Cluster | None]]
     """A folder for runs, and a cluster where it is wanted; no process is left in the end, whatever ends it."""
 
     def leave(number: int, frame: object) -> None:
+        start_no_more()
         end(str(folder))
         if cluster is not None:
             cluster.down()

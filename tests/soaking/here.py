@@ -26,6 +26,15 @@ GRACE_SECONDS = 15.0
 
 STARTS_WITHOUT_PROGRESS = 10
 
+STARTING, NO_MORE = threading.Lock(), threading.Event()
+"""Held while agents are started; set when none may be started any more."""
+
+
+def start_no_more() -> None:
+    """From now on nothing is started again, by no job: who ends processes then has ended all."""
+    with STARTING:
+        NO_MORE.set()
+
 
 class HereJob(Job):
     """A thread starts the agents, and starts them again."""
@@ -66,8 +75,11 @@ class HereJob(Job):
         """Start the agents again until the run has finished, or gets nowhere."""
         idle, reached = 0, -1
         while not self._given_up.is_set() and not self.is_finished():
-            self._attempt += 1
-            self._agents = [self._agent() for _ in range(self.setup.nodes)]
+            with STARTING:
+                if NO_MORE.is_set():
+                    return
+                self._attempt += 1
+                self._agents = [self._agent() for _ in range(self.setup.nodes)]
             self._attend()
             newest = max((int(path.name[5:12]) for path in self.checkpoints.glob("iter_*")), default=0)
             idle, reached = (0, newest) if newest > reached else (idle + 1, reached)

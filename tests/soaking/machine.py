@@ -5,12 +5,15 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "SOAK_RUN"
+PASSES = 50
+"""Over all processes, after which one that cannot be killed (it waits for a disk) is left."""
 
 
 @dataclass(frozen=True)
@@ -69,9 +72,13 @@ def marked(mark: str) -> Iterator[Process]:
 
 
 def end(mark: str) -> None:
-    """Kill them all."""
-    for process in marked(mark):
-        process.send(signal.SIGKILL)
+    """Kill them all, and what they have started meanwhile."""
+    for _ in range(PASSES):
+        if not (found := [*marked(mark)]):
+            return
+        for process in found:
+            process.send(signal.SIGKILL)
+        time.sleep(0.1)
 
 
 RANK = re.compile(r"\S*python\S* (-u )?(-m tests\.soaking\.rank|\S*pretrain_gpt\.py) (?!.*--check-config)")

@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,16 @@ def test_the_report() -> None:
     assert re.search(r"^x +2 +2 +2\.0 +3\.0 +65\.0 +120\.0$", text, re.MULTILINE)
     assert re.search(r"^y +2 +0 +29\.0 +29\.0 +20\.0 +20\.0$", text, re.MULTILINE)
     assert "lost" in text
+
+
+@pytest.mark.slow
+def test_a_soak_that_is_ended_leaves_no_process(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "tests.soak", "--setups", "8", "--jobs", "1", "--output", str(tmp_path / "found")]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(command, cwd=ROOT, env=environment) as soaking:
+        while not list(machine.marked(str(tmp_path))):
+            assert soaking.poll() is None
+            time.sleep(0.1)
+        soaking.terminate()
+    time.sleep(1.0)
+    assert list(machine.marked(str(tmp_path))) == []
