@@ -33,19 +33,21 @@ SHARE_OF_STATE = 0.5
 """Of a GPU's memory that the state of a chosen layout may take; the rest is for activations and what lives shortly."""
 
 
+MEANING = {
+    "partition": "of Slurm, empty for its default",
+    "account": "of Slurm, empty where there are none",
+    "time": "limit of a job, as Slurm writes it",
+    "container": "image for pyxis, FILE.sif for apptainer, empty for .venv",
+    "network": "infiniband or ethernet",
+    "gpus_per_node": "which is also the ranks of a node",
+    "gpu_memory_gb": "of each GPU",
+}
+NETWORKS = ("infiniband", "ethernet")
+
+
 @dataclass(frozen=True)
 class Cluster:
-    """What is the same for all runs on a cluster; empty where it need not be said.
-
-    Attributes:
-        partition: of Slurm.
-        account: who pays.
-        time: limit of a job.
-        container: an image that pyxis or apptainer runs; empty for the virtual environment ``.venv``.
-        network: ``infiniband`` or ``ethernet``.
-        gpus_per_node: of every node.
-        gpu_memory_gb: of each of them, in 2^30 bytes.
-    """
+    """What is the same for all runs on a cluster, as ``MEANING`` explains it; empty where it need not be said."""
 
     partition: str = ""
     account: str = ""
@@ -84,8 +86,10 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--hosts", default="", help="for ssh: their names, NAME,NAME; the first is the head")
     parser.add_argument("--cluster", type=Path, default=default_file(), help="its file (%(default)s)")
     for field in fields(Cluster):
-        kind = type(field.default)
-        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, help=f"of the cluster ({field.default!r})")
+        kind, choices = type(field.default), NETWORKS if field.name == "network" else None
+        shown_default = f" ({field.default})" if field.default else ""
+        words = f"{MEANING[field.name]}{shown_default}"
+        parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, choices=choices, help=words)
     options, flags = parser.parse_known_args(argv)
     if options.where == "local":
         options.nodes = 1
@@ -145,19 +149,20 @@ def asked(cluster: Cluster, said: Mapping[str, object]) -> Cluster:
         if field.name in said:
             continue
         default = getattr(cluster, field.name)
-        if answer := ask(f"{field.name.replace('_', ' ')} [{default}]: ", isinstance(default, int)):
+        question = f"{field.name.replace('_', ' ')} ({MEANING[field.name]}) [{default}]: "
+        if answer := ask(question, isinstance(default, int), NETWORKS if field.name == "network" else ()):
             cluster = replace(cluster, **{field.name: type(default)(answer)})
     return cluster
 
 
-def ask(question: str, number: bool) -> str:
-    """What a person answers, once it is a number where it has to be."""
+def ask(question: str, number: bool, choices: Sequence[str]) -> str:
+    """What a person answers, once it is a number where it has to be, or one of the choices where there are some."""
     while True:
         print(question, end="", file=sys.stderr, flush=True)
         answer = sys.stdin.readline().strip()
-        if not answer or not number or answer.isdecimal():
+        if not answer or (answer.isdecimal() if number else not choices or answer in choices):
             return answer
-        print(f"{answer} is no number", file=sys.stderr)
+        print(f"{answer} is no number" if number else f"there are {' and '.join(choices)}", file=sys.stderr)
 
 
 def flags_of(options: argparse.Namespace, flags: Sequence[str]) -> list[str]:

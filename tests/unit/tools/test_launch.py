@@ -129,7 +129,7 @@ def test_a_cluster_is_asked_for_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "made" / "cluster.json"
-    monkeypatch.setattr("sys.stdin", Terminal("lab\n\n\nethernet\nmany\n4\n\n"))
+    monkeypatch.setattr("sys.stdin", Terminal("lab\n\n\nib\nethernet\nmany\n4\n\n"))
     first = written(capsys, path, f"slurm --nodes 16 {LARGE} --partition gpu")
     kept = json.loads(path.read_text())
     assert (kept["partition"], kept["account"], kept["network"], kept["gpus_per_node"]) == ("gpu", "lab", "ethernet", 4)
@@ -137,6 +137,12 @@ def test_a_cluster_is_asked_for_once(
     monkeypatch.setattr("sys.stdin", Terminal(""))
     assert written(capsys, path, f"slurm --nodes 16 {LARGE}") == first
     assert "--partition=other" in written(capsys, path, f"slurm --nodes 16 {LARGE} --partition other")
+
+
+def test_a_network_that_no_recipe_knows(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        launch.main(["slurm", *LARGE.split(), "--network", "ib"])
+    assert "choose from" in capsys.readouterr().err
 
 
 def test_a_file_that_describes_no_cluster(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
