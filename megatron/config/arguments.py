@@ -28,7 +28,7 @@ from megatron.config.checks import (
 )
 from megatron.config.compare import compare
 from megatron.config.foreign import assumptions, habits, judge
-from megatron.config.launch import Launch
+from megatron.config.launch import Launch, restart_remarks
 from megatron.config.parser import Given, read
 from megatron.config.presets import PRESETS
 from megatron.config.problems import Problem, UserError, did_you_mean
@@ -130,7 +130,7 @@ def parse(
     notes += assumptions(reading.spellings, said)
     notes += [*batch.remarks(config, world_size), *data.remarks(config), *checkpoint.remarks(config)]
     notes += [*profiling.remarks(config, world_size), *graphs.remarks(config), *pipeline.remarks(config, world_size)]
-    notes += [*experts.remarks(config), *sharding.remarks(config, world_size)]
+    notes += [*experts.remarks(config), *sharding.remarks(config, world_size), *restart_remarks(environ)]
     asked = lay_over(layer.values for layer in (*files, flags, assignments))
     notes += map(in_flags, idle.remarks(config, asked))
     notes += optimizer.unseen(config) if checking and fake_rank is None else ()

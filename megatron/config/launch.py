@@ -76,6 +76,16 @@ class Start:
         return ", ".join(words)
 
 
+def restart_remarks(environ: Mapping[str, str]) -> list[str]:
+    """That torchrun's restarts may fail: ranks of every start meet in the agents' store, among keys of the dead."""
+    if not _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0) or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return []
+    return [
+        "--max-restarts: ranks that start again would look for those that are dead, and fail; before torchrun: "
+        "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    ]
+
+
 @dataclass(frozen=True)
 class Launch:
     """This process among those that were started together; by itself, a process that was started plainly.

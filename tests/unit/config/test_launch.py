@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 
+from megatron.config.arguments import parse
 from megatron.config.launch import Launch, Start, leave
 
 TORCHRUN = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "MASTER_ADDR": "head"}
@@ -152,3 +153,12 @@ leave(0)
 def test_a_thread_that_comes_back_from_torch_does_not_abort_a_run_that_is_done() -> None:
     """As ``sys.exit`` lets it: with -6, and "terminate called without an active exception"."""
     assert subprocess.run([sys.executable, "-c", COMES_BACK], stderr=subprocess.DEVNULL, timeout=60).returncode == 0
+
+
+def test_restarts_that_would_meet_the_dead_are_told_of() -> None:
+    """torch 2.13 shares the store of torchrun's agents with the ranks of every start, unless it is told not to."""
+    said = {"TORCHELASTIC_MAX_RESTARTS": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    flags = ["--preset", "tiny-llama", "--mock-data", "--vocab-size", "512", "--train-iters", "4"]
+    assert any("TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in note for note in parse(flags, said).notes)
+    for name, other in (("TORCHELASTIC_MAX_RESTARTS", "0"), ("TORCHELASTIC_USE_AGENT_STORE", "False")):
+        assert parse(flags, said | {name: other}).notes == parse(flags, {}).notes
