@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import shutil
 import threading
@@ -167,11 +168,13 @@ class Trials:
         return trial
 
     def _disturb(self, trial: Trial, job: Job, chance: random.Random) -> None:
-        """Have something happen at some steps, each time after the run has recovered."""
-        for step in sorted(chance.sample(range(FIRST, LAST), self._most)):
+        """Have something happen at some steps, of as many kinds as there are, each time after the run has recovered."""
+        kinds = self._kinds_for(job.setup)
+        drawn = chance.sample(kinds * math.ceil(self._most / len(kinds)), self._most)
+        for step, kind in zip(sorted(chance.sample(range(FIRST, LAST), self._most)), drawn):
             if not job.until(lambda step=step: job.progress.step >= step):
                 return
-            kind, mark = chance.choice(self._kinds_for(job.setup)), job.mark()
+            mark = job.mark()
             strike = TABLES[job.setup.where][kind](job, chance)
             if strike is None:
                 continue
