@@ -144,6 +144,22 @@ class Claims:
             self.save.check()
 
 
+def shop_of(claim: Claim | None) -> Path | None:
+    """The workshop that a claim gives; None without one, and in an object store."""
+    return claim.shop if claim is not None else None
+
+
+def blame(claim: Claim | None) -> None:
+    """As :meth:`Claim.check`, after something has failed, perhaps because of that; a disk that does not say is none.
+
+    Raises:
+        SupersededError: when a later start has the folder.
+    """
+    if claim is not None:
+        with suppress(OSError):
+            claim.check()
+
+
 def put(claim: Claim, folder: Path) -> int | None:
     """Make the workshop of a start, with its claim inside; the open file of that, or None when another was faster.
 

@@ -17,7 +17,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.claims import Claim
+from megatron.checkpoint.claims import Claim, shop_of
 from megatron.checkpoint.files import NewFile
 from megatron.checkpoint.local import Nodes
 from megatron.parallel import comm
@@ -53,7 +53,7 @@ class Tier:
     @property
     def shop(self) -> Path | None:
         """The workshop of the node's folder, where somebody holds that."""
-        return self.claim.shop if self.claim is not None else None
+        return shop_of(self.claim)
 
     @property
     def rank(self) -> int:

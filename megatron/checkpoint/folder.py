@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from megatron.checkpoint import attempts
-from megatron.checkpoint.claims import Claim
+from megatron.checkpoint.claims import Claim, shop_of
 from megatron.checkpoint.errors import CheckpointError, DamagedError, within
 from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest
 from megatron.checkpoint.publish import BUILDING, OLD, is_complete, remove, settle
@@ -166,7 +166,7 @@ class Checkpoints:
             OSError: when the disk refuses, or the workshop is gone.
             SupersededError: when an object store says that a later start has the folder.
         """
-        shop = claim.shop if claim is not None else None
+        shop = shop_of(claim)
         for path in self.leftovers:
             if isinstance(path, RemotePath):
                 self._remove(path, claim)
@@ -190,7 +190,7 @@ class Checkpoints:
         """Remove a checkpoint or a leftover; in a store only just after it has said that the folder is still ours."""
         if isinstance(path, RemotePath) and claim is not None:
             claim.check()
-        remove(path, claim.shop if claim is not None else None)
+        remove(path, shop_of(claim))
 
     def _is_valid(self, path: Location) -> bool:
         try:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
 
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
+from megatron.checkpoint.claims import blame
 from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.exchange import Parcel, Tier, exchange, together
 from megatron.checkpoint.files import in_words, is_full, sync_folder, write_file
@@ -70,7 +70,7 @@ def keep_only(tier: Tier, iteration: int) -> str | None:
     try:
         together(lambda: _remove_others(tier, iteration) if tier.leads else None, tier.group)
     except OSError as error:
-        _check(tier)
+        blame(tier.claim)
         return f"older local checkpoints are not deleted: {error}"
     return None
 
@@ -162,13 +162,6 @@ def _telling(action: Callable[[], T], final: Path, tier: Tier) -> T:
     try:
         return action()
     except OSError as error:
-        _check(tier)
+        blame(tier.claim)
         sentence = f"{error.filename or final}: {in_words(error)} (rank {tier.rank}); no local checkpoint was written"
         raise StorageError(sentence, *(FULL if is_full(error) else FULL[1:])) from error
-
-
-def _check(tier: Tier) -> None:
-    """After a disk has refused: whether that is because a later start has the folder."""
-    if tier.claim is not None:
-        with suppress(OSError):
-            tier.claim.check()

@@ -46,11 +46,11 @@ import fcntl
 import os
 import socket
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
-from megatron.checkpoint.claims import CLAIM, Claim, Holder, lock, newest, put, stored
+from megatron.checkpoint.claims import CLAIM, Claim, Holder, blame, lock, newest, put, stored
 from megatron.checkpoint.errors import CheckpointError, StorageError
 from megatron.checkpoint.files import elsewhere, make_folder
 from megatron.checkpoint.folder import Checkpoints
@@ -137,8 +137,7 @@ def _take_over(claim: Claim, folder: Path, flag: str) -> list[str]:
         try:
             return take_over(folder, claim.epoch)
         finally:
-            with suppress(OSError):
-                claim.check()
+            blame(claim)
     except OSError as error:
         raise _refused(error, folder, flag) from error
 

@@ -30,8 +30,9 @@ from megatron.checkpoint.remote import Location, RemotePath
 
 BUILDING, OLD, GONE = ".tmp", ".replaced", ".gone"
 
-WORKSHOP = re.compile(r"\.epoch-(\d+)")
-"""The name of a start's workshop, with the number of the start."""
+PREFIX = ".epoch-"
+WORKSHOP = re.compile(rf"{re.escape(PREFIX)}\d+")
+"""The name of a start's workshop: the prefix and the number of the start."""
 
 
 def building(final: Path, shop: Path | None = None) -> Path:
@@ -169,7 +170,7 @@ def remove(path: Location, shop: Path | None = None) -> None:
 
 
 def _going(path: Path, shop: Path | None) -> Path:
-    """What is called so while it is removed."""
+    """Where a folder or a link is while it is deleted."""
     return (shop or path.parent) / (path.name + GONE)
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,7 +21,7 @@ from torch.futures import Future
 
 from megatron.checkpoint import attempts
 from megatron.checkpoint.boxes import cut, folding, partition_problem, relative
-from megatron.checkpoint.claims import Claim
+from megatron.checkpoint.claims import Claim, blame, shop_of
 from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.files import checksum, make_folders_inside, refused, sync_folder, write_file
 from megatron.checkpoint.folder import Checkpoints
@@ -138,7 +137,7 @@ class CheckpointWriter(StorageWriter):
 
     def __init__(self, final: Location, extra: Extra, rank: int, claim: Claim | None = None) -> None:
         self._final, self._extra, self._rank, self._claim = final, extra, rank, claim
-        self._shop = claim.shop if claim is not None else None
+        self._shop = shop_of(claim)
         self._folder: Location | None = None
 
     def abandon(self) -> None:
@@ -212,9 +211,7 @@ class CheckpointWriter(StorageWriter):
         try:
             return action()
         except (OSError, StorageError) as error:
-            if self._claim is not None:
-                with suppress(OSError):
-                    self._claim.check()
+            blame(self._claim)
             if isinstance(error, StorageError):
                 raise
             older = Checkpoints(self._final.parent).to_go_on_from()

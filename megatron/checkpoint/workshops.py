@@ -12,9 +12,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint.publish import BUILDING, GONE, OLD, WORKSHOP, is_complete, is_cut_off, settle
-
-PREFIX = ".epoch-"
+from megatron.checkpoint.publish import BUILDING, GONE, OLD, PREFIX, WORKSHOP, is_complete, is_cut_off, settle
 
 REST = "rest"
 """Folder in a workshop that is about to go, for what is removed with it."""

@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NoReturn, TextIO
 
 from megatron.config.problems import Problem
@@ -98,7 +98,6 @@ class Launch:
         local_size: ranks of this machine, as far as this one knows.
         master: the address at which rank 0 waits for the others; None when nobody says.
         node: tells this machine from the others of the run, and grows with their order; not by ones.
-        start: which one of which job this is.
     """
 
     launcher: str | None = None
@@ -108,7 +107,6 @@ class Launch:
     local_size: int = 1
     master: str | None = "127.0.0.1"
     node: int = 0
-    start: Start = field(default_factory=Start)
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
@@ -117,22 +115,21 @@ class Launch:
             return cls._torchrun(environ)
         if _is_srun_step(environ):
             return cls._srun(environ)
-        return cls(start=Start.read(environ))
+        return cls()
 
     @classmethod
     def _torchrun(cls, environ: Mapping[str, str]) -> Launch:
         rank, size, local = int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", "0"))
         local_size = int(environ.get("LOCAL_WORLD_SIZE", local + 1))
         master = environ.get("MASTER_ADDR", cls.master)
-        return cls("torchrun", rank, size, local, local_size, master, rank - local, Start.read(environ))
+        return cls("torchrun", rank, size, local, local_size, master, rank - local)
 
     @classmethod
     def _srun(cls, environ: Mapping[str, str]) -> Launch:
         rank, size, local = (int(environ[name]) for name in ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"))
         one_machine = environ.get("SLURM_NNODES", "1") == "1"
         master = environ.get("MASTER_ADDR", cls.master if one_machine else None)
-        node = int(environ.get("SLURM_NODEID", "0"))
-        return cls("srun", rank, size, local, local + 1, master, node, Start.read(environ))
+        return cls("srun", rank, size, local, local + 1, master, int(environ.get("SLURM_NODEID", "0")))
 
     def problems(self) -> Iterator[Problem]:
         """Why the ranks cannot find each other."""

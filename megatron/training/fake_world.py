@@ -103,9 +103,8 @@ class FakeWorld:
             "state": [_state_row(self.chosen)],
             "seconds": [", ".join(f"{name} {seconds:.1f}" for name, seconds in self.seconds.items())],
         }
-        return "\n".join(
-            f"{name if first else '':<11}{text}" for name, texts in rows.items() for first, text in _marked(texts)
-        )
+        between = "\n".ljust(12)
+        return "\n".join(f"{name:<11}{between.join(texts)}" for name, texts in rows.items())
 
     def _pipeline_rows(self) -> Iterator[str]:
         cells = [("rank", "pp", "layers", "parameters", "bytes", "stages")]
@@ -215,8 +214,3 @@ def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
     widths = [max(map(len, column)) for column in zip(*rows)]
     for *cells, last in rows:
         yield "  ".join([*(cell.rjust(width) for cell, width in zip(cells, widths)), last])
-
-
-def _marked(texts: list[str]) -> Iterator[tuple[bool, str]]:
-    """Each text, and whether it is the first."""
-    return ((number == 0, text) for number, text in enumerate(texts))

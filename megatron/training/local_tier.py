@@ -19,7 +19,7 @@ from megatron.checkpoint.local_loading import find, manifest_of
 from megatron.checkpoint.lock import hold
 from megatron.checkpoint.remote import location
 from megatron.checkpoint.room import bytes_of
-from megatron.config.launch import Launch
+from megatron.config.launch import Launch, Start
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import CheckpointConfig, RunConfig
 from megatron.config.sources import to_dict
@@ -72,7 +72,7 @@ def _claim(stack: ExitStack, tier: Tier, pattern: str) -> Claim | None:
     if not tier.leads:
         return None
     try:
-        return stack.enter_context(hold(tier.folder, "--local-save", Launch.read(os.environ).start))
+        return stack.enter_context(hold(tier.folder, "--local-save", Start.read(os.environ)))
     except (StorageError, SupersededError):
         raise
     except CheckpointError as error:

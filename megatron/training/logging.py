@@ -261,11 +261,10 @@ class RunLog:
     def _may_write(self) -> bool:
         """Whether no later start has the run."""
         try:
-            self._check()
+            with suppress(OSError):  # as above
+                self._check()
         except SupersededError:
             return False
-        except OSError:  # as above
-            return True
         return True
 
     def _record(self, values: Mapping[str, object]) -> None:

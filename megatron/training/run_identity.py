@@ -19,7 +19,7 @@ LENGTH = 8
 
 
 def new_run_id(world: Group, given: str = "") -> str:
-    """A name that no other run has (36^8 of them), or that ``given`` to rank 0, the same on every rank; collective.
+    """A name that no other run has (36^8 of them), or the one ``given`` to rank 0; on every rank alike. Collective.
 
     It does not come from the generators of numbers that the run's seed sets: two runs of one seed are two runs.
     """

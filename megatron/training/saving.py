@@ -8,14 +8,13 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, wait
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
 from megatron.checkpoint.background import Staging, in_background
-from megatron.checkpoint.claims import Claim
+from megatron.checkpoint.claims import Claim, blame
 from megatron.checkpoint.errors import CheckpointError, StorageError, SupersededError
 from megatron.checkpoint.folder import Checkpoints
 from megatron.checkpoint.manifest import Manifest
@@ -122,9 +121,7 @@ class Job:
         except SupersededError:
             raise
         except (CheckpointError, OSError) as error:
-            if self.claim is not None:
-                with suppress(OSError):
-                    self.claim.check()
+            blame(self.claim)
             return f"older checkpoints are not deleted: {error}"
         return None
 

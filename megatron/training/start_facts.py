@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron.config.launch import Launch
+from megatron.config.launch import Start
 
 Facts = Mapping[str, object]
 
@@ -22,7 +22,7 @@ def start_facts(environ: Mapping[str, str], epoch: int | None) -> Facts:
         environ: its variables.
         epoch: number of this start among those that have written to the ``save`` folder; None without one.
     """
-    start = Launch.read(environ).start
+    start = Start.read(environ)
     facts = {
         "epoch": epoch,
         "slurm-job": start.job,

@@ -11,7 +11,7 @@ from megatron.checkpoint.claims import Claim
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.lock import hold
 from megatron.checkpoint.remote import location
-from megatron.config.launch import Launch
+from megatron.config.launch import Start
 from megatron.config.problems import UserError
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
@@ -58,6 +58,6 @@ def claimed(save: str | None, world: Group) -> Iterator[Claim | None]:
     with ExitStack() as stack:
         claim = None
         if save is not None:
-            start = Launch.read(os.environ).start
+            start = Start.read(os.environ)
             claim = on_first(lambda: stack.enter_context(hold(location(save), start=start)), world)
         yield claim

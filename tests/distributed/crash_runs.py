@@ -100,7 +100,7 @@ def start(setup: Setup, folder: Path, fault: Fault | None = None) -> Ended:
     folder.mkdir(parents=True, exist_ok=True)
     for file in folder.glob("rank*"):
         file.unlink()
-    port, began = _free_port(), time.monotonic()
+    port, began = free_port(), time.monotonic()
     pids = [_fork(setup, folder, rank, port, fault) for rank in range(setup.ranks)]
     statuses: dict[int, int] = {}
     try:
@@ -180,7 +180,8 @@ def _kill(pids: list[int]) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port that nobody has."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
@@ -21,7 +20,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.training import main
 from megatron.training.setup import Trainer
-from tests.distributed.crash_runs import EARLY
+from tests.distributed.crash_runs import EARLY, free_port
 from tests.runs import steps, tiny_run
 
 for name in EARLY:
@@ -168,7 +167,7 @@ class Job:
     restarts: int = 3
     plans: tuple[Plan, ...] = ()
     agents: list[Agent] = field(default_factory=list)
-    port: int = field(default_factory=lambda: free_port())
+    port: int = field(default_factory=free_port)
 
     def add(self) -> Agent:
         """Start one more agent."""
@@ -220,10 +219,3 @@ class Job:
     ) -> None:
         for agent in self.agents:
             agent.end()
-
-
-def free_port() -> int:
-    """A port that nobody has."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
