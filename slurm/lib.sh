@@ -54,7 +54,8 @@ mounts+=${MOUNTS:+,$MOUNTS}
 case ${CONTAINER:-} in
     '')
         [ -z "${VENV:-}" ] || [ "$VENV" = none ] || [ -f "$VENV/bin/activate" ] ||
-            refuse "VENV=$VENV: there is no $VENV/bin/activate" "fix: python3 -m venv '$VENV' | VENV=none sbatch ..., for what the nodes have"
+            refuse "VENV=$VENV: there is no $VENV/bin/activate" \
+                "fix: python3 -m venv '$VENV' | VENV=none sbatch ..., for what the nodes have"
         VENV=${VENV:-$PWD/.venv}
         # shellcheck source=/dev/null
         [ ! -f "$VENV/bin/activate" ] || source "$VENV/bin/activate" ;;
@@ -292,8 +293,7 @@ start() {
 
 # Flags that no start would take are told once, before any rank runs, and end the job.
 check_flags() {
-    local code=0
-    local world=$((${#NODES[@]} * RANKS))
+    local code=0 world=$((${#NODES[@]} * RANKS))
     mkdir -p "$STATE"
     build_step 1 "${NODES[0]}"
     "${STEP[@]}" "${inside[@]}" python "$@" --check-config --world-size "$world" >"$STATE/check.txt" 2>&1 || code=$?

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs what tests/slurm needs on Debian and Ubuntu (16 s, 4 MB): Slurm itself, iproute2, and shellcheck for the scripts.
+# Installs what tests/slurm needs on Debian and Ubuntu (16 s, 4 MB): Slurm itself, and iproute2.
 #   bash tests/slurm/install.sh
 # Where it cannot, it says why and fails; the tests then skip. What is there already is left alone.
 set -euo pipefail
@@ -14,7 +14,6 @@ need slurmd slurmd
 need sbatch slurm-client
 need munged munge
 need ip iproute2
-need shellcheck shellcheck
 [ ${#missing[@]} -gt 0 ] || exit 0
 
 fail() {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from tests.slurm.cluster import Cluster
 
 
@@ -34,6 +36,7 @@ FIRST_TASK_SAVES = 'if [ "$SLURM_PROCID.$start" = 0.0 ]; then mkdir -p "$RUN"/ch
 COMPLETE = '[ "$start" != 0 ] || : >"$RUN"/checkpoints/iter_0000007/COMPLETE'
 
 
+@pytest.mark.slow  # tests/unit/slurm/test_lib.py tells it in a second, of stand-ins; test_training.py queues jobs again
 def test_srun_that_succeeds_is_not_believed_and_a_chain_without_progress_stops(cluster: Cluster) -> None:
     job = Job(cluster, "stalled", FIRST_TASK_SAVES, "sleep 1", COMPLETE, "exit 0", MAX_STALLED="1")
     ended = cluster.wait(job.number)
@@ -41,6 +44,7 @@ def test_srun_that_succeeds_is_not_believed_and_a_chain_without_progress_stops(c
     assert "1 starts have brought no new checkpoint (newest: iter_0000007)" in cluster.log(job.number)
 
 
+@pytest.mark.slow
 def test_a_job_that_is_queued_again_leaves_a_drained_node_and_is_done_where_the_marker_is(cluster: Cluster) -> None:
     job = Job(cluster, "drained", '[ "$start" = 1 ] || exec sleep 700', ': >"$RUN"/finished.json', "exit 3")
     cluster.until(lambda: bool(cluster.processes("n2", "^sleep 700")), "n2 is at work", job.number)

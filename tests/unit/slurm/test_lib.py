@@ -33,6 +33,7 @@ STANDINS = {
 """Commands, and what stands in for them; what the first tasks of a step do is in the file CASE."""
 
 FINISH = 'touch "$RUN/finished.json"'
+UNTIL_STOPPED = 'until ls "$RUN"/slurm/stop.7.*; do sleep 1; done'
 SAVE = 'at=$RUN/checkpoints/iter_$(printf %07d $(wc -l <"$CALLS")); mkdir -p "$at"; touch "$at/COMPLETE"'
 
 
@@ -81,6 +82,14 @@ class Job:
         said, _ = started.communicate(timeout=60)
         return started.returncode, said
 
+    def signalled(self, case: str, number: signal.Signals, restart: int = 0) -> tuple[int, str]:
+        """As :meth:`start`, of one that gets a signal while its ranks are at work."""
+        started = self.begin(case, restart)
+        wait_for(self.root / "calls", f"stop.7.{restart}")
+        started.send_signal(number)
+        said, _ = started.communicate(timeout=60)
+        return started.returncode, said
+
     def allocate(self, *nodes: str) -> None:
         (self.root / "allocated").write_text(" ".join(nodes))
 
@@ -90,10 +99,11 @@ class Job:
         told = [line.removeprefix(command + " ") for line in lines if line.startswith(command + " ")]
         return [words for words in told if "--check-config" not in words and not words.startswith("show ")]
 
-    def fail_device(self, node: str) -> str:
-        """A case in which a rank on a node dies of its device, unless it was told to leave the node out."""
-        failure = {"host": node, "kind": "device", "sentence": "CUDA error: an illegal memory access"}
-        return f'[[ $* != *{node}* ]] || {{ echo {json.dumps(json.dumps(failure))} >>"$RUN/failures.jsonl"; exit 1; }}'
+
+def fail_device(node: str) -> str:
+    """A case in which a rank on a node dies of its device, unless it was told to leave the node out."""
+    failure = {"host": node, "kind": "device", "sentence": "CUDA error: an illegal memory access"}
+    return f'[[ $* != *{node}* ]] || {{ echo {json.dumps(json.dumps(failure))} >>"$RUN/failures.jsonl"; exit 1; }}'
 
 
 @pytest.fixture
@@ -158,12 +168,8 @@ def test_who_may_not_queue_again_is_told_what_to_do(job: Job) -> None:
 
 
 def test_a_signal_before_the_time_limit_makes_the_stop_file(job: Job) -> None:
-    started = job.begin(f'until ls "$RUN"/slurm/stop.7.0; do sleep 1; done; {SAVE}')
-    wait_for(job.root / "calls", "pretrain_gpt.py --preset gpt3-175b")
-    time.sleep(0.3)
-    started.send_signal(signal.SIGUSR1)
-    said, _ = started.communicate(timeout=60)
-    assert started.returncode == 0
+    status, said = job.signalled(f"{UNTIL_STOPPED}; {SAVE}", signal.SIGUSR1)
+    assert status == 0
     assert "the ranks are to save and stop" in said
     assert "requeue 7" in job.calls("scontrol")
     assert job.start("ls $RUN/slurm/stop.* && exit 1; " + FINISH, 1)[0] == 0
@@ -172,29 +178,20 @@ def test_a_signal_before_the_time_limit_makes_the_stop_file(job: Job) -> None:
 
 def test_ranks_that_do_not_stop_are_left_to_slurm(job: Job) -> None:
     job.environ["STOP_SECONDS"] = "0"
-    started = job.begin("exec /bin/sleep 50")
-    wait_for(job.root / "calls", "pretrain_gpt.py --preset gpt3-175b")
-    time.sleep(0.3)
-    started.send_signal(signal.SIGUSR1)
-    said, _ = started.communicate(timeout=30)
+    _, said = job.signalled("exec /bin/sleep 90", signal.SIGUSR1)
     assert "have not stopped within 0 s" in said
     assert "requeue 7" in job.calls("scontrol")
 
 
 def test_what_slurm_ends_is_left_to_slurm(job: Job) -> None:
-    started = job.begin('until ls "$RUN"/slurm/stop.7.0; do sleep 1; done; exit 1')
-    wait_for(job.root / "calls", "pretrain_gpt.py --preset gpt3-175b")
-    time.sleep(0.3)
-    started.send_signal(signal.SIGTERM)
-    started.communicate(timeout=60)
-    assert started.returncode == 143
+    assert job.signalled(f"{UNTIL_STOPPED}; exit 1", signal.SIGTERM)[0] == 143
     assert job.calls("scontrol") == []
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_a_spare_takes_the_place_of_a_node_whose_device_fails(job: Job, launcher: str) -> None:
     job.environ |= {"SPARES": "1", "LAUNCHER": launcher, "RANKS_PER_NODE": "2"}
-    status, said = job.start(f"{job.fail_device('n1')}; {FINISH}")
+    status, said = job.start(f"{fail_device('n1')}; {FINISH}")
     assert status == 0
     assert "a device of n1 has failed" in said
     first, second = job.calls("srun")
@@ -210,12 +207,12 @@ def test_a_spare_takes_the_place_of_a_node_whose_device_fails(job: Job, launcher
 
 def test_without_a_spare_slurm_is_asked_for_another_node(job: Job) -> None:
     job.environ["CLUSTER"] = "n1 n2 n3 n4"
-    assert job.start(job.fail_device("n2"))[0] == 0
+    assert job.start(fail_device("n2"))[0] == 0
     assert job.calls("scontrol") == ["requeue 7", "update JobId=7 ExcNodeList=n2"]
 
 
 def test_a_node_is_not_excluded_where_no_other_is(job: Job) -> None:
-    job.start(job.fail_device("n2"))
+    job.start(fail_device("n2"))
     assert job.calls("scontrol") == ["requeue 7", "update JobId=7 ExcNodeList="]
     assert job.start(FINISH, 1)[0] == 0
     assert "--nodes=3" in job.calls("srun")[-1]
@@ -280,11 +277,7 @@ def test_a_job_that_is_being_cancelled_is_not_queued_again(job: Job) -> None:
 
 def test_starts_that_slurm_ends_do_not_count_as_stalled(job: Job) -> None:
     for restart in range(4):
-        started = job.begin('until ls "$RUN"/slurm/stop.7.*; do sleep 1; done; exit 1', restart)
-        wait_for(job.root / "calls", f"stop.7.{restart}")
-        started.send_signal(signal.SIGTERM)
-        started.communicate(timeout=60)
-        assert started.returncode == 143
+        assert job.signalled(f"{UNTIL_STOPPED}; exit 1", signal.SIGTERM, restart)[0] == 143
     assert [job.start("exit 1", restart)[0] for restart in range(4, 7)] == [0, 0, 1]
 
 
@@ -306,7 +299,7 @@ def test_a_log_on_a_full_disk_ends_no_job(job: Job) -> None:
 
 def test_nodes_that_were_excluded_before_stay_excluded(job: Job) -> None:
     job.environ |= {"CLUSTER": "n1 n2 n3 n4 n5", "EXCLUDED": "n5"}
-    job.start(job.fail_device("n2"))
+    job.start(fail_device("n2"))
     assert job.calls("scontrol")[-1] == "update JobId=7 ExcNodeList=n2,n5"
     job.environ |= {"EXCLUDED": "n2 n4 n5"}
     (job.run / "slurm" / "bad_nodes").write_text("n2 0 is over\n")

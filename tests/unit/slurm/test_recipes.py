@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -209,9 +208,7 @@ def test_from_elsewhere_a_sentence_says_where_to_submit(tmp_path: Path) -> None:
 
 
 def test_shellcheck() -> None:
-    if shutil.which("shellcheck") is None:
-        pytest.skip("shellcheck is not installed.")
-    scripts = [f"slurm/{name}" for name in SCRIPTS]
+    scripts = [path for folder in ("slurm", "tests/slurm") for path in (ROOT / folder).glob("*.sh")]
     done = subprocess.run(["shellcheck", "-x", *scripts], cwd=ROOT, capture_output=True, text=True)
     assert done.stdout == ""
 
