@@ -110,10 +110,11 @@ def parse(
     config = build(said)
     found = [problem for layer in layers for problem in layer.problems] + habits(reading.spellings, config)
     checking = known.check_config or known.fake_world
-    world_size = _world_size(known, config, environ, found, notes)
-    fake_rank = _fake_rank(known, environ, found)
+    launch = Launch.read(environ)
+    world_size = _world_size(known, config, launch, found, notes)
+    fake_rank = _fake_rank(known, launch, found)
     doubtful = {name for layer in layers for name in layer.doubtful}
-    wrong, launch = problems(config, world_size, doubtful), Launch.read(environ)
+    wrong = problems(config, world_size, doubtful)
     found += [_in_flags(layout.on_nodes(problem, config, world_size, launch)) for problem in wrong]
     in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
     if saved is None and theirs.values and in_range:
@@ -191,11 +192,10 @@ def _from_flags(given: Sequence[Given]) -> Layer:
 
 
 def _world_size(
-    known: argparse.Namespace, config: RunConfig, environ: Mapping[str, str], found: list[Problem], notes: list[str]
+    known: argparse.Namespace, config: RunConfig, launch: Launch, found: list[Problem], notes: list[str]
 ) -> int:
     """Ranks to check for; problems and notes about them are appended."""
     asked: int | None = known.world_size
-    launch = Launch.read(environ)
     if asked is not None and asked < 1:
         found.append(Problem("E008", f"--world-size {asked}: there is at least one rank", ("--world-size 1",)))
         asked = None
@@ -211,9 +211,9 @@ def _world_size(
     return asked or launch.world_size
 
 
-def _fake_rank(known: argparse.Namespace, environ: Mapping[str, str], found: list[Problem]) -> int | None:
+def _fake_rank(known: argparse.Namespace, launch: Launch, found: list[Problem]) -> int | None:
     """The rank that ``--fake-world`` is to build; problems about it are appended."""
-    rank, launched = known.fake_rank, Launch.read(environ).world_size
+    rank, launched = known.fake_rank, launch.world_size
     if not known.fake_world:
         if rank is not None:
             sentence = f"--fake-rank {rank} is a rank of --fake-world, which is not asked for"

@@ -1,4 +1,4 @@
-"""What torchrun's ranks are told where a node is lost and the others are no whole models."""
+"""What is offered to ranks that do not hold whole models; where torchrun has started nodes, in numbers of these."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from megatron.config.problems import UserError
 RUN = ["--mock-data", "--vocab-size", "257", "--train-iters", "10", "--num-layers", "8", "--num-attention-heads", "8"]
 
 
-def refused(flags: str, nodes: int, ranks: int, **more: str) -> str:
+def refused(flags: str, nodes: int, ranks: int) -> str:
     """What rank 0 says under torchrun."""
     environ = {"RANK": "0", "WORLD_SIZE": str(nodes * ranks), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(ranks)}
     with pytest.raises(UserError) as error:
-        parse([*RUN, *flags.split()], environ | more)
+        parse([*RUN, *flags.split()], environ)
     return str(error.value)
 
 
