@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import socket
 import sys
 import time
 from collections import Counter
@@ -36,6 +35,7 @@ from megatron.parallel import comm
 from megatron.parallel.comm import Channel, Group
 from megatron.parallel.layout import Layout
 from megatron.parallel.mesh import Mesh, everyone, leave_distributed, start_distributed
+from megatron.training.first_cause import host
 from megatron.training.setup import choose_device
 
 MB = 2**20
@@ -144,7 +144,7 @@ def expected(operation: str, x: Tensor, ranks: int, rank: int) -> Tensor:
 
 def groups_of(launch: Launch, world: Group) -> dict[str, Group]:
     """What is measured: all ranks, and, where every node has equally many neighbours, those of a node and across."""
-    hosts = comm.all_gather_objects(os.environ.get("SLURMD_NODENAME") or socket.gethostname(), world)
+    hosts = comm.all_gather_objects(host(os.environ), world)
     counts = set(Counter(hosts).values())
     local = counts.pop() if len(counts) == 1 else 1
     neighbours = all(len(set(hosts[i : i + local])) == 1 for i in range(0, world.size, local))

@@ -46,6 +46,7 @@ class Course:
         per_node: of them, on every node.
         fabric: what the InfiniBand ports of a node carry, 10^9 bytes a second; 0 for one node, or without.
         about: the cluster, in a line.
+        parts: so far.
     """
 
     launcher: Launcher

@@ -63,9 +63,7 @@ class Prober:
 
     def put(self, topic: str, value: object) -> None:
         """Leave a value for the others."""
-        path = self.folder / f"{topic}.{self.rank}"
-        path.with_suffix(path.suffix + ".new").write_text(json.dumps(value))
-        path.with_suffix(path.suffix + ".new").replace(path)
+        write_whole(self.folder / f"{topic}.{self.rank}", json.dumps(value))
 
     def wait_for(self, topic: str, count: int) -> dict[int, Any]:
         """What ``count`` ranks have left, by rank; of fewer where the time is over."""
@@ -128,6 +126,13 @@ class Prober:
         rate = megabytes / (time.monotonic() - begun)
         path.unlink()
         return rate
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that others may read at any time: they find all of it or none."""
+    new = path.with_suffix(path.suffix + ".new")
+    new.write_text(text, encoding="utf-8")
+    new.replace(path)
 
 
 def take(file: int) -> str:

@@ -110,6 +110,9 @@ class Trial:
     Attributes:
         launcher: starts them.
         folder: for their folders.
+        device: ``cpu`` or ``cuda``.
+        ranks: of each.
+        plan: what happens in them.
         seconds: each may take.
     """
 

@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import re
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,13 @@ from typing import Any
 import torch
 
 from megatron.acceptance import filesystem
-from megatron.acceptance.filesystem import Prober
+from megatron.acceptance.filesystem import Prober, write_whole
 from megatron.acceptance.report import WARNING, Part
 from megatron.config.launch import Launch
 from megatron.config.problems import UserError
 from megatron.config.run import ComputeConfig
 from megatron.kernels.registry import choose
+from megatron.training.first_cause import host
 from megatron.training.run_folder import environment, git_state
 
 SHOWN = re.compile(
@@ -39,22 +39,15 @@ MUST_BE_ALIKE = ("python", "torch", "cuda", "nccl", "commit")
 """Without this, ranks may not even compute the same."""
 
 
-def host() -> str:
-    """Name of this machine; ``HOSTNAME`` is not asked, which Slurm exports from the batch host to all tasks."""
-    return os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-
-
 def look(folder: Path, device: str, seconds: float) -> None:
     """One rank: write ``machine.RANK.json`` into ``folder``; no collective is needed."""
-    launch = Launch.read(os.environ)
-    prober = Prober(folder / "probe", launch.rank, launch.world_size, host(), launch.local_rank == 0, seconds)
+    launch, here = Launch.read(os.environ), host(os.environ)
+    prober = Prober(folder / "probe", launch.rank, launch.world_size, here, launch.local_rank == 0, seconds)
     prober.folder.mkdir(exist_ok=True)
     facts: dict[str, Any] = {"files": prober.probe(256 if torch.cuda.is_available() else 16)}
-    facts |= {"rank": launch.rank, "size": launch.world_size, "host": host(), "local_rank": launch.local_rank}
+    facts |= {"rank": launch.rank, "size": launch.world_size, "host": here, "local_rank": launch.local_rank}
     facts |= facts_of(device) if launch.local_rank == 0 else {}  # kernels take their time to prove themselves
-    path = folder / f"machine.{launch.rank}.json"
-    path.with_suffix(".new").write_text(json.dumps(facts))
-    path.with_suffix(".new").replace(path)
+    write_whole(folder / f"machine.{launch.rank}.json", json.dumps(facts))
 
 
 def facts_of(device: str, environ: Mapping[str, str] = os.environ) -> dict[str, Any]:

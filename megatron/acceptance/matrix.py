@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from megatron.acceptance.layouts import EXPERTS, SIZE, LayoutCase, batch, layouts
-from megatron.acceptance.machine import host
 from megatron.acceptance.report import FAILED, OK, SKIPPED, Part
 from megatron.config.arguments import parse
 from megatron.config.launch import Launch
 from megatron.config.run import RunConfig
 from megatron.parallel.mesh import leave_distributed
+from megatron.training.first_cause import host
 from megatron.training.setup import build, join
 from megatron.training.verify import RankTrace, StepTrace, compare, trace_steps
 from megatron.training.verify import join as together
@@ -77,7 +77,7 @@ def trace(folder: Path, dtype: str, device: str, cases: Sequence[LayoutCase], ra
         join(config)
         if not path.exists():
             twin = build(configuration(flags, case.experts, dtype, device, 0, 1), 0, 1)
-            keep(path, Alone(host(), without_values(trace_steps(twin, STEPS), rank == 0)))
+            keep(path, Alone(host(os.environ), without_values(trace_steps(twin, STEPS), rank == 0)))
         keep(folder / name_of(case, dtype, rank), trace_steps(build(config, rank, ranks), STEPS))
 
 

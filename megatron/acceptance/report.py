@@ -8,6 +8,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from megatron.acceptance.filesystem import write_whole
+
 OK, WARNING, SKIPPED, FAILED = "ok", "warning", "skipped", "FAILED"
 SEVERITY = (SKIPPED, OK, WARNING, FAILED)
 """Verdicts, the worst last: a part has that of its worst check."""
@@ -106,8 +108,8 @@ class Report:
         told = {"version": VERSION, "verdict": self.verdict, "failed": self.failed, "over": not self.left}
         told |= {"without": self.without, "about": self.about, "command": self.command}
         parts = [{"verdict": part.verdict} | asdict(part) for part in self.parts]
-        _replace(folder / JSON, json.dumps(told | {"parts": parts}, indent=1) + "\n")
-        _replace(folder / MARKDOWN, self.markdown())
+        write_whole(folder / JSON, json.dumps(told | {"parts": parts}, indent=1) + "\n")
+        write_whole(folder / MARKDOWN, self.markdown())
 
     def markdown(self) -> str:
         """The page: the verdict, what is not well, then part by part."""
@@ -146,9 +148,3 @@ def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
 def _line(text: str) -> str:
     """In one line: errors may have more."""
     return " ".join(text.split())
-
-
-def _replace(path: Path, text: str) -> None:
-    whole = path.with_suffix(path.suffix + ".new")
-    whole.write_text(text, encoding="utf-8")
-    whole.replace(path)
