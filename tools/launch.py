@@ -32,7 +32,6 @@ LAYOUT_FLAGS = ("--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 SHARE_OF_STATE = 0.5
 """Of a GPU's memory that the state of a chosen layout may take; the rest is for activations and what lives shortly."""
 
-
 MEANING = {
     "partition": "of Slurm, empty for its default",
     "account": "of Slurm, empty where there are none",
@@ -42,7 +41,10 @@ MEANING = {
     "gpus_per_node": "which is also the ranks of a node",
     "gpu_memory_gb": "of each GPU",
 }
-NETWORKS = ("infiniband", "ethernet")
+"""Of every field of :class:`Cluster`, for help and questions."""
+
+CHOICES = {"network": ("infiniband", "ethernet")}
+"""What a field may be, where not everything is allowed."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ def read(argv: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     parser.add_argument("--hosts", default="", help="for ssh: their names, NAME,NAME; the first is the head")
     parser.add_argument("--cluster", type=Path, default=default_file(), help="its file (%(default)s)")
     for field in fields(Cluster):
-        kind, choices = type(field.default), NETWORKS if field.name == "network" else None
+        kind, choices = type(field.default), CHOICES.get(field.name)
         shown_default = f" ({field.default})" if field.default else ""
         words = f"{MEANING[field.name]}{shown_default}"
         parser.add_argument(f"--{field.name.replace('_', '-')}", type=kind, choices=choices, help=words)
@@ -150,7 +152,7 @@ def asked(cluster: Cluster, said: Mapping[str, object]) -> Cluster:
             continue
         default = getattr(cluster, field.name)
         question = f"{field.name.replace('_', ' ')} ({MEANING[field.name]}) [{default}]: "
-        if answer := ask(question, isinstance(default, int), NETWORKS if field.name == "network" else ()):
+        if answer := ask(question, isinstance(default, int), CHOICES.get(field.name, ())):
             cluster = replace(cluster, **{field.name: type(default)(answer)})
     return cluster
 
