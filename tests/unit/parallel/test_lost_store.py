@@ -30,7 +30,6 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(mesh, "_words", lambda: store)
-    monkeypatch.setattr(mesh, "ANSWER_SECONDS", 0.5)
     yield child
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -48,14 +47,14 @@ def test_it_answers(host: int) -> None:
     assert mesh.words_left(["a", "b"]) == {"a": "said"}
 
 
-def test_nobody_waits_for_one_that_hangs(host: int) -> None:
+def test_one_that_hangs_is_waited_for_once(host: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mesh, "ANSWER_SECONDS", 0.5)
     os.kill(host, signal.SIGSTOP)
-    began = time.monotonic()
     assert mesh.first_to_fail()
     assert mesh.has_anyone_failed()
     mesh.leave_word("a", "said")
     assert mesh.words_left(["a"]) == {}
-    assert time.monotonic() - began < 1.5  # waited for once
+    assert len(mesh._unanswered) == 1
 
 
 def test_one_that_is_gone_has_no_answer(host: int) -> None:
