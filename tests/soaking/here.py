@@ -1,7 +1,7 @@
 """A run that is kept going on this machine as a cluster would: torchrun's agents, started again until it has finished.
 
-What stands in for Slurm is as harsh as it may be: an agent that is killed leaves its ranks behind, which go on, as
-those of a node do that the others cannot reach any more.
+What stands in for Slurm counts the starts as Slurm does, and is as harsh as it may be: an agent that is killed leaves
+its ranks behind, which go on, as those of a node do that the others cannot reach any more.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class HereJob(Job):
         return f"start {self._attempt}, agents {[agent.poll() for agent in self._agents]}"
 
     def attempt_of(self, process: Process) -> int:
-        return int(process.environ["SOAK_START"])
+        return int(process.environ["SLURM_RESTART_COUNT"])
 
     @property
     def log(self) -> Path:
@@ -117,7 +117,8 @@ class HereJob(Job):
         flags = [*FLAGS.split(), *length, *setup.flags.split(), *keep]
         own = {
             MARK: str(self.folder),
-            "SOAK_START": str(self._attempt),
+            "SLURM_JOB_ID": str(self._port),
+            "SLURM_RESTART_COUNT": str(self._attempt - 1),
             "PYTHONPATH": str(ROOT),
             "OMP_NUM_THREADS": "1",
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
