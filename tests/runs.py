@@ -196,6 +196,11 @@ def saved_steps(folder: Path) -> list[int]:
     return sorted(Manifest.open(path).state["iteration"] for path in folder.glob("iter_*") if path.suffix == "")
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """All files in a folder and those inside it, by their names there."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def differences(first: Path, second: Path) -> list[str]:
     """Names of what two checkpoints have that is not the same to the bit."""
     (these, state), (those, other_state) = checkpoint(first), checkpoint(second)

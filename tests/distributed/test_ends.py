@@ -51,7 +51,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", ["tp2-sp", "dp2-async", pytest.param("pp2", marks=pytest.mark.slow)])
 def test_a_file_stops_all_ranks_after_the_same_step_and_they_end_well(pool: Pool, tmp_path: Path, layout: str) -> None:
     flags = f"--save {tmp_path}/saved {LAYOUTS[layout]} --stop-file {tmp_path}/stop"
     config = tiny_run(tmp_path / "run", flags, 2)

@@ -380,9 +380,6 @@ def test_who_writes_there_is_noted_or_refused(store: Store) -> None:
         pass
 
 
-# Cut off at every request
-
-
 def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether the new one began before the old one's save, or in the middle of it."""
     runs, tensors, real = Checkpoints(RUN), all_of(small()), saving.write_tensors
@@ -405,6 +402,9 @@ def test_an_old_start_puts_no_marker_and_deletes_nothing(store: Store, monkeypat
             runs.retain(1, claim=old)
         assert store.objects == left
         assert [iteration for iteration, path in runs.named() if (path / MARKER).exists()] == [2, 1]
+
+
+# Cut off at every request
 
 
 def put(runs: Checkpoints, iteration: int, value: int) -> None:

@@ -12,7 +12,7 @@ from megatron.checkpoint.lock import hold
 from megatron.config.run import CheckpointConfig
 from megatron.training.history import read_history
 from megatron.training.origin import only_read
-from tests.runs import column, records, start, tiny_run
+from tests.runs import column, contents, records, start, tiny_run
 
 FLAGS = "--save {0}/saved --save-interval 3 --eval-interval 3 --eval-iters 2"
 
@@ -25,15 +25,11 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def test_the_losses_are_those_of_the_run_and_nothing_is_changed(trained: Path, tmp_path: Path) -> None:
-    before = files(trained)
+    before = contents(trained)
     told = start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train"))
     assert (told.status, told.samples, told.err) == (0, {}, "")
-    assert files(trained) == before
+    assert contents(trained) == before
     for kind in ("lm loss validation", "lm loss test"):
         assert column(tmp_path, kind, kind) == column(trained / "run", kind, kind)[-1:]
         assert column(tmp_path, "iteration", kind) == [6]
@@ -72,10 +68,10 @@ def test_a_run_that_is_at_work_is_not_disturbed(trained: Path, tmp_path: Path) -
     assert len(set(ids)) == 2, "an evaluation is no part of the run, in no place that it reports to"
 
 
-def test_idle_options_are_told_and_proofs_stay(trained: Path, tmp_path: Path) -> None:
+def test_more_steps_are_not_taken_and_a_proof_of_the_end_stays(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "finished.json").write_text("{}")
     told = start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train --train-iters 9 --lr-decay-iters 6"))
-    assert told.status == 0
+    assert (told.status, told.samples) == (0, {})
     assert (tmp_path / "finished.json").read_text() == "{}"
 
 

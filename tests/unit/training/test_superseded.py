@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.killed import ROOT
-from tests.runs import column, start, tiny_run
+from tests.runs import column, contents, start, tiny_run
 
 SECONDS = 100.0
 
@@ -47,11 +47,7 @@ def waited(happened: Callable[[], bool]) -> None:
         time.sleep(0.05)
 
 
-def everything(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("how", ["", "--async-save"])
+@pytest.mark.parametrize("how", ["--async-save", pytest.param("", marks=pytest.mark.slow)])
 def test_stopped_in_a_save_and_superseded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     flags, hangs = f"--save {tmp_path}/saved --save-interval 2 {how}", tmp_path / "hangs"
     command = [sys.executable, "-c", HANGING, str(tmp_path), flags]
@@ -70,7 +66,7 @@ def test_stopped_in_a_save_and_superseded(tmp_path: Path, monkeypatch: pytest.Mo
             assert f"start 1, of process {old.pid} on " in told.out
             assert f"resumed from {tmp_path}/saved/iter_0000004: step 4" in told.out
             hangs.unlink()
-            left = everything(tmp_path)
+            left = contents(tmp_path)
             old.send_signal(signal.SIGCONT)
             said, _ = old.communicate(timeout=SECONDS)
         finally:
@@ -79,6 +75,5 @@ def test_stopped_in_a_save_and_superseded(tmp_path: Path, monkeypatch: pytest.Mo
     assert "E817 start 1 of the run in " in said
     assert "superseded by start 2" in said
     assert "Traceback" not in said
-    assert everything(tmp_path) == left
-    steps = column(tmp_path, "iteration")
-    assert steps[-2:] == [5, 6]
+    assert contents(tmp_path) == left
+    assert column(tmp_path, "iteration")[-2:] == [5, 6]
