@@ -118,8 +118,10 @@ def abandon(final: Path, shop: Path | None = None) -> None:
     with suppress(OSError):
         if is_complete(old) and not _is_taken(final):
             os.rename(old, final)
-    with suppress(OSError):
-        remove(building(final, shop), shop)
+    built = building(final, shop)
+    with suppress(OSError):  # the marker first: what lacks it is no checkpoint; a disk may refuse to rename
+        (built / MARKER).unlink(missing_ok=True)
+        _delete(built)
 
 
 def settle(final: Path, shop: Path | None = None) -> None:
