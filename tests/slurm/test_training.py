@@ -14,7 +14,7 @@ from tests.runs import differences
 from tests.slurm.cluster import ENDED, Cluster
 from tests.slurm.training import LENGTH, LIGHT, STEPS, Training
 
-RANKS = r"python\S* (\S+ )*pretrain_gpt.py"
+RANKS = r"python\S* (-\S+ )*pretrain_gpt.py"
 
 
 def assert_ended_well(training: Training) -> None:
