@@ -1,7 +1,8 @@
-"""Whether processes that a test has had ended are gone: the kernel takes a moment after the signal."""
+"""Processes of tests: whether those that were ended are gone, as the kernel takes a moment; and ports for them."""
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Iterable
 from pathlib import Path
@@ -25,3 +26,10 @@ def wait_until_gone(processes: Iterable[int], seconds: float = 10.0) -> None:
     while left := {process for process in left if is_alive(process)}:
         assert time.monotonic() < until, f"processes {sorted(left)} are still there"
         time.sleep(0.02)
+
+
+def free_port() -> int:
+    """A port that nobody has."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import sys
 import time
 from dataclasses import dataclass
@@ -14,6 +13,7 @@ from unittest.mock import patch
 
 from megatron.training import main
 from tests.distributed.crash_faults import Fault, Watch, checkpoints, step_of, whole_steps
+from tests.processes import free_port
 from tests.runs import differences, steps, tiny_run
 
 EARLY = "torch._dynamo", "megatron.checkpoint.loading", "megatron.checkpoint.local_saving", "megatron.checkpoint.saving"
@@ -178,13 +178,6 @@ def _kill(pids: list[int]) -> None:
     """End processes that were not waited for yet, so that their numbers are still theirs."""
     for pid in pids:
         os.kill(pid, signal.SIGKILL)
-
-
-def free_port() -> int:
-    """A port that nobody has."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,8 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from megatron.training import main
 from megatron.training.setup import Trainer
-from tests.distributed.crash_runs import EARLY, free_port
+from tests.distributed.crash_runs import EARLY
+from tests.processes import free_port
 from tests.runs import steps, tiny_run
 
 for name in EARLY:

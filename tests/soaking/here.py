@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
+from tests.processes import free_port
 from tests.soaking.job import EVERY, FLAGS, STEPS, Job, Setup
 from tests.soaking.machine import MARK, Process
 from tests.soaking.rank import FOLDER
@@ -43,7 +43,7 @@ class HereJob(Job):
         super().__init__(setup, folder)
         (folder / FOLDER).mkdir()
         self._agents, self._attempt = list[subprocess.Popen[bytes]](), 0
-        self._given_up, self._port = threading.Event(), _free_port()
+        self._given_up, self._port = threading.Event(), free_port()
         self._thread = threading.Thread(target=self._keep_going, daemon=True)
 
     def start(self) -> None:
@@ -139,9 +139,3 @@ def _send(agents: list[subprocess.Popen[bytes]], number: signal.Signals) -> None
     for agent in agents:
         if agent.poll() is None:
             agent.send_signal(number)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
