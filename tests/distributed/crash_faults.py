@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-import errno
 import itertools
 import json
 import os
 import random
 import shutil
 import signal
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import xxhash
 
-from tests.unit.checkpoint.test_faults import CALLS
-
-REFUSED = ("open", "write", "fsync", "mkdir", "rename")
-"""Those that a full disk refuses."""
+from tests.watched_calls import REAL, refuse, watched_calls
 
 
 @dataclass(frozen=True)
@@ -67,53 +62,28 @@ class Watch:
 
         """
         self._folders, self._fault = tuple(f"{folder}/" for folder in folders), fault
-        self._numbers, self._open = itertools.count(), dict[int, str]()
+        self._numbers = itertools.count()
         self._notes = os.open(notes, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        self._note = os.write
 
-    @contextmanager
-    def watching(self) -> Iterator[None]:
+    def watching(self) -> AbstractContextManager[None]:
         """Inside, calls are watched."""
-        with ExitStack() as stack:
-            for name in CALLS:
-                stack.enter_context(patch.object(os, name, self._wrapped(name, getattr(os, name))))
-            yield
+        return watched_calls(self._touched, self._before)
 
-    def _wrapped(self, name: str, real: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            place = self._place(args[0], kwargs.get("dir_fd"))
-            if place is not None:
-                self._before(name, next(self._numbers), place, args)
-            result = real(*args, **kwargs)
-            if name == "open" and place is not None:
-                self._open[result] = place
-            if name == "close":
-                self._open.pop(args[0], None)
-            return result
+    def _touched(self, path: str) -> bool:
+        return path.startswith(self._folders) and not path.endswith("claim.json")
 
-        return call
-
-    def _place(self, what: Any, folder: int | None) -> str | None:
-        """The path that a call is about, if it lies in one of the folders."""
-        if isinstance(what, int):
-            return self._open.get(what)
-        if folder is not None:
-            return f"{self._open[folder]}/{what}" if folder in self._open else None
-        path = f"{os.fspath(what)}"
-        return path if path.startswith(self._folders) and not path.endswith("claim.json") else None
-
-    def _before(self, name: str, number: int, place: str, args: tuple[Any, ...]) -> None:
-        self._note(self._notes, f"{name} {place}\n".encode())
-        fault = self._fault
+    def _before(self, name: str, path: str, args: tuple[Any, ...]) -> None:
+        number, fault = next(self._numbers), self._fault
+        REAL["write"](self._notes, f"{name} {path}\n".encode())
         if fault is None or number < fault.call:
             return
         if fault.kind == "kill":
             if fault.torn and name == "write":
                 content = memoryview(args[1])
-                self._note(args[0], content[: len(content) // 2])
+                REAL["write"](args[0], content[: len(content) // 2])
             os.kill(os.getpid(), signal.SIGKILL)
-        if fault.kind == "full disk" and name in REFUSED and number < fault.call + fault.calls:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
+        if fault.kind == "full disk" and number < fault.call + fault.calls:
+            refuse(name, path)
 
 
 # ---- what happens to files afterwards

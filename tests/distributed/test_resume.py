@@ -316,7 +316,8 @@ def test_a_process_that_is_really_killed_in_a_save(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.run(command, env=environment, capture_output=True, timeout=120, check=False)
     assert process.returncode == -signal.SIGKILL
-    assert sorted(path.name for path in (tmp_path / "run/saved").glob("iter*")) == ["iter_0000002", "iter_0000004.tmp"]
+    assert saved_steps(tmp_path / "run/saved") == [2]
+    assert [path.name for path in (tmp_path / "run/saved").glob(".epoch-*/iter*")] == ["iter_0000004.tmp"]
     again = start(run_of(tmp_path / "run", DROPOUT, 1))
     assert (again.status, sorted(again.samples)) == (0, [3, 4, 5, 6])
     assert saved_steps(tmp_path / "run/saved") == [2, 4, 6]

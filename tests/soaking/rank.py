@@ -7,22 +7,17 @@ before each call to the file system that touches a checkpoint: ``full`` (there i
 
 from __future__ import annotations
 
-import errno
 import os
 import signal
 import sys
 import time
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 from megatron.config.launch import leave
 from pretrain_gpt import main
-
-CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
-"""Everything a save asks of the system that can leave something behind."""
-
-REFUSED = ("open", "write", "fsync", "mkdir", "rename")
-"""Those that a full disk refuses."""
+from tests.watched_calls import refuse, watched_calls
 
 FOLDER = "soak"
 FULL = "full"
@@ -41,66 +36,30 @@ class Saboteur:
 
     def __init__(self, folder: Path, saved: Path, rank: int) -> None:
         self._full, self._kill = folder / FOLDER / FULL, folder / FOLDER / f"kill.{rank}"
-        self._struck, self._left, self._open = folder / FOLDER / STRUCK, -1, dict[int, str]()
-        self._under, self._stat = f"{saved}/", os.stat
-        self._real = {name: getattr(os, name) for name in CALLS}
+        self._struck, self._left, self._under = folder / FOLDER / STRUCK, -1, f"{saved}/"
 
-    def stand_there(self) -> None:
-        """From now on, for ever."""
-        for name in CALLS:
-            setattr(os, name, self._wrapped(name))
+    def standing_there(self) -> AbstractContextManager[None]:
+        """Inside, saves are disturbed."""
+        return watched_calls(lambda path: path.startswith(self._under) and "/iter_" in path, self._before)
 
-    def _wrapped(self, name: str) -> Any:
-        real = self._real[name]
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            place = self._place(args[0], kwargs.get("dir_fd"))
-            if place is not None:
-                self._before(name, place)
-            result = real(*args, **kwargs)
-            if name == "open" and place is not None:
-                self._open[result] = place
-            if name == "close":
-                self._open.pop(args[0], None)
-            return result
-
-        return call
-
-    def _place(self, what: Any, folder: int | None) -> str | None:
-        """The path that a call is about, if it belongs to a checkpoint."""
-        if isinstance(what, int):
-            return self._open.get(what)
-        if folder is not None:
-            return f"{self._open[folder]}/{what}" if folder in self._open else None
-        path = os.fsdecode(what)
-        return path if path.startswith(self._under) and "/iter_" in path else None
-
-    def _before(self, name: str, place: str) -> None:
-        if not self._is_there(self._kill):
+    def _before(self, name: str, path: str, _: tuple[Any, ...]) -> None:
+        if not self._kill.exists():
             self._left = -1
         else:
             self._left = int(self._kill.read_text()) if self._left < 0 else self._left - 1
             if self._left <= 0:
-                self._die(f"{name} {place}")
-        if name in REFUSED and self._is_there(self._full):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), place)
-
-    def _is_there(self, file: Path) -> bool:
-        try:
-            self._stat(file)
-        except OSError:
-            return False
-        return True
+                self._die(f"{name} {path}")
+        if self._full.exists():
+            refuse(name, path)
 
     def _die(self, where: str) -> None:
-        self._real["unlink"](self._kill)
-        note = self._real["open"](self._struck, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        self._real["write"](note, f"{time.time()} {where}\n".encode())
+        self._kill.unlink()
+        self._struck.write_text(f"{time.time()} {where}\n")
         os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":
     argv = sys.argv[1:]
     run_dir, saved = (Path(argv[argv.index(flag) + 1]) for flag in ("--run-dir", "--save"))
-    Saboteur(run_dir, saved, int(os.environ["RANK"])).stand_there()
-    leave(main(argv))
+    with Saboteur(run_dir, saved, int(os.environ["RANK"])).standing_there():
+        leave(main(argv))

@@ -161,16 +161,16 @@ def test_a_rank_lets_its_saves_be_disturbed(tmp_path: Path) -> None:
     (tmp_path / FOLDER).mkdir()
     child = os.fork()
     if not child:
-        Saboteur(tmp_path, tmp_path / "saved", 3).stand_there()
-        (tmp_path / FOLDER / FULL).touch()
-        os.mkdir(tmp_path / "elsewhere")
-        try:
-            os.mkdir(saved / "a")
-        except OSError as error:
-            (tmp_path / FOLDER / FULL).unlink()
-            kill_at(tmp_path, 3, 2)
-            for name in "bcdefg" if error.errno == errno.ENOSPC else "":
-                os.mkdir(saved / name)
+        with Saboteur(tmp_path, tmp_path / "saved", 3).standing_there():
+            (tmp_path / FOLDER / FULL).touch()
+            os.mkdir(tmp_path / "elsewhere")
+            try:
+                os.mkdir(saved / "a")
+            except OSError as error:
+                (tmp_path / FOLDER / FULL).unlink()
+                kill_at(tmp_path, 3, 2)
+                for name in "bcdefg" if error.errno == errno.ENOSPC else "":
+                    os.mkdir(saved / name)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
     assert sorted(path.name for path in saved.iterdir()) == ["b", "c"]

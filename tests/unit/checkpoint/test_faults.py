@@ -32,9 +32,7 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.store import read
 from megatron.checkpoint.verify import damage
 from tests.unit.checkpoint.samples import ALONE, Sample, same, save, small
-
-CALLS = ("open", "write", "fsync", "close", "mkdir", "rename", "unlink", "rmdir")
-"""Everything a save asks of the system that can leave something behind."""
+from tests.watched_calls import CALLS
 
 FILES = ["tensors_00000.safetensors", "tokenizer/tokenizer.json", MANIFEST, MARKER]
 
