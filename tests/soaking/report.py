@@ -37,13 +37,13 @@ def report(trials: Sequence[Trial], seed: int) -> Iterator[str]:
 
 def _table(trials: Sequence[Trial]) -> Iterator[str]:
     """A line for each kind of fault."""
-    yield f"{'seconds until':<42}{'noticed':>16}{'training again':>18}"
-    yield f"{'':<22}{'count':>8}{'survived':>12}{'median':>9}{'worst':>8}{'median':>9}{'worst':>8}"
+    yield f"{'seconds until':<50}{'noticed':>16}{'training again':>18}"
+    yield f"{'':<30}{'count':>8}{'survived':>12}{'median':>9}{'worst':>8}{'median':>9}{'worst':>8}"
     for kind in sorted({outcome.kind for trial in trials for outcome in trial.outcomes}):
         with_it = [(trial, o) for trial in trials for o in trial.outcomes if o.kind == kind]
         survived = sum(not trial.wrong for trial, _ in with_it)
         times = _times([o.noticed for _, o in with_it]) + _times([o.again for _, o in with_it])
-        yield f"{kind:<22}{len(with_it):>8}{survived:>12}{times}"
+        yield f"{kind:<30}{len(with_it):>8}{survived:>12}{times}"
 
 
 def _times(seconds: Sequence[float | None]) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from tests.soak import FILE
 from tests.soaking import machine
 from tests.soaking.here import ROOT
 from tests.soaking.job import Setup
@@ -22,7 +23,8 @@ from tests.soaking.machine import MARK, Process
 from tests.soaking.progress import Progress, complaints
 from tests.soaking.rank import FOLDER, FULL, Saboteur, kill_at
 from tests.soaking.report import report
-from tests.soaking.trials import DETECTION_SECONDS, RECOVERY_SECONDS, Outcome, Trial
+from tests.soaking.strikes import HERE, ON_SLURM
+from tests.soaking.trials import DETECTION_SECONDS, RECOVERY_SECONDS, SETUPS, Outcome, Trial
 
 HEAD = re.compile(r"(\d+) of (\d+) faults survived in (\d+) runs, \d+ starts, (\d+) wrong: seed \d+\n")
 IN_TIME = "training again within 120 s: all but 0\n"
@@ -50,6 +52,19 @@ def test_three_faults(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_two_hundred_faults(tmp_path: Path) -> None:
     assert IN_TIME in soak(tmp_path / "found.txt", "--faults", "200", "--seed", "2")
+
+
+def test_the_long_soak_is_kept() -> None:
+    """What it found at its last, in tests/golden."""
+    text = FILE.read_text()
+    found = HEAD.match(text)
+    assert found is not None
+    assert int(found[1]) == int(found[2]) >= 200
+    assert found[4] == "0"
+    assert IN_TIME in text
+    for name in [*(setup.name for setup in SETUPS), *HERE]:
+        assert name in text
+    assert sum(f"\n{kind}" in text for kind in ON_SLURM) >= len(ON_SLURM) - 1
 
 
 # ---- the judge
