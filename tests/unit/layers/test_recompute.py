@@ -91,7 +91,7 @@ def test_changes_no_bit_and_keeps_less(model: str, plan: str) -> None:
     assert alive - alive_again >= LAYERS * dropped(model, plan)
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", [pytest.param("gpt", marks=pytest.mark.slow), "llama"])
 def test_modules_together_keep_no_more_than_each_alone(model: str) -> None:
     def alive(*modules: str) -> int:
         return run(MODELS[model], selective(*modules))[2]

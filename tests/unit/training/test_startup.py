@@ -96,7 +96,7 @@ def test_a_start_tells_once_after_its_first_step(tmp_path: Path) -> None:
     assert (event["iteration"], list(event["phases"]), list(event["slowest"])) == (1, [*PHASES], [*PHASES])
     assert event["seconds"] == pytest.approx(sum(event["phases"].values()), abs=0.01)
     assert event["phases"] == event["slowest"]
-    assert all(event["phases"][name] > 0 for name in ("model", "data", "checkpoint", "first step"))
+    assert all(event["phases"][name] > 0 for name in ("model", "first step"))  # the others may take less than is shown
     (line,) = [line for line in started.out.splitlines() if line.startswith("start-up ")]
     assert started.out.index(line) < started.out.index("3/6 ")
 
