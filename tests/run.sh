@@ -17,7 +17,7 @@ if [[ " $*" == *" tests"* ]]; then
     python -m pytest "$@" || status=$?
 else
     said=$(mktemp) one=0 rest=0
-    trap 'kill $(jobs -p) 2>/dev/null; rm -f "$said"' EXIT
+    trap 'kill $(jobs -p) 2>/dev/null || true; rm -f "$said"' EXIT
     { mypy && exec python -m pytest --ignore=tests/distributed "$@"; } >"$said" 2>&1 &
     python -m pytest tests/distributed "$@" || one=$?
     wait $! || rest=$?
