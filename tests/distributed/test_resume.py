@@ -122,9 +122,17 @@ WAYS = {
 }
 
 
+LONG = ("fp32", "dp2"), ("fp32", "pp2"), ("adam", "tp2-sp")
+"""What the short form leaves to the others."""
+
+
 @pytest.mark.parametrize(
     ("way", "layout"),
-    [*(("bf16", layout) for layout in LAYOUTS), ("fp32", "tp2-sp"), ("adam", "pp2"), ("lion", "dp2")],
+    [
+        *(("bf16", layout) for layout in LAYOUTS),
+        *(("fp32", "tp2-sp"), ("adam", "pp2"), ("lion", "dp2")),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in LONG),
+    ],
 )
 def test_a_killed_run_ends_as_if_nothing_had_happened(pool: Pool, tmp_path: Path, way: str, layout: str) -> None:
     flags = f"{LAYOUTS[layout]} {DROPOUT} {WAYS[way]} --eval-interval 3 --eval-iters 1"

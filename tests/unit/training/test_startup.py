@@ -5,7 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +15,9 @@ import pytest
 
 from megatron.data.loader import build_data
 from megatron.training import startup
+from megatron.training.resume import choose
 from megatron.training.startup import PHASES, StartUp, process_began, start_up_line
-from tests.runs import before_step, records, start, tiny_run
+from tests.runs import records, start, tiny_run
 
 ROOT = Path(__file__).parents[3]
 DOCS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
@@ -89,14 +91,25 @@ def test_the_line_names_what_took_long_and_who_took_much_longer() -> None:
     )
 
 
+def slowly(name: str, function: Callable[..., Any], seconds: float) -> AbstractContextManager[Any]:
+    """Inside, a function that ``megatron.training`` calls by this name takes longer."""
+
+    def call(*arguments: Any, **named: Any) -> Any:
+        time.sleep(seconds)
+        return function(*arguments, **named)
+
+    return patch(f"megatron.training.{name}", call)
+
+
 def test_a_start_tells_once_after_its_first_step(tmp_path: Path) -> None:
     flags = f"--save {tmp_path}/saved --save-interval 2 --log-interval 3"
-    started = start(tiny_run(tmp_path, flags), before_step(5, lambda trainer: None))
+    with slowly("setup.build_data", build_data, 0.01), slowly("main.choose", choose, 0.01):  # else less than is shown
+        started = start(tiny_run(tmp_path, flags))
     (event,) = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
     assert (event["iteration"], list(event["phases"]), list(event["slowest"])) == (1, [*PHASES], [*PHASES])
     assert event["seconds"] == pytest.approx(sum(event["phases"].values()), abs=0.01)
     assert event["phases"] == event["slowest"]
-    assert all(event["phases"][name] > 0 for name in ("model", "first step"))  # the others may take less than is shown
+    assert all(event["phases"][name] > 0 for name in ("model", "data", "checkpoint", "first step"))
     (line,) = [line for line in started.out.splitlines() if line.startswith("start-up ")]
     assert started.out.index(line) < started.out.index("3/6 ")
 
@@ -105,12 +118,7 @@ def test_what_is_read_of_a_checkpoint_and_what_of_the_data_are_two_things(tmp_pa
     """Although data are opened while a checkpoint is read."""
     flags = f"--save {tmp_path}/saved --save-interval 2"
     start(tiny_run(tmp_path, f"{flags} --exit-interval 2"))
-
-    def slowly(*arguments: Any, **named: Any) -> Any:
-        time.sleep(0.5)
-        return build_data(*arguments, **named)
-
-    start(tiny_run(tmp_path, flags), patch("megatron.training.setup.build_data", slowly))
+    start(tiny_run(tmp_path, flags), slowly("setup.build_data", build_data, 0.5))
     events = [record for record in records(tmp_path, "event") if record["event"] == "start-up"]
     assert [event["iteration"] for event in events] == [1, 3]
     assert events[1]["phases"]["data"] > 0.4
