@@ -94,7 +94,7 @@ def test_a_rank_that_is_gone_is_told_in_a_sentence(
 ) -> None:
     assert run_into(RuntimeError(GLOO), tmp_path, monkeypatch) == 1
     told = capsys.readouterr().err
-    assert "error: another rank ended without a word (killed, out of memory), or did not answer" in told
+    assert "error: lost contact with another rank: it was killed" in told
     assert GLOO in told
     assert "Traceback" not in told
 

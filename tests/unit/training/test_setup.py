@@ -103,7 +103,7 @@ def taken(folder: Path, ahead: bool, flags: str = "") -> list[object]:
         told.append(trainer.digest_read)
         trainer.iteration += 1
         trainer.consumed_samples += size
-    assert trainer.ahead is None
+    assert trainer.prefetched is None
     return told
 
 
@@ -127,6 +127,6 @@ def test_what_fails_ahead_is_told_when_its_turn_comes(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch:
         patch.setattr(type(trainer.data), "micro_batch", lambda *arguments: (_ for _ in ()).throw(refuse))
         trainer.read_ahead()
-        assert (trainer.ahead, trainer.digest_read) == (None, before)
+        assert (trainer.prefetched, trainer.digest_read) == (None, before)
         with pytest.raises(DataError, match="sample 4"):
             trainer.next_batches()

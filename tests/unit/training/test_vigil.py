@@ -50,7 +50,7 @@ def told(ended: Ended, gone: Callable[[], bool], world: Group = WORLD, seconds: 
 def test_it_ends_where_another_rank_is_gone(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(ended, lambda: True)
     assert ended.status == STATUS == 143
-    assert "error on rank 0: another rank ended without a word" in capsys.readouterr().err
+    assert "error on rank 0: lost contact with another rank" in capsys.readouterr().err
 
 
 def test_it_may_finish_its_step_where_all_are_there(ended: Ended) -> None:
