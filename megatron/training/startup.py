@@ -17,15 +17,15 @@ PHASES: dict[str, str] = {
     "python": "the interpreter, and what `pretrain_gpt.py` imports before it reads a flag",
     "flags": "reading and checking flags, looking for checkpoints and tokenizer",
     "imports": "PyTorch and the rest of the program",
-    "joining": "finding the device and the other ranks: waiting for the one that comes last",
+    "joining": "choosing the device and joining torch.distributed, which waits for the last rank",
     "groups": "opening process groups and channels",
-    "kernels": "choosing and proving kernels",
+    "kernels": "choosing kernels and checking them against PyTorch",
     "model": "building the model",
-    "optimizer": "its gradients' and optimizer's memory",
+    "optimizer": "allocating gradients and optimizer state",
     "data": "opening the data, building or reading tables of samples",
-    "checkpoint": "claiming the folder, choosing a checkpoint and reading it",
-    "first step": "the first step, with all that is compiled, tuned and connected in it",
-    "other": "the rest: opening the places that the run reports to, an evaluation that is made up for",
+    "checkpoint": "acquiring the checkpoint folder, choosing a checkpoint and loading it",
+    "first step": "the first step, including compilation, tuning and first connections",
+    "other": "the rest: opening loggers, an evaluation that the previous start missed",
 }
 """All phases, in the order in which they begin, with what each covers."""
 

@@ -139,7 +139,7 @@ def no_room(*arguments: object) -> None:
 def test_a_disk_that_is_full_by_then_costs_the_status_and_the_next_start_mends_it(tmp_path: Path) -> None:
     failed = start(run_of(tmp_path), patch.object(finished, "write_file", no_room))
     assert (failed.status, told(tmp_path)) == (1, None)
-    assert "finished.json, the proof that training has ended, cannot be written: the disk is full" in failed.err
+    assert "finished.json, which marks the end of training, cannot be written: the disk is full" in failed.err
     assert "Traceback" not in failed.err
     assert start(run_of(tmp_path)).status == 0
     assert told(tmp_path) is not None
