@@ -39,13 +39,17 @@ def act_together(rank: int, world_size: int) -> list[int]:
 
 def is_busy(rank: int, world_size: int) -> bool:
     """The last rank is still at a save; everyone must hear of it."""
-    under_way = SimpleNamespace(outcome=Future()) if rank == world_size - 1 else None
+    writing = SimpleNamespace(outcome=Future(), iteration=1, seconds=0.0)
     saver: Any = SimpleNamespace(
         look=lambda: None,
-        _under_way=under_way,
+        _pending=writing if rank == world_size - 1 else None,
         _lost_contact=False,
-        _skipped=lambda save: None,
-        _trainer=SimpleNamespace(mesh=SimpleNamespace(world=everyone(rank, world_size))),
+        _log=SimpleNamespace(warning=lambda text: None),
+        _trainer=SimpleNamespace(
+            mesh=SimpleNamespace(world=everyone(rank, world_size)),
+            config=SimpleNamespace(checkpoint=SimpleNamespace(save_interval=1)),
+            iteration=2,
+        ),
     )
     return Saver._is_busy(saver)
 

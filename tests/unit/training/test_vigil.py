@@ -102,7 +102,7 @@ def test_peers_are_the_processes_that_were_started_alike() -> None:
             patch.object(module.os, "getppid", os.getpid),
             patch.object(module, "OWN", module.PROCESSES / str(ranks[0].pid)),
         ):
-            _wait_for(lambda: module._beside() == {rank.pid for rank in ranks})
+            _wait_for(lambda: module._local_peers() == {rank.pid for rank in ranks})
             peers = Peers()
             assert not peers.gone()
             other.kill()
