@@ -203,7 +203,7 @@ def test_known_shapes(flags: str, ranks: int) -> None:
 
 def test_bytes_that_were_not_foretold_are_an_error_which_leaves_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fake, "rank_bytes", lambda *args: rank_bytes(*args) | {"weights": 0})
-    with pytest.raises(RuntimeError, match=r"rank 1 holds {'weights': .* are foretold"):
+    with pytest.raises(RuntimeError, match=r"rank 1 holds {'weights': .* are predicted"):
         world_of("--num-layers 4", 2, 1)
     assert not dist.is_initialized()
 

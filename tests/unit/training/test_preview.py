@@ -226,7 +226,7 @@ def test_weights_alone_are_no_run_to_go_on_with(capsys: pytest.CaptureFixture[st
     (path / MARKER).write_bytes(marker(content))
     status, _, err = checked(capsys, "--load", "converted")
     assert status == 2
-    assert "E814 converted/iter_0000004 holds weights, but no run" in err
+    assert "E814 converted/iter_0000004 holds weights, but not the state" in err
     assert "fix: --resume-mode weights-only\n" in err
 
 

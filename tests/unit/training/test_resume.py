@@ -209,7 +209,7 @@ def test_going_on_without_saving(killed: Path, tmp_path: Path) -> None:
 def test_going_back_among_newer_checkpoints_is_refused(killed: Path, flags: str) -> None:
     told = go_on(killed, flags.format(killed))
     assert (told.status, told.samples) == (2, {})
-    sentence = f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): they would be found next"
+    sentence = f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): the next start would resume"
     assert f"{sentence}\n  fix: --load {killed}/saved --ckpt-step 2 --save ANOTHER" in told.err
     assert go_on(killed, "--ckpt-step 4").status == 0
 
@@ -353,7 +353,7 @@ def test_converted_weights_are_no_run_to_go_on_with(tmp_path: Path, gpt2: tuple[
     import_hf(gpt2[0], tmp_path / "converted/iter_0000000", lambda name, done, total: None)
     flags = f"--load {tmp_path}/converted"
     told = go_on(tmp_path / "run", flags)
-    assert told.err.startswith(f"error: E814 {tmp_path}/converted/iter_0000000 holds weights, but no run to go on with")
+    assert told.err.startswith(f"error: E814 {tmp_path}/converted/iter_0000000 holds weights, but not the state of a run")
     assert "\n  fix: --resume-mode weights-only\n" in told.err
     assert sorted(go_on(tmp_path / "run", f"{flags} --resume-mode weights-only").samples) == [1, 2, 3, 4, 5, 6]
     own = start(tiny_run(tmp_path / "run", f"--save {tmp_path}/converted"))
