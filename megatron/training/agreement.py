@@ -31,8 +31,9 @@ def check_same_data(data: DataSource, world: Group) -> None:
     differing = [name for name in names if len({splits.get(name) for splits in by_rank}) > 1]
     if differing:
         versions = [splits.get(differing[0], "nothing") for splits in by_rank]
+        kinds = " and ".join(map(spoken, differing))
         raise DataError(
-            f"the {' and '.join(map(spoken, differing))} data are not the same on all ranks: {_describe_versions(versions, hosts)}",
+            f"the {kinds} data are not the same on all ranks: {_describe_versions(versions, hosts)}",
             "copy the same files to every machine, or use files on a shared file system",
         )
 

@@ -49,7 +49,7 @@ def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> list[
 
     """
     saved = manifest.state
-    trainer.begin_at(*place_of(manifest), saved["data"]["stretches"], batches_since)
+    trainer.start_at(*place_of(manifest), saved["data"]["stretches"], batches_since)
     trainer.evaluated = _evaluated(saved)
     own = is_own(manifest.path, trainer.config.checkpoint)  # otherwise this is a fork, with a run id of its own
     notes = _check_data(trainer, saved["data"], own)
@@ -89,7 +89,7 @@ def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
         DataError: if the data cannot be opened.
 
     """
-    trainer.begin_at(0, 0)
+    trainer.start_at(0, 0)
     masters = dict(trainer.optimizer.masters)
     read(manifest, to_fill(trainer, masters), trainer.mesh.world)
     trainer.optimizer.masters.put(masters)
@@ -103,7 +103,7 @@ def restore_from_source(trainer: Trainer, source: Source) -> None:
         DataError: if the data cannot be opened.
 
     """
-    trainer.begin_at(0, 0)
+    trainer.start_at(0, 0)
     masters = dict(trainer.optimizer.masters)
     fill(trainer.specs, masters, source, trainer.buckets.shares)
     trainer.optimizer.masters.put(masters)

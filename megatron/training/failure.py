@@ -16,7 +16,7 @@ MOST_OF_A_CAUSE = 60
 
 
 class StartRefusedError(Exception):
-    """The flags or files do not allow a start; the text is that of the ``UserError`` or ``DataError`` that is its cause."""
+    """The flags or files do not allow a start; raised from a ``UserError`` or ``DataError``, with its text."""
 
 
 EXPECTED = (StartRefusedError, UserError, DataError, CheckpointError, NonFiniteError)
@@ -50,9 +50,9 @@ def sentence(error: BaseException) -> str:
     return words_left([FIRST]).get(FIRST) or f"{LOST_CONTACT} ({_cause(str(error))}){notes}"
 
 
-def leave_sentence(error: BaseException, whose: str) -> None:
+def leave_sentence(error: BaseException, rank: str) -> None:
     """Publish this rank's error so that other ranks can report the root cause."""
-    leave_word(FIRST, f"{whose}: {sentence(error)}")
+    leave_word(FIRST, f"{rank}: {sentence(error)}")
 
 
 def _cause(text: str) -> str:

@@ -41,7 +41,7 @@ OF_THE_DEVICE = re.compile(
     r"CUDA (driver )?error|Cuda failure|unhandled cuda error|CU(BLAS|DNN)_STATUS|\bECC\b|\bXid\b"
 )
 OF_THE_ADAPTER = re.compile(r"ncclSystemError|unhandled system error")
-"""NCCL's failed system calls: the fault of this machine's network adapter unless the text matches ``A_PEER``."""
+"""NCCL's failed system calls: the fault of this machine's network adapter unless the text matches ``PEER_PATTERN``."""
 
 A_PEER = re.compile(r"remote|peer|connect|socket|timed? ?out|timeout", re.IGNORECASE)
 

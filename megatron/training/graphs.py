@@ -40,7 +40,7 @@ T = TypeVar("T")
 class Recorder(Protocol):
     """Captures the kernels that a function launches."""
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def on_stream(self) -> AbstractContextManager[Any]:
         """Run the work inside on the stream of the capture."""
 
     def record(self, work: Callable[[], T]) -> tuple[T, Callable[[], None]]:
@@ -54,7 +54,7 @@ class CudaRecorder:
         self._stream = torch.cuda.Stream(device)
 
     @contextmanager
-    def aside(self) -> Iterator[None]:
+    def on_stream(self) -> Iterator[None]:
         """Run the work inside on the capture stream, ordered with the current stream."""
         current = torch.cuda.current_stream(self._stream.device)
         self._stream.wait_stream(current)
@@ -118,7 +118,7 @@ class Recording(Generic[T]):
             self._key = key
         if self._eager_calls < WARM_UP:
             self._eager_calls += 1
-            with self._recorder.aside():
+            with self._recorder.on_stream():
                 return self._work(constants, inputs)
         if self._replay is None:
             self._buffers = [None if t is None else t.clone() for t in inputs]

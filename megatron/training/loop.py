@@ -67,7 +67,7 @@ def _train(
             vitals = watch(trainer) if _every(logging.log_health_interval, trainer.iteration + 1) else None
             metrics = take_step(batches, rates, eager=vitals is not None)
         if trainer.device.type == "cuda":  # the GPU is busy with the step, and the host is idle
-            trainer.read_ahead()
+            trainer.prefetch()
         nonfinite = config.on_nonfinite == "stop" and metrics.nonfinite.item()
         if nonfinite and not trainer.scaler.can_shrink(metrics.loss_scale):
             raise NonFiniteError(explain_nonfinite(trainer, batches))
@@ -79,11 +79,11 @@ def _train(
         read = partial(window.read, iteration=iteration, consumed_samples=trainer.consumed_samples, rates=rates)
         log.stepped(iteration, trainer.consumed_samples, partial(read, alone=True))  # read if the run fails early
         examine(trainer, vitals, metrics, window, log)
-        saver.look()
+        saver.poll()
 
         tell_start_up(trainer, log)
-        stop_code = stop.agreed()
-        profiler.ask(iteration, stop.wish)
+        stop_code = stop.poll()
+        profiler.ask(iteration, stop.profile_request)
         last = iteration == trainer.total_steps
         leave = stop_code or last or _every(config.exit_interval, iteration)
         if leave or _every(logging.log_interval, iteration):
@@ -137,8 +137,8 @@ def told_meanwhile(trainer: Trainer, stop: StopRequest, profiler: Profiler) -> i
 
     An expired time limit does not count: a job that is requeued again and again would never take a step.
     """
-    stop_code = stop.agreed()
-    profiler.ask(trainer.iteration, stop.wish)
+    stop_code = stop.poll()
+    profiler.ask(trainer.iteration, stop.profile_request)
     return 0 if stop_code == TIME_IS_UP else stop_code
 
 

@@ -34,7 +34,7 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Origin:
-    """What a run starts from: checkpoints, a Hugging Face model, or nothing if ``paths``, ``local`` and ``hf`` are empty."""
+    """What a run starts from: checkpoints, a Hugging Face model, or, with none of these, nothing."""
 
     paths: tuple[Location, ...] = ()  # checkpoints to try in this order; the manifest of the first is valid
     hf: Path | None = None  # folder of a Hugging Face model
@@ -48,7 +48,7 @@ class Origin:
         return not self.paths and not self.local and self.hf is None
 
     @property
-    def in_turn(self) -> tuple[Candidate, ...]:
+    def candidates(self) -> tuple[Candidate, ...]:
         """Checkpoints in the order in which to try them: newest first, and of one step the durable one first."""
         if not self.local:
             return self.paths

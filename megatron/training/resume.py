@@ -86,7 +86,7 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
         trainer.files = companions(recorded, carried)
         restore_from_source(trainer, HFSource(origin.hf, config.model))
         return [*notes, f"weights from {origin.hf}", *other_words(recorded, carried)]
-    for candidate in origin.in_turn:
+    for candidate in origin.candidates:
         try:
             manifest, files = _opened(trainer, candidate, notes)
             changes = changes_since(manifest, config, trainer.mesh.world.size, origin.mode, notes)

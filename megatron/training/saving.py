@@ -237,14 +237,14 @@ class Saver:
         if needed:
             self._wait(needed=True)
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Report the outcome of a finished background save; raise its error unless it is the disk's."""
         if self._pending is not None and self._pending.outcome.done():
             self._finish(self._pending)
 
     def _is_busy(self) -> bool:
         """Return True, with a warning, if any rank is still writing; collective."""
-        self.look()
+        self.poll()
         pending = self._pending
         states = comm.all_gather_objects((pending is not None, self._lost_contact), self._trainer.mesh.world)
         if any(busy for busy, _ in states):

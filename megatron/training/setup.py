@@ -59,7 +59,7 @@ class Ahead:
 
 @dataclass
 class Trainer:
-    """The parts of a run on this rank, and its progress. :meth:`begin_at` sets ``schedule`` and ``data``."""
+    """The parts of a run on this rank, and its progress. :meth:`start_at` sets ``schedule`` and ``data``."""
 
     config: RunConfig
     mesh: Mesh
@@ -105,7 +105,7 @@ class Trainer:
             chunk.train(seed is not None)
         self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, seed, self.timers)
 
-    def begin_at(
+    def start_at(
         self,
         iteration: int,
         consumed_samples: int,
@@ -150,7 +150,7 @@ class Trainer:
         return batch_at(self.config.training, self.mesh.data_size, self.consumed_samples)
 
     def samples_digest(self) -> str:
-        """Return the digest of all samples that the run has consumed, computed from the sample order, in hexadecimal."""
+        """Return the digest of all consumed samples, computed from the sample order, in hexadecimal."""
         known, digest = max(self.logged_digest, (self.digested_samples, self.digest))
         digest = (digest + self.data.digest("train", known, self.consumed_samples)) % DIGESTS
         self.logged_digest = self.consumed_samples, digest
@@ -165,7 +165,7 @@ class Trainer:
         self.digest_read += prefetched.digest
         return [replace(batch, step=self.iteration) for batch in prefetched.batches]
 
-    def read_ahead(self) -> None:
+    def prefetch(self) -> None:
         """Read the batch of the step after the current one, which a GPU is computing and which is not counted yet."""
         if self.iteration + 1 >= self.total_steps:
             return
@@ -270,7 +270,7 @@ def build(
     )
     if fresh:
         with clock("data"):
-            trainer.begin_at(0, 0)
+            trainer.start_at(0, 0)
     return trainer
 
 
@@ -284,9 +284,7 @@ def _optimizer(config: RunConfig, context: BuildContext) -> tuple[GradBuckets, O
     uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
     buckets = GradBuckets(specs, dtypes, mesh, context.sink, context.device, parallel, uncut)
     overlap = parallel.overlap_param_gather
-    optimizer = Optimizer(
-        params, specs, buckets, mesh, config.optimizer, context.seed, context.kernels.adam, overlap
-    )
+    optimizer = Optimizer(params, specs, buckets, mesh, config.optimizer, context.seed, context.kernels.adam, overlap)
     return buckets, optimizer
 
 

@@ -30,7 +30,7 @@ ECHO_SECONDS = 2.0
 
 
 class StopRequest:
-    """Record the first signal to this process, watch the time limit and the stop file; :meth:`agreed` combines ranks.
+    """Record the first signal to this process, watch the time limit and the stop file; :meth:`poll` combines ranks.
 
     A second signal has its default effect, so that an impatient user can end the process.
     """
@@ -58,7 +58,7 @@ class StopRequest:
         self.world = world
         self.device = device
         self.profiles = profiles
-        self.wish = NOTHING  # the profile request of the last :meth:`agreed`, the same on every rank
+        self.profile_request = NOTHING  # the profile request of the last :meth:`poll`, the same on every rank
         self._file = file
         since = time.monotonic() if since is None else since
         self._deadline = None if minutes is None else since + 60.0 * minutes
@@ -74,7 +74,7 @@ class StopRequest:
             self.restore()
             signal.raise_signal(number)
 
-    def agreed(self) -> int:
+    def poll(self) -> int:
         """Return the stop code, or 0 to continue; the same on every rank. Collective.
 
         128 + the highest signal number received by any rank, else ``TIME_LIMIT`` if it is over on any rank, else
@@ -82,11 +82,11 @@ class StopRequest:
         """
         request = self.profiles.take() if self.profiles is not None else NOTHING
         if self.world.size == 1:  # no tensor, so no synchronisation with the GPU
-            self.wish = request
+            self.profile_request = request
             return self._local_code()
         mine = torch.tensor((self._local_code(), *request), device=self.device)
         code, *requests = comm.all_reduce(mine, self.world, op="max").tolist()
-        self.wish = Wish(*requests)
+        self.profile_request = Wish(*requests)
         return int(code)
 
     def _local_code(self) -> int:

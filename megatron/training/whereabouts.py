@@ -85,7 +85,7 @@ def spared() -> Iterator[None]:
 
 
 def where_all_are(rank: int, world_size: int) -> str:
-    """Return a line with the position of each rank, for the rank that reports a failure; empty if none is in a pipeline.
+    """Return a line with the position of each rank, for a failure report; empty if none is in a pipeline.
 
     Waits a few seconds for ranks that have not published theirs; the position of dead ranks stays unknown.
     """

@@ -41,7 +41,7 @@ def is_busy(rank: int, world_size: int) -> bool:
     """The last rank is still at a save; everyone must hear of it."""
     writing = SimpleNamespace(outcome=Future(), iteration=1, seconds=0.0)
     saver: Any = SimpleNamespace(
-        look=lambda: None,
+        poll=lambda: None,
         _pending=writing if rank == world_size - 1 else None,
         _lost_contact=False,
         _log=SimpleNamespace(warning=lambda text: None),

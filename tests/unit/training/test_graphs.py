@@ -37,7 +37,7 @@ class Tape:
     repetitions: int = 0
     asides: int = field(default=0)
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def on_stream(self) -> AbstractContextManager[Any]:
         self.asides += 1
         return nullcontext()
 

@@ -129,11 +129,11 @@ def test_a_stop_and_a_wish_are_agreed_on_together(tmp_path: Path) -> None:
     asked, _ = requests(tmp_path)
     stop = StopRequest(Group(), torch.device("cpu"), profiles=asked)
     try:
-        assert (stop.agreed(), stop.wish) == (0, NOTHING)
+        assert (stop.poll(), stop.profile_request) == (0, NOTHING)
         signal.raise_signal(signal.SIGUSR2)
-        assert (stop.agreed(), stop.wish) == (0, Wish(STEPS))
+        assert (stop.poll(), stop.profile_request) == (0, Wish(STEPS))
         signal.raise_signal(signal.SIGUSR1)
-        assert (stop.agreed(), stop.wish) == (128 + signal.SIGUSR1, NOTHING)
+        assert (stop.poll(), stop.profile_request) == (128 + signal.SIGUSR1, NOTHING)
     finally:
         stop.restore()
 

@@ -195,7 +195,7 @@ def test_a_beginning_from_nothing_is_told(tmp_path: Path) -> None:
 def test_a_new_schedule_of_nothing_is_refused(tmp_path: Path, load: str) -> None:
     told = go_on(tmp_path, f"{load.format(tmp_path)} --resume-mode new-schedule")
     assert (told.status, told.samples) == (2, {})
-    sentence = f"E812 --resume-mode new-schedule, but {tmp_path}/saved holds no checkpoint to go on from"
+    sentence = f"E812 --resume-mode new-schedule, but {tmp_path}/saved holds no checkpoint to resume from"
     assert f"{sentence}\n  fix: --load ANOTHER | --resume-mode exact\n" in told.err
 
 
@@ -209,7 +209,7 @@ def test_going_on_without_saving(killed: Path, tmp_path: Path) -> None:
 def test_going_back_among_newer_checkpoints_is_refused(killed: Path, flags: str) -> None:
     told = go_on(killed, flags.format(killed))
     assert (told.status, told.samples) == (2, {})
-    sentence = f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): the next start would resume"
+    sentence = f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): the next start would resume from them"
     assert f"{sentence}\n  fix: --load {killed}/saved --ckpt-step 2 --save ANOTHER" in told.err
     assert go_on(killed, "--ckpt-step 4").status == 0
 

@@ -98,7 +98,7 @@ def taken(folder: Path, ahead: bool, flags: str = "") -> list[object]:
     while trainer.iteration < trainer.total_steps:
         size, batches = trainer.next_batch_size, trainer.next_batches()
         if ahead:
-            trainer.read_ahead()
+            trainer.prefetch()
         told += [(b.tokens.tolist(), b.sample_ids.tolist(), b.step) for b in batches]
         told.append(trainer.digest_read)
         trainer.iteration += 1
@@ -115,7 +115,7 @@ def test_reading_ahead_changes_nothing_that_is_read(flags: str, tmp_path: Path) 
 def test_reading_ahead_is_timed(tmp_path: Path) -> None:
     """Otherwise data that come more slowly than a step takes would not show as a wait for data."""
     trainer = build(tiny_run(tmp_path), 0, 1)
-    trainer.read_ahead()
+    trainer.prefetch()
     assert trainer.timers.read(1)["batch-generator"] > 0.0
 
 
@@ -126,7 +126,7 @@ def test_what_fails_ahead_is_told_when_its_turn_comes(tmp_path: Path, monkeypatc
     refuse = DataError("sample 4 cannot be read")
     with monkeypatch.context() as patch:
         patch.setattr(type(trainer.data), "micro_batch", lambda *arguments: (_ for _ in ()).throw(refuse))
-        trainer.read_ahead()
+        trainer.prefetch()
         assert (trainer.prefetched, trainer.digest_read) == (None, before)
         with pytest.raises(DataError, match="sample 4"):
             trainer.next_batches()

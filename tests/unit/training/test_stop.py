@@ -30,9 +30,9 @@ def heard() -> Iterator[list[int]]:
 @pytest.mark.parametrize("number", stop.SIGNALS)
 def test_the_first_signal_is_remembered(heard: list[int], number: signal.Signals) -> None:
     request = StopRequest(Group(), CPU)
-    assert request.agreed() == 0
+    assert request.poll() == 0
     signal.raise_signal(number)
-    assert request.agreed() == request.agreed() == 128 + number
+    assert request.poll() == request.poll() == 128 + number
     assert heard == []
     request.restore()
 
@@ -41,7 +41,7 @@ def test_the_same_signal_passed_on_by_a_launcher_is_no_second_one(heard: list[in
     request = StopRequest(Group(), CPU)
     for _ in range(3):
         signal.raise_signal(signal.SIGINT)
-    assert (request.agreed(), heard) == (128 + signal.SIGINT, [])
+    assert (request.poll(), heard) == (128 + signal.SIGINT, [])
     request.restore()
 
 
@@ -50,7 +50,7 @@ def test_an_impatient_user_gets_through(heard: list[int], monkeypatch: pytest.Mo
     request = StopRequest(Group(), CPU)
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
-    assert (request.agreed(), heard) == (128 + signal.SIGTERM, [signal.SIGINT])
+    assert (request.poll(), heard) == (128 + signal.SIGTERM, [signal.SIGINT])
 
 
 def test_signals_are_given_back(heard: list[int]) -> None:
@@ -62,9 +62,9 @@ def test_signals_are_given_back(heard: list[int]) -> None:
 def test_one_rank_alone_asks_no_device(heard: list[int]) -> None:
     """A tensor on a meta device has no value, so to read one would raise."""
     request = StopRequest(Group(), torch.device("meta"))
-    assert (request.agreed(), request.wish) == (0, NOTHING)
+    assert (request.poll(), request.profile_request) == (0, NOTHING)
     signal.raise_signal(signal.SIGTERM)
-    assert request.agreed() == 128 + signal.SIGTERM
+    assert request.poll() == 128 + signal.SIGTERM
     request.restore()
 
 
@@ -74,18 +74,18 @@ def test_the_clock_counts_from_where_it_is_told(
 ) -> None:
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     request = StopRequest(Group(), CPU, minutes=10.0, since=since)
-    assert request.agreed() == answer
+    assert request.poll() == answer
     request.restore()
 
 
 def test_a_file_is_looked_for_every_time(heard: list[int], tmp_path: Path) -> None:
     file = tmp_path / "stop"
     request = StopRequest(Group(), CPU, file=file)
-    assert request.agreed() == 0
+    assert request.poll() == 0
     file.touch()
-    assert request.agreed() == FILE_IS_THERE
+    assert request.poll() == FILE_IS_THERE
     file.unlink()
-    assert request.agreed() == 0
+    assert request.poll() == 0
     request.restore()
 
 
@@ -93,11 +93,11 @@ def test_a_file_is_the_last_of_all_reasons(heard: list[int], monkeypatch: pytest
     now = [0.0]
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[-1]))
     request = StopRequest(Group(), CPU, minutes=1.0, file=tmp_path)
-    told = [request.agreed()]
+    told = [request.poll()]
     now.append(60.0)
-    told.append(request.agreed())
+    told.append(request.poll())
     signal.raise_signal(signal.SIGUSR1)
-    told.append(request.agreed())
+    told.append(request.poll())
     assert told == [FILE_IS_THERE, stop.TIME_IS_UP, 128 + signal.SIGUSR1]
     assert [exit_status(number) for number in (0, *told)] == [0, 0, 124, 138]
     assert [reason(number, "a/stop") for number in told] == [
