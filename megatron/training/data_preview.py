@@ -59,7 +59,8 @@ def data_rows(config: RunConfig, world_size: int, iteration: int = 0, consumed_s
     """
     if config.data.mock_data:
         return []
-    dp, begin = config.parallel.data_parallel_size(world_size), (iteration, consumed_samples)
+    dp = config.parallel.data_parallel_size(world_size)
+    begin = iteration, consumed_samples
     tokens = trained_samples(config.training, dp, *begin) * config.training.seq_length
     read = samples_read(config.data, config.training, dp, begin)
     rows = list(_rows(data_sources(config.data), tokens))

@@ -163,7 +163,8 @@ def state_of(trainer: Trainer) -> dict[str, int]:
 def _tensors(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
     """Return the tensors of each part of :data:`STATE`; fp32 weights are their own main parameters."""
     optimizer = trainer.optimizer
-    masters, remainders = optimizer.masters, optimizer.masters.remainders
+    masters = optimizer.masters
+    remainders = masters.remainders
     moments = optimizer.moments().values()
     return {
         "weights": [parameter.detach() for parameter in trainer.params.values()],

@@ -59,7 +59,8 @@ def write(folder: Path, facts: Facts) -> None:
     Raises:
         StorageError: if it cannot be written.
     """
-    path, part = folder / NAME, folder / f"{NAME}.part"
+    path = folder / NAME
+    part = folder / f"{NAME}.part"
     try:
         part.unlink(missing_ok=True)
         write_file(part, (json.dumps(facts, indent=2) + "\n").encode())

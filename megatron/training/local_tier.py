@@ -85,18 +85,18 @@ def _acquire(stack: ExitStack, tier: Tier, pattern: str) -> Claim | None:
         raise CheckpointError(f"{error} | {shared}") from error
 
 
-def with_local(origin: Origin | UserError, options: CheckpointConfig, world: Group) -> Origin:
+def with_local(source: Origin | UserError, options: CheckpointConfig, world: Group) -> Origin:
     """Add the nodes' checkpoints to the ones to try, ordered by step; collective.
 
     Older local checkpoints stay candidates too, because a durable one may turn out to be damaged.
 
     Args:
-        origin: what the run starts from without local checkpoints, or the error if there is nothing.
+        source: what the run starts from without local checkpoints, or the error if there is nothing.
         options: options with a ``local_save``.
         world: all ranks.
 
     Raises:
-        UserError: if ``origin`` is an error and the nodes have no usable checkpoint, or if they have one of another
+        UserError: if ``source`` is an error and the nodes have no usable checkpoint, or if they have one of another
             run, or one newer than the requested step.
         NewerVersionError: if a newer version of this program wrote one.
         OSError: if a disk cannot be read.
@@ -106,7 +106,7 @@ def with_local(origin: Origin | UserError, options: CheckpointConfig, world: Gro
     found, notes = find(tier)
     _refuse_others(found, options)
     step = options.ckpt_step if is_asked(options) else None
-    durable = newest_own(origin, options) if isinstance(origin, Origin) else -1
+    durable = newest_own(source, options) if isinstance(source, Origin) else -1
     usable = []
     for checkpoint in found:
         problem = _problem(tier, checkpoint, step)
@@ -115,19 +115,19 @@ def with_local(origin: Origin | UserError, options: CheckpointConfig, world: Gro
         else:
             notes.append(passed_over(Checkpoints(tier.folder).path(checkpoint.iteration), problem))
     if not usable:
-        if isinstance(origin, UserError):
-            raise origin
-        return replace(origin, notes=(*origin.notes, *notes))
+        if isinstance(source, UserError):
+            raise source
+        return replace(source, notes=(*source.notes, *notes))
     mode = options.resume_mode if is_asked(options) else "exact"
-    if isinstance(origin, UserError):
-        reasons = (problem.sentence for problem in origin.problems)
+    if isinstance(source, UserError):
+        reasons = (problem.sentence for problem in source.problems)
         return Origin(mode=mode, notes=(*reasons, *notes), local=tuple(usable))
     if usable[0].iteration > durable:
         newest = f"the newest is of step {durable}" if durable >= 0 else "there is none"
         notes.append(f"the nodes have a checkpoint of step {usable[0].iteration}; {newest} in --save")
-    if durable < 0:  # what ``origin`` found is not the run's own
+    if durable < 0:  # what ``source`` found is not the run's own
         return Origin(mode=mode, notes=tuple(notes), local=tuple(usable))
-    return Origin(origin.paths, mode=mode, notes=(*origin.notes, *notes), local=tuple(usable))
+    return Origin(source.paths, mode=mode, notes=(*source.notes, *notes), local=tuple(usable))
 
 
 def _refuse_others(found: list[LocalCheckpoint], options: CheckpointConfig) -> None:

@@ -53,7 +53,8 @@ def _train(
     trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopRequest, profiler: Profiler, saver: Saver
 ) -> int:
     """Take the steps; see :func:`train`."""
-    config, options, logging = trainer.config.training, trainer.config.checkpoint, trainer.config.logging
+    config = trainer.config.training
+    logging = trainer.config.logging
     if stop_code := begin(trainer, log, stop, profiler, saver):
         return exit_status(stop_code)
     window = window_of(trainer)
@@ -92,7 +93,8 @@ def _train(
             for split in evaluations_due(trainer):
                 with window.paused():
                     evaluate_on(trainer, split, log)
-        if options.save is not None and (leave or _every(options.save_interval, iteration)):
+        checkpoint = trainer.config.checkpoint
+        if checkpoint.save is not None and (leave or _every(checkpoint.save_interval, iteration)):
             with window.paused():
                 saver.save(needed=bool(leave))
         save_on_nodes(trainer, log, window)  # last: a start that finds the final step here has nothing left to save

@@ -96,19 +96,19 @@ def train_from_origin(
     """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status."""
     world = stop.world
     with before_the_first_step(), vigil(world):
-        origin = choose(config.checkpoint, world)
+        source = choose(config.checkpoint, world)
         startup.enter("other")
-        trainer = build(config, world.rank, world.size, fresh=origin.fresh, clock=startup)
+        trainer = build(config, world.rank, world.size, fresh=source.fresh, clock=startup)
         trainer.goodput = Goodput(startup.began)
         trainer.startup = startup
         trainer.claims = claims
         stop.world = trainer.mesh.world
         take_step = StepRunner(trainer)
         with startup("checkpoint"):
-            notes = [*notes, *claims.notes, *trainer.notes, *begin(trainer, origin)]
+            notes = [*notes, *claims.notes, *trainer.notes, *begin(trainer, source)]
         refuse_full_disk(trainer)
         facts = start_facts(os.environ, None if claims.save is None else claims.save.epoch)
-        if origin.fresh and config.logging.run_dir is not None:
+        if source.fresh and config.logging.run_dir is not None:
             trainer.run_id = run_id_of_job(Path(config.logging.run_dir) / METRICS, facts)
         notes += notes_on_the_journal(config.logging, trainer.run_id)
         trainer.run_id = new_run_id(world, trainer.run_id)
@@ -130,7 +130,8 @@ def train_from_origin(
         for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
             log.note(text)
         note = log.note if log.enabled else say  # each rank that records a profile reports it itself
-        options, run_dir = config.profiling, config.logging.run_dir
+        options = config.profiling
+        run_dir = config.logging.run_dir
         pipeline = PipelineProfiler(options, run_dir, trainer, note, warn)
         models = [*trainer.chunks.values()]
         profiler = Profiler(options, run_dir, world.rank, trainer.device, models, note, warn, pipeline)

@@ -120,9 +120,9 @@ def only_read(options: CheckpointConfig) -> CheckpointConfig:
     return replace(options, save=None, save_interval=None, local_save=None, local_save_interval=None)
 
 
-def newest_own(origin: Origin, options: CheckpointConfig) -> int:
-    """Return the step of the newest own checkpoint in ``origin.paths``; -1 if there is none."""
-    return next((_step(path) for path in origin.paths if is_own(path, options)), -1)
+def newest_own(source: Origin, options: CheckpointConfig) -> int:
+    """Return the step of the newest own checkpoint in ``source.paths``; -1 if there is none."""
+    return next((_step(path) for path in source.paths if is_own(path, options)), -1)
 
 
 def _from_scratch(options: CheckpointConfig, notes: tuple[str, ...]) -> Origin:
@@ -135,7 +135,7 @@ def _from_scratch(options: CheckpointConfig, notes: tuple[str, ...]) -> Origin:
     if options.resume_mode != "exact":
         sentence = f"--resume-mode {options.resume_mode}, but {options.save} holds no checkpoint to resume from"
         raise UserError([Problem("E812", sentence, ("--load ANOTHER", "--resume-mode exact"))])
-    return Origin(notes=(*notes, f"starts from nothing: {options.save} holds no checkpoint"))
+    return Origin(notes=(*notes, f"starts from scratch: {options.save} holds no checkpoint"))
 
 
 def _load_folder(options: CheckpointConfig) -> tuple[Location | None, int | None]:

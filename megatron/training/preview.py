@@ -26,8 +26,8 @@ def recall(options: CheckpointConfig) -> Mapping[str, Any] | None:
     Raises:
         UserError: if a checkpoint is required and none can be read.
     """
-    origin = look(options)
-    return Manifest.open(origin.paths[0]).config if origin.paths else None
+    source = look(options)
+    return Manifest.open(source.paths[0]).config if source.paths else None
 
 
 def preview(config: RunConfig, world_size: int) -> Preview:
@@ -41,12 +41,12 @@ def preview(config: RunConfig, world_size: int) -> Preview:
         UserError: if a required checkpoint is missing, or the run must not resume from it.
 
     """
-    origin = look(config.checkpoint)
-    if origin.hf is not None:
-        return Preview((*origin.notes, f"checkpoint: {HUGGING_FACE}{origin.hf}, its tensors not read"))
-    if origin.fresh:
-        return Preview(origin.notes)
-    manifest = Manifest.open(origin.paths[0])
-    changes = changes_since(manifest, config, world_size, origin.mode, origin.notes)
-    notes = (*origin.notes, f"checkpoint: {manifest.path}, its tensors not read", *changes.lines)
-    return Preview(notes, *((0, 0) if origin.mode == "weights-only" else place_of(manifest)))
+    source = look(config.checkpoint)
+    if source.hf is not None:
+        return Preview((*source.notes, f"checkpoint: {HUGGING_FACE}{source.hf}, its tensors not read"))
+    if source.fresh:
+        return Preview(source.notes)
+    manifest = Manifest.open(source.paths[0])
+    changes = changes_since(manifest, config, world_size, source.mode, source.notes)
+    notes = (*source.notes, f"checkpoint: {manifest.path}, its tensors not read", *changes.lines)
+    return Preview(notes, *((0, 0) if source.mode == "weights-only" else place_of(manifest)))

@@ -62,8 +62,8 @@ def _origin_or_error(options: CheckpointConfig) -> Origin | UserError:
         return error
 
 
-def begin(trainer: Trainer, origin: Origin) -> list[str]:
-    """Load what the run starts from into a trainer that was built with ``fresh=origin.fresh``; collective.
+def begin(trainer: Trainer, source: Origin) -> list[str]:
+    """Load what the run starts from into a trainer that was built with ``fresh=source.fresh``; collective.
 
     Returns:
         Notes: what was loaded, which options have changed, which checkpoints were passed over.
@@ -73,33 +73,36 @@ def begin(trainer: Trainer, origin: Origin) -> list[str]:
         DataError: if the data cannot be opened.
 
     """
-    notes, config = list(origin.notes), trainer.config
+    notes = list(source.notes)
+    config = trainer.config
     if config.checkpoint.local_save is not None:
         trainer.local = tier_of(config.checkpoint, trainer.mesh.beside(), trainer.mesh.beside(), trainer.claims.node)
         notes += remarks(trainer.local)
     recorded = recorded_files(config.data, config.model.vocab)
     trainer.files = recorded
-    if origin.fresh:
+    if source.fresh:
         return notes
-    if origin.hf is not None:
-        carried = carried_files(origin.hf)
+    if source.hf is not None:
+        carried = carried_files(source.hf)
         trainer.files = companions(recorded, carried)
-        restore_from_source(trainer, HFSource(origin.hf, config.model))
-        return [*notes, f"weights from {origin.hf}", *other_words(recorded, carried)]
-    for candidate in origin.candidates:
+        restore_from_source(trainer, HFSource(source.hf, config.model))
+        return [*notes, f"weights from {source.hf}", *other_words(recorded, carried)]
+    for candidate in source.candidates:
         try:
             manifest, files = _opened(trainer, candidate, notes)
-            changes = changes_since(manifest, config, trainer.mesh.world.size, origin.mode, notes)
+            changes = changes_since(manifest, config, trainer.mesh.world.size, source.mode, notes)
             trainer.files = companions(recorded, files)
-            if origin.mode == "weights-only":
+            if source.mode == "weights-only":
                 restore_weights(trainer, manifest)
                 notes += other_words(recorded, files)
+                loaded = f"weights from {manifest.path}"
             else:
                 notes += restore(trainer, manifest, changes.batches_since)
+                loaded = f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"
         except DamagedError as error:
             notes.append(passed_over(_path_of(trainer, candidate), error))
             continue
-        return [*notes, _loaded(trainer, manifest, origin.mode), *changes.lines]
+        return [*notes, loaded, *changes.lines]
     raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
 
 
@@ -187,13 +190,7 @@ def _without_special_ids(generation: bytes) -> bytes:
     try:
         settings = json.loads(generation)
     except ValueError as error:
-        raise DataError(f"the origin's {GENERATION} is no JSON: {error}") from error
+        raise DataError(f"the {GENERATION} of the loaded model is not valid JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise DataError(f"the origin's {GENERATION} is {type(settings).__name__} in JSON, not an object")
+        raise DataError(f"the {GENERATION} of the loaded model is a JSON {type(settings).__name__}, not an object")
     return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_IDS}).encode()
-
-
-def _loaded(trainer: Trainer, manifest: Manifest, mode: str) -> str:
-    if mode == "weights-only":
-        return f"weights from {manifest.path}"
-    return f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"

@@ -50,7 +50,8 @@ def open_stream(run: RunFolder) -> DataSource:
     stretches = {"train": laid_out} if laid_out else None
     data = build_data(config.data, config.training, config.model.vocab, replicas, ("train",), stretches)
     last = run.lines[max(run.lines)] if run.lines else {}
-    digest, samples = last.get(DIGEST), int(last.get("consumed-samples", 0))
+    digest = last.get(DIGEST)
+    samples = int(last.get("consumed-samples", 0))
     if digest is not None and f"{data.digest('train', 0, samples):016x}" != digest:
         raise DataError(
             f"the training data that {run.folder} names are not those that it has read, or come in another order; "

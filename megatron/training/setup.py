@@ -124,7 +124,8 @@ class Trainer:
             DataError: if the data cannot be opened, or are not the same on all ranks.
 
         """
-        config, dp = self.config, self.mesh.data_size
+        config = self.config
+        dp = self.mesh.data_size
         begin = iteration, consumed_samples
         self.iteration, self.consumed_samples = begin
         self.digest = 0
@@ -276,7 +277,8 @@ def build(
 
 def _optimizer(config: RunConfig, context: BuildContext) -> tuple[GradBuckets, Optimizer]:
     """Build the gradient buckets and the optimizer of the parameters in ``context``."""
-    parallel, mesh, specs, params = config.parallel, context.mesh, context.specs, context.params
+    parallel, mesh = config.parallel, context.mesh
+    specs, params = context.specs, context.params
     ranks = range(parallel.pipeline_model_parallel_size)
     names = dict.fromkeys(p.name for pp in ranks for p in parameters(config.model, parallel, pp))
     check_patterns(config.optimizer, names)

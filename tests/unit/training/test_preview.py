@@ -242,7 +242,7 @@ def test_what_is_damaged_is_passed_over_and_told(capsys: pytest.CaptureFixture[s
 def test_a_run_that_begins_from_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = checked(capsys, "--save", "mine", "--vocab-size", "300")
     assert status == 0
-    assert "note: starts from nothing: mine holds no checkpoint\n" in out
+    assert "note: starts from scratch: mine holds no checkpoint\n" in out
 
 
 def test_the_tensors_of_a_hugging_face_model_are_not_read_either(capsys: pytest.CaptureFixture[str]) -> None:

@@ -187,8 +187,8 @@ def test_what_a_run_began_with_need_not_be_there_for_ever(killed: Path, tmp_path
 
 
 def test_a_beginning_from_nothing_is_told(tmp_path: Path) -> None:
-    assert f"starts from nothing: {tmp_path}/saved holds no checkpoint" in go_on(tmp_path).out
-    assert "starts from nothing" not in go_on(tmp_path).out
+    assert f"starts from scratch: {tmp_path}/saved holds no checkpoint" in go_on(tmp_path).out
+    assert "starts from scratch" not in go_on(tmp_path).out
 
 
 @pytest.mark.parametrize("load", ["", "--load {}/saved"])
@@ -209,7 +209,9 @@ def test_going_on_without_saving(killed: Path, tmp_path: Path) -> None:
 def test_going_back_among_newer_checkpoints_is_refused(killed: Path, flags: str) -> None:
     told = go_on(killed, flags.format(killed))
     assert (told.status, told.samples) == (2, {})
-    sentence = f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): the next start would resume from them"
+    sentence = (
+        f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): the next start would resume from them"
+    )
     assert f"{sentence}\n  fix: --load {killed}/saved --ckpt-step 2 --save ANOTHER" in told.err
     assert go_on(killed, "--ckpt-step 4").status == 0
 
@@ -353,7 +355,9 @@ def test_converted_weights_are_no_run_to_go_on_with(tmp_path: Path, gpt2: tuple[
     import_hf(gpt2[0], tmp_path / "converted/iter_0000000", lambda name, done, total: None)
     flags = f"--load {tmp_path}/converted"
     told = go_on(tmp_path / "run", flags)
-    assert told.err.startswith(f"error: E814 {tmp_path}/converted/iter_0000000 holds weights, but not the state of a run")
+    assert told.err.startswith(
+        f"error: E814 {tmp_path}/converted/iter_0000000 holds weights, but not the state of a run"
+    )
     assert "\n  fix: --resume-mode weights-only\n" in told.err
     assert sorted(go_on(tmp_path / "run", f"{flags} --resume-mode weights-only").samples) == [1, 2, 3, 4, 5, 6]
     own = start(tiny_run(tmp_path / "run", f"--save {tmp_path}/converted"))
@@ -386,8 +390,8 @@ def test_ids_of_another_tokenizer_do_not_stay(
     assert bool(resume.other_words(OURS, carried)) is told
 
 
-@pytest.mark.parametrize(("content", "said"), [("{", "is no JSON: "), ("3", "is int in JSON, not an object")])
+@pytest.mark.parametrize(("content", "said"), [("{", "is not valid JSON: "), ("3", "is a JSON int, not an object")])
 def test_ids_that_cannot_be_read(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(DataError, match=f"the origin's generation_config.json {said}"):
+    with pytest.raises(DataError, match=f"the generation_config.json of the loaded model {said}"):
         resume.companions(OURS, {p.name: p for p in tmp_path.iterdir()})
