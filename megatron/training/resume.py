@@ -45,10 +45,10 @@ def choose(options: CheckpointConfig, world: Group) -> Origin:
     """
     if options.local_save is None:
         return on_first(partial(look, options), world)
-    return with_local(on_first(partial(_origin_or_error, options), world), options, world)
+    return with_local(on_first(partial(_source_or_error, options), world), options, world)
 
 
-def _origin_or_error(options: CheckpointConfig) -> Origin | UserError:
+def _source_or_error(options: CheckpointConfig) -> Origin | UserError:
     """Return what the run starts from; or the error if ``save`` and ``load`` have nothing usable, but nodes might.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Where a run begins: which checkpoint, what of it, what may have changed; and what is said."""
+"""Where a run starts: which checkpoint, how much of it, which options may change, and the notes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def killed(killed_run: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the killed run."""
     shutil.copytree(killed_run, tmp_path / "run")
     return tmp_path / "run"
 
@@ -124,7 +124,7 @@ def test_a_save_that_lacked_nothing_but_its_name_counts(killed: Path) -> None:
 
 
 def test_a_checkpoint_of_a_newer_version_is_not_passed_over(killed: Path) -> None:
-    """It is not damaged: going on from the one before would replace it."""
+    """It is not damaged: resuming from the previous one would replace it."""
     path = killed / "saved/iter_0000004"
     content = (path / MANIFEST).read_bytes().replace(b'"version":1', b'"version":99')
     (path / MANIFEST).write_bytes(content)
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over(killed: Path) -> Non
     assert "\n  fix: update this program\n" in told.err
 
 
-def test_a_run_that_is_complete_says_so(killed: Path) -> None:
+def test_a_complete_run_is_reported(killed: Path) -> None:
     go_on(killed)
     before = steps(killed)
     told = go_on(killed)
@@ -145,7 +145,7 @@ def test_a_run_that_is_complete_says_so(killed: Path) -> None:
 
 
 def test_load_from_another_folder(killed: Path, tmp_path: Path) -> None:
-    """Into a new folder, from a step of one's choice; once there is something of its own, that comes first."""
+    """Into a new folder, from a chosen step; once it has checkpoints of its own, they come first."""
     go_on(killed)
     other = tmp_path / "other"
     flags = f"--load {killed}/saved --ckpt-step 2"
@@ -186,7 +186,7 @@ def test_what_a_run_began_with_need_not_be_there_for_ever(killed: Path, tmp_path
     assert sorted(go_on(other, flags).samples) == [5, 6]
 
 
-def test_a_beginning_from_nothing_is_told(tmp_path: Path) -> None:
+def test_a_start_from_scratch_is_noted(tmp_path: Path) -> None:
     assert f"starts from scratch: {tmp_path}/saved holds no checkpoint" in go_on(tmp_path).out
     assert "starts from scratch" not in go_on(tmp_path).out
 
@@ -231,13 +231,13 @@ def test_a_checkpoint_that_is_not_there(killed: Path, flags: str, seen: str) -> 
     assert seen.format(killed) in told.err
 
 
-def test_a_step_asked_for_in_a_folder_that_has_none(tmp_path: Path) -> None:
+def test_a_requested_step_in_an_empty_folder(tmp_path: Path) -> None:
     told = go_on(tmp_path, "--ckpt-step 2")
     assert "E812 " in told.err
     assert "has no checkpoint of step 2; it has none" in told.err
 
 
-def test_a_damaged_step_that_was_asked_for_is_not_replaced_by_another(killed: Path) -> None:
+def test_a_damaged_requested_step_is_not_replaced_by_another(killed: Path) -> None:
     truncate(killed / "saved/iter_0000004" / TENSORS)
     told = go_on(killed, "--ckpt-step 4")
     assert (told.status, told.samples) == (2, {})
@@ -253,7 +253,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_must_not_change_without_a_word(killed: Path, change: str) -> None:
+def test_options_that_must_not_change_silently(killed: Path, change: str) -> None:
     told = go_on(killed, change)
     assert (told.status, told.samples) == (2, {})
     assert told.err.startswith("error: E825 the batch, the length or the schedule is not the checkpoint's: --")
@@ -272,7 +272,7 @@ NEW_SCHEDULES = {
     "--train-iters 5": ([4], 20),
     "--train-iters null --train-samples 30 --global-batch-size 6": ([6, 6], 28),
 }
-"""Flags: the batches after step 4, and the samples in the end."""
+"""Flags: batch sizes after step 4, and consumed samples at the end."""
 
 
 @pytest.mark.parametrize("change", NEW_SCHEDULES)
@@ -351,7 +351,7 @@ def test_a_hugging_face_model_is_where_a_run_begins_and_only_there(
     assert len(begun) == 1
 
 
-def test_converted_weights_are_no_run_to_go_on_with(tmp_path: Path, gpt2: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_converted_weights_cannot_be_resumed_from(tmp_path: Path, gpt2: tuple[Path, dict[str, torch.Tensor]]) -> None:
     import_hf(gpt2[0], tmp_path / "converted/iter_0000000", lambda name, done, total: None)
     flags = f"--load {tmp_path}/converted"
     told = go_on(tmp_path / "run", flags)

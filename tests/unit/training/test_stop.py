@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
-    """The signals that reach whoever listened before."""
+    """Signals that reach the previous handlers."""
     numbers: list[int] = []
     previous = {s: signal.signal(s, lambda number, frame: numbers.append(number)) for s in stop.SIGNALS}
     yield numbers
@@ -60,7 +60,7 @@ def test_signals_are_given_back(heard: list[int]) -> None:
 
 
 def test_one_rank_alone_asks_no_device(heard: list[int]) -> None:
-    """A tensor on a meta device has no value, so to read one would raise."""
+    """Reading a tensor on the meta device would raise."""
     request = StopRequest(Group(), torch.device("meta"))
     assert (request.poll(), request.profile_request) == (0, NOTHING)
     signal.raise_signal(signal.SIGTERM)
@@ -69,7 +69,7 @@ def test_one_rank_alone_asks_no_device(heard: list[int]) -> None:
 
 
 @pytest.mark.parametrize(("since", "answer"), [(None, 0), (400.5, 0), (399.9, stop.TIME_IS_UP)])
-def test_the_clock_counts_from_where_it_is_told(
+def test_the_time_limit_counts_from_a_given_start(
     heard: list[int], monkeypatch: pytest.MonkeyPatch, since: float | None, answer: int
 ) -> None:
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: 1000.0))
@@ -116,7 +116,10 @@ def test_a_file_ends_a_run_as_a_signal_does_but_for_the_status(tmp_path: Path) -
     told = start(config, before_step(3, lambda trainer: file.touch()))
     assert (told.status, told.err) == (0, "")
     assert saved_steps(tmp_path / "saved") == [3]
-    assert column(tmp_path / "run", "iteration", "lm loss validation") == [1, 2]  # nobody waits for another one
+    assert column(tmp_path / "run", "iteration", "lm loss validation") == [
+        1,
+        2,
+    ]  # no further evaluation after the signal
     stops = [record["text"] for record in records(tmp_path / "run", "event") if record["event"] == "stop"]
     assert stops == [f"stopped by --stop-file {file} after step 3 of 6"]
     file.unlink()
@@ -136,7 +139,7 @@ def test_a_file_that_is_there_already_stops_the_run_before_a_step(tmp_path: Path
     (tmp_path / "stop").unlink()
     start(config)
     (tmp_path / "stop").touch()
-    told = start(config)  # which has nothing to do, and says so
+    told = start(config)  # nothing to do
     assert "nothing to do" in told.out
     assert "stopped by" not in told.out
 
@@ -155,7 +158,7 @@ def test_a_signal_during_the_start_ends_it_before_a_step(tmp_path: Path, monkeyp
 
 
 def test_time_that_is_up_before_the_first_step_still_leaves_one(tmp_path: Path) -> None:
-    """Else a job that is queued again and again, with a limit below what a start takes, would never end."""
+    """Otherwise a job that is requeued with a limit below the time of a start would never end."""
     flags = FLAGS.format(tmp_path) + " --exit-duration-in-mins 1e-9"
     told = start(tiny_run(tmp_path / "run", flags))
     assert (told.status, sorted(told.samples), saved_steps(tmp_path / "saved")) == (124, [1], [1])
