@@ -31,7 +31,7 @@ from megatron.training.origin import Origin, is_asked, newest_own, passed_over
 from megatron.training.setup import Trainer
 
 
-def tier_of(options: CheckpointConfig, group: Group, wire: Group, claim: Claim | None = None) -> Tier:
+def tier_of(options: CheckpointConfig, group: Group, wire: Group, lease: Claim | None = None) -> Tier:
     """Open the nodes' folders of a run with ``local_save``; collective over ``group``.
 
     Args:
@@ -39,7 +39,7 @@ def tier_of(options: CheckpointConfig, group: Group, wire: Group, claim: Claim |
         group: all ranks.
         wire: all ranks, with communicators of their own for CPU tensors, to send files over; may be ``group`` if no
             files are sent.
-        claim: lease on this node's folder.
+        lease: lease on this node's folder.
 
     Raises:
         UserError: if the nodes have different numbers of ranks.
@@ -50,7 +50,7 @@ def tier_of(options: CheckpointConfig, group: Group, wire: Group, claim: Claim |
         counts = ", ".join(str(len(nodes.ranks(node))) for node in range(nodes.count))
         sentence = f"--local-save: the nodes have {counts} ranks; all need the same number, because they copy in pairs"
         raise UserError([Problem("E804", sentence, ("drop --local-save",))])
-    return Tier(folder_of(str(options.local_save), nodes.of[group.rank]), nodes, group, wire, claim)
+    return Tier(folder_of(str(options.local_save), nodes.of[group.rank]), nodes, group, wire, lease)
 
 
 @contextmanager
@@ -62,24 +62,24 @@ def claimed_on_nodes(options: CheckpointConfig, world: Group) -> Iterator[Claim 
         UserError: if the nodes have different numbers of ranks.
 
     """
-    claim = None
+    lease = None
     with ExitStack() as stack:
         if options.local_save is not None:
-            tier = tier_of(options, world, world)
-            claims = together(lambda: _acquire(stack, tier, str(options.local_save)), world)
-            claim = claims[tier.nodes.ranks(tier.node)[0]]
-        yield claim
+            store = tier_of(options, world, world)
+            leases = together(lambda: _acquire(stack, store, str(options.local_save)), world)
+            lease = leases[store.nodes.ranks(store.node)[0]]
+        yield lease
 
 
-def _acquire(stack: ExitStack, tier: Tier, pattern: str) -> Claim | None:
-    if not tier.leads:
+def _acquire(stack: ExitStack, store: Tier, pattern: str) -> Claim | None:
+    if not store.leads:
         return None
     try:
-        return stack.enter_context(hold(tier.folder, "--local-save", Start.read(os.environ)))
+        return stack.enter_context(hold(store.folder, "--local-save", Start.read(os.environ)))
     except (StorageError, SupersededError):
         raise
     except CheckpointError as error:
-        if tier.nodes.count == 1 or NODE in pattern:
+        if store.nodes.count == 1 or NODE in pattern:
             raise
         shared = f"where nodes share a disk: --local-save {Path(pattern) / NODE}"
         raise CheckpointError(f"{error} | {shared}") from error
@@ -102,18 +102,18 @@ def with_local(source: Origin | UserError, options: CheckpointConfig, world: Gro
         OSError: if a disk cannot be read.
 
     """
-    tier = tier_of(options, world, world)
-    found, notes = find(tier)
+    store = tier_of(options, world, world)
+    found, notes = find(store)
     _refuse_others(found, options)
     step = options.ckpt_step if is_asked(options) else None
     durable = newest_own(source, options) if isinstance(source, Origin) else -1
     usable = []
     for checkpoint in found:
-        problem = _problem(tier, checkpoint, step)
+        problem = _problem(store, checkpoint, step)
         if problem is None:
             usable.append(checkpoint)
         else:
-            notes.append(passed_over(Checkpoints(tier.folder).path(checkpoint.iteration), problem))
+            notes.append(passed_over(Checkpoints(store.folder).path(checkpoint.iteration), problem))
     if not usable:
         if isinstance(source, UserError):
             raise source
@@ -142,7 +142,7 @@ def _refuse_others(found: list[LocalCheckpoint], options: CheckpointConfig) -> N
             raise UserError([Problem("E804", sentence, (f"--local-save {options.local_save}-new",))])
 
 
-def _problem(tier: Tier, checkpoint: LocalCheckpoint, step: int | None) -> str | None:
+def _problem(store: Tier, checkpoint: LocalCheckpoint, step: int | None) -> str | None:
     """Return why a local checkpoint cannot be used, or None; collective.
 
     Raises:
@@ -151,12 +151,12 @@ def _problem(tier: Tier, checkpoint: LocalCheckpoint, step: int | None) -> str |
     if step is not None and checkpoint.iteration < step:
         return f"step {step} is requested"
     try:
-        manifest, _ = manifest_of(tier, checkpoint)
+        manifest, _ = manifest_of(store, checkpoint)
     except (DamagedError, OSError) as error:
         return str(error)
     if missing := checkpoint.missing([*manifest.files]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return f"no node has {missing[0]}{more}; {len(checkpoint.files)} of {tier.nodes.count} nodes have some of it"
+        return f"no node has {missing[0]}{more}; {len(checkpoint.files)} of {store.nodes.count} nodes have some of it"
     if step is not None and checkpoint.iteration > step:
         sentence = (
             f"the nodes hold a newer checkpoint than step {step}, of step {checkpoint.iteration}: "
@@ -166,9 +166,9 @@ def _problem(tier: Tier, checkpoint: LocalCheckpoint, step: int | None) -> str |
     return None
 
 
-def remarks(tier: Tier) -> list[str]:
+def remarks(store: Tier) -> list[str]:
     """Return notes on how safe the local checkpoints are."""
-    if tier.nodes.count > 1:
+    if store.nodes.count > 1:
         return []
     return ["--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it"]
 
@@ -193,7 +193,7 @@ def save_on_nodes(trainer: Trainer, log: RunLog, window: StepWindow) -> None:
             log.warning(f"step {trainer.iteration} is not saved on the nodes: {error}")
 
 
-def _save(trainer: Trainer, tier: Tier, log: RunLog) -> None:
+def _save(trainer: Trainer, store: Tier, log: RunLog) -> None:
     from megatron.checkpoint.local_saving import keep_only, write_local
     from megatron.checkpoint.saving import Extra
 
@@ -203,9 +203,9 @@ def _save(trainer: Trainer, tier: Tier, log: RunLog) -> None:
     save = location(str(trainer.config.checkpoint.save))
     if isinstance(save, Path):  # absolute, because the next start may have another working directory
         config["checkpoint"]["save"] = str(save.absolute())
-    path = write_local(tier, trainer.iteration, tensors, Extra(state(trainer), config, trainer.files))
-    warning = keep_only(tier, trainer.iteration)
-    size = sum(comm.all_gather_objects(bytes_of(tensors), tier.group))
+    path = write_local(store, trainer.iteration, tensors, Extra(state(trainer), config, trainer.files))
+    warning = keep_only(store, trainer.iteration)
+    size = sum(comm.all_gather_objects(bytes_of(tensors), store.group))
     log.checkpoint(path, size, time.monotonic() - started)
     if warning:
         log.warning(warning)

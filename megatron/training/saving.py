@@ -61,7 +61,7 @@ class Job:
     files: Mapping[str, Path | bytes]  # small files that the checkpoint carries
     bytes: int  # of the tensors of all ranks
     started: float  # on the clock of ``time.monotonic()``
-    claim: Claim | None = None  # lease on the run's ``save`` folder
+    lease: Claim | None = None  # on the run's ``save`` folder
 
     def run(self, group: Group, blocking: float | None = None) -> Saved:
         """Write the checkpoint if it fits, then delete the ones that need not be kept; collective over ``group``.
@@ -76,11 +76,11 @@ class Job:
             SupersededError: if a later start owns the folder.
 
         """
-        if problem := _shortage(self.options, self.bytes, group, self.claim):
+        if problem := _shortage(self.options, self.bytes, group, self.lease):
             raise StorageError(str(problem))
         folder = Checkpoints(location(str(self.options.save)))
         path = folder.path(self.iteration)
-        write(path, self.tensors, self.state, self.config, group, self.files, self.claim)
+        write(path, self.tensors, self.state, self.config, group, self.files, self.lease)
         warning = self._delete_old(folder, path) if group.rank == 0 else None
         return Saved(path, self.iteration, self.bytes, time.monotonic() - self.started, blocking, warning)
 
@@ -88,11 +88,11 @@ class Job:
         """Delete checkpoints that need not be kept; return a warning if that fails."""
         try:
             Manifest.open(path)
-            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, claim=self.claim)
+            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, claim=self.lease)
         except SupersededError:
             raise
         except (CheckpointError, OSError) as error:
-            blame(self.claim)
+            blame(self.lease)
             return f"older checkpoints are not deleted: {error}"
         return None
 
@@ -147,7 +147,7 @@ def prepare(trainer: Trainer) -> Job:
         config=to_dict(trainer.config),
         files=trainer.files,
         started=started,
-        claim=trainer.claims.save,
+        lease=trainer.claims.save,
     )
 
 
@@ -173,9 +173,9 @@ def _total_bytes(tensors: Mapping[str, GlobalTensor], trainer: Trainer) -> int:
     return sum(comm.all_gather_objects(bytes_of(tensors), trainer.mesh.world))
 
 
-def _shortage(options: CheckpointConfig, size: int, group: Group, claim: Claim | None) -> Problem | None:
+def _shortage(options: CheckpointConfig, size: int, group: Group, lease: Claim | None) -> Problem | None:
     """Return the problem if rank 0 finds that a checkpoint of ``size`` bytes does not fit; collective."""
-    return on_first(lambda: shortage(location(str(options.save)), size, claim), group)
+    return on_first(lambda: shortage(location(str(options.save)), size, lease), group)
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,8 @@ def claimed(save: str | None, world: Group) -> Iterator[Claim | None]:
 
     """
     with ExitStack() as stack:
-        claim = None
+        lease = None
         if save is not None:
             start = Start.read(os.environ)
-            claim = on_first(lambda: stack.enter_context(hold(location(save), start=start)), world)
-        yield claim
+            lease = on_first(lambda: stack.enter_context(hold(location(save), start=start)), world)
+        yield lease

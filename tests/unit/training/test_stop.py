@@ -116,10 +116,8 @@ def test_a_file_ends_a_run_as_a_signal_does_but_for_the_status(tmp_path: Path) -
     told = start(config, before_step(3, lambda trainer: file.touch()))
     assert (told.status, told.err) == (0, "")
     assert saved_steps(tmp_path / "saved") == [3]
-    assert column(tmp_path / "run", "iteration", "lm loss validation") == [
-        1,
-        2,
-    ]  # no further evaluation after the signal
+    # no further evaluation after the signal
+    assert column(tmp_path / "run", "iteration", "lm loss validation") == [1, 2]
     stops = [record["text"] for record in records(tmp_path / "run", "event") if record["event"] == "stop"]
     assert stops == [f"stopped by --stop-file {file} after step 3 of 6"]
     file.unlink()
