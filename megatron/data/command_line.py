@@ -102,14 +102,3 @@ def _belongs(file: str, output: str) -> bool:
 def counted(number: int, things: str) -> str:
     """``1 document``, ``2 documents``: a number with the word for many of them."""
     return f"{number:,} {things.removesuffix('s') if number == 1 else things}"
-
-
-def size(num_bytes: float) -> str:
-    """``812 bytes``, ``43.3 kB``, ``1.2 MB``, ``3.0 GB``."""
-    if num_bytes < 1000:
-        return counted(round(num_bytes), "bytes")
-    for unit in ("kB", "MB"):
-        num_bytes /= 1000
-        if num_bytes < 999.95:
-            return f"{num_bytes:.1f} {unit}"
-    return f"{num_bytes / 1000:,.1f} GB"

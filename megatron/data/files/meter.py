@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import TextIO
 
-from megatron.data.command_line import size
+from megatron.config.numbers import format_bytes
 
 TERMINAL_SECONDS, FILE_SECONDS = 0.2, 10.0  # between two lines
 
@@ -30,7 +30,8 @@ class Meter:
         self._said = now
         rate = self._done / (now - self._start)
         left = (self._total - self._done) / rate
-        line = f"{size(self._done)} of {size(self._total)}, {size(rate)}/s, {left:,.0f} s left"
+        done, total = format_bytes(self._done), format_bytes(self._total)
+        line = f"{done} of {total}, {format_bytes(rate)}/s, {left:,.0f} s left"
         self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
         self._stream.flush()
 
