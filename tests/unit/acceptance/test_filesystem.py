@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -64,18 +65,27 @@ def test_no_locks_at_all(tmp_path: Path) -> None:
 
 
 def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
-    original = Path.replace
+    """Rank 0 leaves the second page empty until another rank has read it, however the threads are scheduled."""
+    original_replace, original_is_torn, caught = Path.replace, filesystem.is_torn, threading.Event()
 
     def replace(self: Path, target: Path) -> Path:
         if target.name != "page":
-            return original(self, target)
+            return original_replace(self, target)
+        is_first = not target.exists()  # nobody reads before the first page is announced
         target.write_bytes(b"")
-        for _ in range(20):
-            os.sched_yield()
+        if not is_first:
+            caught.wait(60.0)
         target.write_bytes(self.read_bytes())
         return target
 
-    with patch.object(Path, "replace", replace), patch.object(filesystem, "REPLACEMENTS", 20):
+    def is_torn(path: Path) -> bool:
+        torn = original_is_torn(path)
+        if torn:
+            caught.set()
+        return torn
+
+    patches = patch.object(Path, "replace", replace), patch.object(filesystem, "is_torn", is_torn)
+    with patches[0], patches[1], patch.object(filesystem, "REPLACEMENTS", 2):
         told = probe(tmp_path)
     what, good, sentence = verdicts(told, HOSTS)[1]
     assert (what, good) == ("rename replaces a file at once", False)
