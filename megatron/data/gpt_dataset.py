@@ -31,8 +31,7 @@ class SampleOrder(NamedTuple):
     """The three index tables of a dataset: where every sample lies."""
 
     documents: NDArray[np.int32]  # int32 [epochs * sequences], sequence numbers in reading order
-    # int [n + 1, 2]: sample j starts at token samples[j, 1] of sequence documents[samples[j, 0]] and ends where row j +
-    # 1 starts
+    # int [n + 1, 2]: place in `documents` and token offset where sample j starts; it ends where row j + 1 starts
     samples: NDArray[Any]
     shuffle: NDArray[Any]  # uint32 [n], the sample at each place of the stream
     epochs: int  # passes over the split

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-BLANK = 0  # replaces the padding id, which may lie beyond the vocabulary
+BLANK = 0  # replaces the padding id in tokens and labels
 
 
 class Columns(NamedTuple):
@@ -64,7 +64,7 @@ class Masks:
 
 
 def document_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
-    """Return the number of documents that end before each of ``tokens [b, s]``; ``eod`` is part of the document it ends."""
+    """Return how many documents end before each of ``tokens [b, s]``; ``eod`` is part of the document it ends."""
     ended = np.zeros(tokens.shape, dtype=np.int64)
     np.cumsum(tokens[:, :-1] == eod, axis=1, out=ended[:, 1:])
     return ended
