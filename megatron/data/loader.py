@@ -250,8 +250,9 @@ def build_data(
     frozen = {name: tuple(counts) for name, counts in (stretches or {}).items()}
     used = samples_read(data, training, dp_size, begin, splits)
     cache = Cache(data.data_cache_path) if data.data_cache_path is not None else None
+    notes: list[str] = []
     if data.mock_data:
-        builders, notes = generators(training, vocab_size), []
+        builders = generators(training, vocab_size)
     else:
         builders, notes = readers(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}

@@ -97,7 +97,7 @@ def test_files_that_changed_under_their_name_are_told_once(tmp_path: Path) -> No
         assert same(cache.tables("order", FACTS | {"files": "abd", "samples": samples}, example, "corpus"), example())
     (note,) = cache.notes
     assert "corpus has changed since" in note
-    assert "built anew" in note
+    assert "built again" in note
     quiet = Cache(tmp_path)
     quiet.tables("order", FACTS | {"files": "xyz"}, example, "another corpus")
     quiet.tables("order", FACTS | {"files": "abd", "samples": 3}, example, "corpus")
