@@ -53,7 +53,7 @@ class Cache:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)  # need not exist
         self.notes: list[str] = []  # warnings for the user, a sentence each
-        self._is_usable = True
+        self._is_writable = True
 
     def tables(self, kind: str, facts: Mapping[str, object], build: Callable[[], Tables], source: str = "") -> Tables:
         """Return the tables that ``build()`` makes from ``facts``: from the folder if they are there, else built.
@@ -72,7 +72,7 @@ class Cache:
         try:
             seen = _identity(path)
             found = self._read(path, about) if seen else None
-            if found is None and self._is_usable:
+            if found is None and self._is_writable:
                 self._note_changed(about)
                 self.folder.mkdir(parents=True, exist_ok=True)
                 found = self._shared(path, about, build, seen)
@@ -102,8 +102,8 @@ class Cache:
                 return built
 
     def _give_up(self, error: OSError) -> None:
-        """Stop using the folder, and stop waiting for others, which cannot publish either."""
-        self._is_usable = False
+        """Stop writing to the folder, and stop waiting for other processes, which probably cannot write either."""
+        self._is_writable = False
         fix = f" ({REMEDY})" if are_too_many(error) else ""
         self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory{fix}")
 
