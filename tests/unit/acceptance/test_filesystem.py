@@ -35,7 +35,7 @@ def probe(folder: Path, seconds: float = 20.0, lost: int = -1) -> dict[int, dict
 def test_a_good_file_system(tmp_path: Path) -> None:
     told = probe(tmp_path)
     assert [good for _, good, _ in verdicts(told, HOSTS)] == [True, True]
-    assert lock_sentence(told, HOSTS) == (True, "a lock that one node holds is held for the others")
+    assert lock_sentence(told, HOSTS) == (True, "a lock held by one node excludes the others")
     assert [rank for rank, entry in told.items() if "write_mb_per_s" in entry] == [0, 2, 4]
     assert all(entry["write_mb_per_s"] > 0 for rank, entry in told.items() if rank % 2 == 0)
 
@@ -44,7 +44,7 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
     (shared,) = verdicts(probe(tmp_path, seconds=0.5, lost=3), HOSTS)
     what, good, sentence = shared
     assert (what, good) == ("folder shared by all ranks", False)
-    assert "node0 does not see what ranks 3 write" in sentence
+    assert "node0 does not see files written by ranks 3" in sentence
 
 
 def test_locks_that_end_at_the_machine(tmp_path: Path) -> None:
@@ -89,7 +89,7 @@ def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
         told = probe(tmp_path)
     what, good, sentence = verdicts(told, HOSTS)[1]
     assert (what, good) == ("rename replaces a file at once", False)
-    assert "reads found a file torn or gone" in sentence
+    assert "reads found a file torn or missing" in sentence
 
 
 def test_what_is_torn(tmp_path: Path) -> None:
