@@ -159,17 +159,17 @@ def kind(folder: Path, mounts: Callable[[], str] = Path("/proc/self/mounts").rea
     return max(mounts_above, default=(0, ""))[1]
 
 
-def verdicts(told: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[tuple[str, bool, str]]:
+def verdicts(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[tuple[str, bool, str]]:
     """Judge what the ranks saw: (check, whether it passed, a sentence) for each check."""
-    missing_by_host = {hosts[rank]: entry["missing"] for rank, entry in told.items() if entry["missing"]}
+    missing_by_host = {hosts[rank]: entry["missing"] for rank, entry in results.items() if entry["missing"]}
     if missing_by_host:
         host, missing = next(iter(missing_by_host.items()))
         ranks = ", ".join(map(str, missing))
         sentence = f"{host} does not see files written by ranks {ranks}: give a folder that all nodes share"
         return [("folder shared by all ranks", False, sentence)]
-    latest = max(entry["visible_after"] for entry in told.values())
+    latest = max(entry["visible_after"] for entry in results.values())
     checks = [("folder shared by all ranks", True, f"files of all ranks are visible to all after {latest:.1f} s")]
-    torn = sum(entry.get("torn", 0) for entry in told.values())
+    torn = sum(entry.get("torn", 0) for entry in results.values())
     sentence = (
         f"{torn} reads found a file torn or missing while it was replaced" if torn else "no read found a torn file"
     )
@@ -177,9 +177,9 @@ def verdicts(told: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) ->
     return checks
 
 
-def lock_sentence(told: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[bool, str]:
+def lock_sentence(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[bool, str]:
     """Judge whether locks work between nodes: (whether they do, a sentence)."""
-    locks = {hosts[rank]: entry["lock"] for rank, entry in told.items() if "lock" in entry}
+    locks = {hosts[rank]: entry["lock"] for rank, entry in results.items() if "lock" in entry}
     if NONE in locks.values():
         return False, "the file system has no locks: only the run folder's epochs keep two runs in one folder apart"
     if free := [host for host, lock in locks.items() if lock == FREE]:

@@ -59,7 +59,7 @@ def configuration(flags: str, experts: bool, dtype: str, device: str, rank: int,
 
 
 def trace_chosen(folder: Path, dtype: str, device: str, numbers: str, per_node: str) -> None:
-    """Run `trace` with command-line arguments; ``numbers`` are the layouts' indices, separated by commas."""
+    """Run `trace_layouts` with command-line arguments; ``numbers`` are the layouts' indices, separated by commas."""
     launch = Launch.read(os.environ)
     cases = layouts(launch.world_size, int(per_node))
     selected = [cases[int(number)] for number in numbers.split(",")]

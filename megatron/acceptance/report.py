@@ -44,9 +44,9 @@ class Part:
         """The worst verdict of its checks."""
         return max((check.verdict for check in self.checks), key=SEVERITY.index, default=SKIPPED)
 
-    def add(self, what: str, good: bool, told: str, otherwise: str = FAILED) -> bool:
+    def add(self, what: str, good: bool, detail: str, otherwise: str = FAILED) -> bool:
         """Record a check, with verdict ``otherwise`` if it is not ``good``; return ``good``."""
-        self.checks.append(Check(what, OK if good else otherwise, told))
+        self.checks.append(Check(what, OK if good else otherwise, detail))
         return good
 
 

@@ -53,12 +53,12 @@ def build_stretch(
     """
     builder = _Builder(seq_length, seed % SEEDS, cache)
     if len(parts) == 1 and weights is None:
-        return builder.alone(parts[0], num_samples)
+        return builder.one_source(parts[0], num_samples)
     if weights is None:
-        return builder.in_proportion(parts, num_samples)
+        return builder.proportional_blend(parts, num_samples)
     if num_samples is None:
         raise ValueError("a blend with weights needs a number of samples")
-    return builder.weighted(parts, weights, num_samples)
+    return builder.weighted_blend(parts, weights, num_samples)
 
 
 def extend_blend(
@@ -80,7 +80,7 @@ def extend_blend(
     Raises:
         DataError: when numba is needed and missing.
     """
-    return _Builder(seq_length, seed % SEEDS, cache).extended(blend, parts, num_samples)
+    return _Builder(seq_length, seed % SEEDS, cache).extend(blend, parts, num_samples)
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class _Builder:
     seed: int
     cache: Cache | None
 
-    def alone(self, part: Part, num_samples: int | None) -> GPTDataset:
+    def one_source(self, part: Part, num_samples: int | None) -> GPTDataset:
         """Build the samples of one source."""
         indexed, sequences = part
         facts = {
@@ -111,36 +111,36 @@ class _Builder:
             raise DataError(f"{indexed.prefix}: {error}") from error
         return GPTDataset(indexed, SampleOrder.of(tables, indexed.lengths, sequences, self.seq_length))
 
-    def in_proportion(self, parts: Sequence[Part], num_samples: int | None) -> BlendedDataset:
+    def proportional_blend(self, parts: Sequence[Part], num_samples: int | None) -> BlendedDataset:
         """Blend one epoch of every source in proportion to length; keep the first ``num_samples`` samples."""
-        datasets = [self.alone(part, None) for part in parts]
+        datasets = [self.one_source(part, None) for part in parts]
         sizes = [len(dataset) for dataset in datasets]
         if num_samples is None:
             index = self._index("exhaustive", {"sizes": sizes}, lambda: exhaustive_index(sizes))
             return BlendedDataset(datasets, *index)
         return BlendedDataset(datasets, *within(self._blend_index(sizes, min(num_samples, sum(sizes))), sizes))
 
-    def weighted(self, parts: Sequence[Part], weights: Sequence[float], num_samples: int) -> BlendedDataset:
+    def weighted_blend(self, parts: Sequence[Part], weights: Sequence[float], num_samples: int) -> BlendedDataset:
         """Blend every source in proportion to its weight, at least ``num_samples`` samples in all."""
         shares = normalised(weights).tolist()
         targets = [ceil(num_samples * share) for share in shares]
-        datasets = [self.alone(part, ceil(target * (1 + SURPLUS))) for part, target in zip(parts, targets)]
+        datasets = [self.one_source(part, ceil(target * (1 + SURPLUS))) for part, target in zip(parts, targets)]
         # blend_index normalises the shares a second time, as Megatron-LM does: the last bit decides ties
         index = self._blend_index(shares, sum(targets))
         return BlendedDataset(datasets, *within(index, list(map(len, datasets))), shares)
 
-    def extended(self, blend: BlendedDataset, parts: Sequence[Part], num_samples: int) -> BlendedDataset:
+    def extend(self, blend: BlendedDataset, parts: Sequence[Part], num_samples: int) -> BlendedDataset:
         """Continue ``blend`` in the proportions of its weights, or of the sources' samples in one epoch."""
         shares = blend.weights or [len(stretches_of(dataset)[0]) for dataset in blend.datasets]
         index = self._blend_index(shares, num_samples)
         needed = [taken + more for taken, more in zip(blend.taken, counts(index[0], len(parts)))]
-        datasets = [self._extended_source(n, dataset, part) for n, dataset, part in zip(needed, blend.datasets, parts)]
+        datasets = [self._lengthen(n, dataset, part) for n, dataset, part in zip(needed, blend.datasets, parts)]
         return BlendedDataset(datasets, *index, blend.weights, blend.taken)
 
-    def _extended_source(self, samples: int, dataset: Dataset, part: Part) -> Dataset:
+    def _lengthen(self, samples: int, dataset: Dataset, part: Part) -> Dataset:
         """Return the dataset; if it has fewer than ``samples``, with another order of its source appended."""
         missing = samples - len(dataset)
-        return dataset if missing <= 0 else ChainedDataset([*stretches_of(dataset), self.alone(part, missing)])
+        return dataset if missing <= 0 else ChainedDataset([*stretches_of(dataset), self.one_source(part, missing)])
 
     def _blend_index(self, weights: Sequence[float], size: int) -> BlendIndex:
         facts = {"weights": list(weights), "size": size}

@@ -5,7 +5,7 @@ the tables were made from and the checksum of every file. The fingerprint covers
 an entry is never out of date: other data or settings have another entry.
 
 One process builds: it holds a lock (``flock``) that ends with the process, writes to a temporary folder, syncs, and
-renames. The others poll the file system until the entry appears or the lock is free; nobody blocks in a collective.
+renames. The others poll the file system until the entry appears or the lock is free; no process blocks in a collective.
 Every table is verified against its checksum when it is read. Where the folder cannot be written, tables are built in
 memory; a process that held the lock and failed to publish removes the lock file, so that all waiting processes build at
 once.

@@ -69,12 +69,12 @@ def stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def ended(run: Callable[[], None], tell: Callable[[object, int], int], output: str | Path, flag: str) -> int:
+def ended(run: Callable[[], None], fail: Callable[[object, int], int], output: str | Path, flag: str) -> int:
     """Run a tool's work and return its exit status.
 
     Args:
         run: the work.
-        tell: prints an error and returns the exit status it is given.
+        fail: prints an error and returns the exit status it is given.
         output: path that the tool writes.
         flag: the flag that sets ``output``.
     """
@@ -82,11 +82,11 @@ def ended(run: Callable[[], None], tell: Callable[[object, int], int], output: s
         with stopped_by_signals():
             run()
     except DataError as error:
-        return tell(error, 1)
+        return fail(error, 1)
     except OSError as error:
-        return tell(refused(error, output, flag), 1)
+        return fail(refused(error, output, flag), 1)
     except StoppedError as stop:
-        return tell(f"stopped by {stop}; nothing was written under {output}", stop.status)
+        return fail(f"stopped by {stop}; nothing was written under {output}", stop.status)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""What the tokenizer records beside the data say about the model: vocabulary size, end-of-document and padding ids.
+"""Vocabulary size, end-of-document id and padding id, from the tokenizer records beside the data.
 
 The records of all datasets must agree with one another and with the tokenizer that the flags name. No torch:
 configuration checks use this file too.
@@ -93,7 +93,7 @@ def fitting(known: Known | None, vocab_size: int | None, weights: str | None = N
 
 def _pretrained_fixes(weights: str) -> tuple[str, ...]:
     """Return fixes for data with ids beyond the vocabulary of pretrained weights."""
-    if not weights.startswith(HUGGING_FACE):  # a checkpoint does not say by which flags its tokenizer is built
+    if not weights.startswith(HUGGING_FACE):  # a checkpoint does not record the flags of its tokenizer
         return ("data written with the tokenizer of the weights", "new weights: drop --load, --save ANOTHER")
     tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(weights[len(HUGGING_FACE) :])}"
     command = f"python tools/preprocess_data.py --input TEXT.jsonl --output-prefix PREFIX {tokenizer}"

@@ -32,11 +32,6 @@ ENTRIES_PER_CHECK = 1 << 20
 BLOCK_BYTES, BLOCKS = 4096, 64  # of .bin that a fingerprint reads; a smaller file is read whole
 
 
-def _starts(lengths: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """Return the tokens before each of ``n`` sequences, and after the last: int64 ``[n + 1]``."""
-    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
-
-
 class _Header(NamedTuple):
     dtype: np.dtype[Any]
     sequences: int
@@ -154,7 +149,7 @@ class IndexedDataset:
             if lengths.min() < 0:
                 i = first + int(lengths.argmin())
                 self._refuse("idx", f"length of sequence {i}", self.lengths[i], "0 or more")
-            starts = tokens + _starts(lengths)
+            starts = np.concatenate(([tokens], tokens + np.cumsum(lengths, dtype=np.int64)))
             wrong = np.flatnonzero(pointers != starts[:-1] * self.dtype.itemsize)
             if wrong.size:
                 i = int(wrong[0])

@@ -5,7 +5,7 @@ r"""The format of token files ``<prefix>.bin`` and ``<prefix>.idx``, byte for by
 
     9 bytes   b"MMIDIDX\0\0"
     uint64    version, 1
-    uint8     code of the ids' type (CODES)
+    uint8     code of the ids' type (DTYPE_CODES)
     uint64    S
     uint64    D + 1
     int32     [S]      tokens of each sequence

@@ -196,10 +196,6 @@ class IndexedDatasetWriter:
                     f"{path} is a folder, but a file must be written there", f"rm -r {shlex.quote(str(path))}"
                 )
 
-    def _withdraw(self) -> None:
-        """Remove an older index: it must not outlive its ids."""
-        Path(f"{self._prefix}.idx").unlink(missing_ok=True)
-
     def _name_ids(self) -> None:
         """Rename everything but the index."""
         self._remove_unwanted()
@@ -305,7 +301,7 @@ def publish_together(writers: Sequence[IndexedDatasetWriter]) -> None:
     for writer in writers:
         writer._prepare()
     for writer in writers:
-        writer._withdraw()
+        Path(f"{writer._prefix}.idx").unlink(missing_ok=True)  # an older index must not outlive its ids
     for writer in writers:
         writer._name_ids()
     for writer in writers:
