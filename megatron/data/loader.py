@@ -238,8 +238,7 @@ def build_data(
         begin: steps taken and samples consumed before.
 
     Raises:
-        DataError: when files are damaged, their tokenizer differs or has more than ``vocab_size`` ids, the
-            end-of-document id is needed and unknown, or a needed split has no data.
+        DataError: when files are damaged, a needed split has no data, or the tokenizer does not fit the options.
         UserError: when the data path options are invalid.
     """
     allow_many()
@@ -249,12 +248,8 @@ def build_data(
     requested = requested_samples(training, dp_size, begin)
     frozen = {name: tuple(counts) for name, counts in (stretches or {}).items()}
     used = samples_read(data, training, dp_size, begin, splits)
-    cache = Cache(data.data_cache_path) if data.data_cache_path is not None else None
-    notes: list[str] = []
-    if data.mock_data:
-        builders = generators(training, vocab_size)
-    else:
-        builders, notes = readers(data, used, training, cache)
+    cache = None if data.data_cache_path is None else Cache(data.data_cache_path)
+    builders, notes = (generators(training, vocab_size), []) if data.mock_data else readers(data, used, training, cache)
     used = {name: count for name, count in used.items() if name in builders}
     datasets: dict[str, Dataset] = {}
     segments: dict[str, tuple[int, ...]] = {}
@@ -267,7 +262,7 @@ def build_data(
         unrecorded(data),
         *notes,
         *(extended(name, frozen[name], segments[name]) for name in used if name in frozen),
-        *(cache.notes if cache is not None else ()),
+        *(() if cache is None else cache.notes),
     )
     return DataSource(
         datasets,
