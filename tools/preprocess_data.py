@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.data.command_line import Parser, StoppedError, refused, size
+from megatron.config.numbers import format_bytes
+from megatron.data.command_line import Parser, StoppedError, refused
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import id_dtype
 from megatron.data.files.output import check_new
@@ -112,7 +113,7 @@ def summary(plan: Plan, totals: Totals, dtype: str, engine: str, seconds: float)
         f"files: {len(plan.files):,}, documents: {totals.documents:,}, empty texts: {totals.empty:,}, "
         f"passed over: {totals.bad:,}\n"
         f"text bytes: {totals.text_bytes:,}, tokens: {totals.tokens:,} ({dtype}), bytes per token: {ratio:.2f}\n"
-        f"time: {seconds:.1f}s, {size(totals.text_bytes / seconds)}/s, "
+        f"time: {seconds:.1f}s, {format_bytes(totals.text_bytes / seconds)}/s, "
         f"{short(totals.tokens / seconds)} tokens/s, workers: {plan.workers}, engine: {engine}"
     )
 

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from megatron.data.command_line import Parser, ended, size
+from megatron.config.numbers import format_bytes
+from megatron.data.command_line import Parser, ended
 from megatron.data.errors import DataError
 from megatron.data.text.child import in_child
 from megatron.data.text.corpus import add_input_flags, find_files
@@ -50,7 +51,7 @@ def report(trained: Trained, files: int, asked: int) -> str:
     learnt = trained.learnt
     fewer = "" if learnt.entries == asked else f" (not {asked:,}: the text has no more pairs that occur twice)"
     ratio = learnt.sample_bytes / learnt.sample_tokens
-    sample = size(learnt.sample_bytes)
+    sample = format_bytes(learnt.sample_bytes)
     bad = f", passed over: {trained.bad:,}" if trained.bad else ""
     return "\n".join(
         (

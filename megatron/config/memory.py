@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron.config.batch import microbatches
 from megatron.config.model import ModelConfig
+from megatron.config.numbers import format_bytes
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parameters import WORDS, Parameter, parameters, stages_by_rank
 from megatron.config.run import MOMENTS, OptimizerConfig, RunConfig
@@ -281,6 +282,5 @@ def _streamed_elements(streamed: list[Bucket], in_turn: bool) -> int:
 
 
 def shown(count: float) -> str:
-    """Bytes as people say them, in units of 2^20 or 2^30 as memory is sold: ``12.50 MB``, ``1.87 GB``."""
-    unit, name = (2**30, "GB") if count >= 0.1 * 2**30 else (2**20, "MB")
-    return f"{count / unit:,.2f} {name}"
+    """Format bytes of memory: ``12.50 MiB``, ``1.87 GiB``."""
+    return format_bytes(count, binary=True)

@@ -6,7 +6,7 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from megatron.data.command_line import size
+from megatron.config.numbers import format_bytes
 
 BAR = 24  # columns
 TERMINAL_SECONDS = 0.2
@@ -130,7 +130,7 @@ def describe(totals: Totals, input_bytes: int, seconds: float) -> str:
     left = f"{duration(seconds / share - seconds)} left" if share else "? left"
     return (
         f"[{bar:.<{BAR}}] {100 * share:5.1f}% | {totals.documents:,} documents, {short(totals.tokens)} tokens | "
-        f"{size(totals.text_bytes / seconds)}/s, {short(totals.tokens / seconds)} tokens/s | {left}"
+        f"{format_bytes(totals.text_bytes / seconds)}/s, {short(totals.tokens / seconds)} tokens/s | {left}"
     )
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.command_line import size as told_size
+from megatron.config.numbers import format_bytes
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.encoded import Encoded, Tokenizer, unicode_text
 from megatron.data.tokenizers.failures import failures_as
@@ -102,7 +102,7 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], wish: str = "auto
         if wish == FAST:
             raise DataError(str(error), "--engine auto", "--engine hf") from error
         return _own(tokenizer, str(error))
-    proof = told_size(sum(len(text.encode()) for text in sample))
+    proof = format_bytes(sum(len(text.encode()) for text in sample))
     reason = f"it gives the ids of {tokenizer.library} for the first {proof} and for {len(ODD)} odd texts"
     return Engine(_named(FAST), reason, encode_batch)
 

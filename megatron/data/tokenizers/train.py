@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.data.command_line import counted, size
+from megatron.config.numbers import format_bytes
+from megatron.data.command_line import counted
 from megatron.data.errors import DataError
 from megatron.data.text.child import Teller
 from megatron.data.text.corpus import Document, read_documents
@@ -98,9 +99,9 @@ class _Reading:
                 documents, num_bytes = documents + 1, num_bytes + document.num_bytes
                 if time.monotonic() - said >= TELL_SECONDS:
                     said = time.monotonic()
-                    self._teller.doing(f"reading: {counted(documents, 'documents')}, {size(num_bytes)}")
+                    self._teller.doing(f"reading: {counted(documents, 'documents')}, {format_bytes(num_bytes)}")
                 yield document
-        what = f"{counted(documents, 'documents')}, {size(num_bytes)}"
+        what = f"{counted(documents, 'documents')}, {format_bytes(num_bytes)}"
         self._teller.doing(f"learning {self._plan.vocab_size:,} entries from {what}")
 
     def _pass_over(self, error: DataError) -> None:

@@ -49,7 +49,7 @@ def test_cut_gradients_are_sent_for_every_microbatch() -> None:
     environ = {"RANK": "0", "WORLD_SIZE": "4"}
     (note,) = (n for n in parse(shlex.split(f"{flags} {cut} 12"), environ).notes if "optim_grads" in n)
     assert "each of 3 micro-batches" in note
-    ours, theirs = (float(number) for number in re.findall(r"([\d.]+) MB", note))
+    ours, theirs = (float(number) for number in re.findall(r"([\d.]+) MiB", note))
     assert ours / theirs == pytest.approx((3 + 1) / 2, rel=1e-3)
     assert not [n for n in parse(shlex.split(f"{flags} {cut} 4"), environ).notes if "optim_grads" in n]
 

@@ -27,8 +27,8 @@ def test_everything_that_matters_is_said() -> None:
     assert told["ranks"] == "8 = DP 4 (copies of the model) x TP 2 (tensor and sequence parallel)"
     assert "4 layers, hidden 128, 8 heads of 16 on 4 key/value heads, swiglu MLP of 384" in told["model"]
     assert told["parameters"].endswith("on each rank); vocabulary 257 padded to 512")
-    parts = "weights 0.88 MB, gradients 1.75 MB, masters 1.75 MB, moments 3.51 MB"
-    assert told["memory"] == f"7.90 MB on each rank, without activations: {parts}"
+    parts = "weights 0.88 MiB, gradients 1.75 MiB, masters 1.75 MiB, moments 3.51 MiB"
+    assert told["memory"] == f"7.90 MiB on each rank, without activations: {parts}"
     assert told["batch"] == "16 samples x 256 = 4,096 tokens a step: 2 micro-batches of 2 on each DP rank"
     assert told["length"] == "1,000 steps, 16,000 samples, 4,096,000 tokens; evaluation on 3 batches at the end"
     assert told["optimizer"] == "adam, learning rate 0.001 cosine to 0.0001, warm-up 5% of the decay, clip 1"
@@ -91,7 +91,7 @@ def test_checkpoints_are_described_where_there_are_any() -> None:
     assert rows(ranks=1)["saves"] == "nothing: there is no --save"
     often = ["--preset", "llama2-7b", "--bf16", "--save", "ckpt", "--save-interval", "1000"]
     parameters = ModelConfig(**{n: v for n, v in PRESETS["llama2-7b"].items() if n in SHAPE}).num_parameters()
-    size = f"{parameters * 12 / 2**30:,.2f} GB"
+    size = f"{parameters * 12 / 2**30:,.2f} GiB"
     argv = [*often, "--vocab-size", "32000"]
     assert rows(*argv, ranks=1)["saves"] == f"every 1,000 steps and at the end, {size} each, to ckpt"
     kept = rows(*argv, "--keep-last", "3", "--keep-every", "50000", ranks=1)["saves"]

@@ -284,7 +284,7 @@ def test_where_one_key_cannot_be_written_all_stay_as_they_were(tmp_path: Path) -
     (tmp_path / "out_text_document.tokens.json").mkdir()
     before = {path: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()}
     corpus.write_bytes(b'{"title": "new", "text": "new"}\n')
-    with pytest.raises(DataError, match="is a folder, and a file is to be there"):
+    with pytest.raises(DataError, match="is a folder, but a file must be written there"):
         run(plan)
     assert {path: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()} == before
 
