@@ -21,7 +21,6 @@ from megatron.config.checks import (
     graphs,
     idle,
     layout,
-    optimizer,
     pipeline,
     profiling,
     sharding,
@@ -134,7 +133,6 @@ def parse(
     notes += [*experts.remarks(config), *sharding.remarks(config, world_size), *restart_remarks(environ)]
     asked = lay_over(layer.values for layer in (*files, flags, assignments))
     notes += map(in_flags, idle.remarks(config, asked))
-    notes += optimizer.unseen(config) if checking and fake_rank is None else ()
     return Parsed(resolve(config, world_size), world_size, checking, tuple(notes), fake_rank)
 
 

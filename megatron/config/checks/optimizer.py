@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import replace
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
 
 from megatron.config.batch import global_batch
 from megatron.config.checks.checkpoint import holds_checkpoints
 from megatron.config.factors import read_factor
 from megatron.config.lengths import lengths
+from megatron.config.parallel import ParallelConfig
+from megatron.config.parameters import parameters
 from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 from megatron.config.settings import flag
@@ -45,6 +51,23 @@ def factors(config: RunConfig, world_size: int) -> Iterator[Problem]:
                 read_factor(text)
             except ValueError as error:
                 yield Problem("E408", f"'{text}' in {name} {error}", (f"{flag(name)} 'embedding.*=0.5'",))
+
+
+def patterns(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Every pattern matches a parameter. Names depend on neither the layout nor the size of the vocabulary."""
+    o = config.optimizer
+    if not (o.lr_factors or o.weight_decay_factors):
+        return
+    model = replace(config.model, vocab_size=1)
+    names = [parameter.name for parameter in parameters(model, ParallelConfig(), 0)]
+    for option, texts in (("lr_factors", o.lr_factors), ("weight_decay_factors", o.weight_decay_factors)):
+        for text in texts:
+            with suppress(ValueError):  # reported as E408
+                pattern, factor = read_factor(text)
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    nearest = get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+                    sentence = f"'{pattern}' in {option} matches no parameter; one is called {nearest}"
+                    yield Problem("E407", sentence, (f"{flag(option)} '{nearest}={factor:g}'",))
 
 
 def said_once(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -121,11 +144,4 @@ def loss_scale(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E406", sentence, fixes)
 
 
-def unseen(config: RunConfig) -> Iterator[str]:
-    """A line on what only the start of a run can tell, because the names of parameters are not known before."""
-    for name in ("lr_factors", "weight_decay_factors"):
-        if getattr(config.optimizer, name):
-            yield f"{flag(name)}: whether its patterns name parameters is not checked here, but when the run starts"
-
-
-CHECKS = (rates, factors, said_once, schedule, weight_decay, loss_scale)
+CHECKS = (rates, factors, patterns, said_once, schedule, weight_decay, loss_scale)

@@ -167,12 +167,23 @@ def test_notes_on_options_without_effect_count_them_and_leave_out_those_of_a_pre
     assert note == "--adam-beta2 and --adam-eps have no effect without optimizer adam or muon"
 
 
-def test_a_check_says_that_it_does_not_know_the_names_of_parameters() -> None:
-    factors = ["--lr-factors", "nobody*=0.5", "--check-config"]
-    assert accepted(*factors).notes == (
-        "--lr-factors: whether its patterns name parameters is not checked here, but when the run starts",
-    )
-    assert accepted(*factors[:-1]).notes == ()
+@pytest.mark.parametrize("option", ["--lr-factors", "--weight-decay-factors"])
+def test_patterns_that_match_no_parameter_are_refused_without_building_the_model(option: str) -> None:
+    assert accepted(option, "layers.1.*=2", "*.bias=0", "--check-config").notes == ()
+    for flags in (["--check-config"], []):
+        with pytest.raises(UserError) as error:
+            accepted(option, "layers.2.*=2", "embeding.word_embeddings.weight=0.5", "*.bias=0", *flags)
+        first, second = error.value.problems
+        assert first.code == second.code == "E407"
+        assert f"'layers.2.*' in {option} " in first.sentence
+        assert second.fixes == (f"{option} 'embedding.word_embeddings.weight=0.5'",)
+
+
+def test_patterns_are_matched_before_the_tokenizer_tells_the_size_of_the_vocabulary() -> None:
+    base = ["--mock-data", "--tokenizer-type", "ByteTokenizer", "--train-iters", "1", "--lr-factors"]
+    assert parse([*base, "output_layer.*=2", "--untie-embeddings-and-output-weights"], {}).config.model.vocab_size is None
+    with pytest.raises(UserError, match="E407"):
+        parse([*base, "output_layer.*=2"], {})
 
 
 def test_megatron_without_biases_is_told_which_gelu() -> None:
