@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-from megatron.config.data_paths import WAYS
+from megatron.config.data_paths import SOURCE_OPTIONS
 from megatron.config.hf import model_values, read_config
 from megatron.config.model import ModelConfig
 from megatron.config.problems import Problem, UserError, did_you_mean
@@ -32,7 +32,7 @@ LENGTHS = (
 )
 """Fields that say the same length."""
 
-ALTERNATIVES = (*(tuple((name,) for name in names) for names in LENGTHS), WAYS)
+ALTERNATIVES = (*(tuple((name,) for name in names) for names in LENGTHS), SOURCE_OPTIONS)
 """Ways to say one thing, each of one or more fields: a layer that uses some of them takes the place of whatever an
 earlier layer said with the others."""
 

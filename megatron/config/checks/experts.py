@@ -1,4 +1,4 @@
-"""Whether a mixture of experts can be built, and dealt out over the ranks."""
+"""Checks of mixture-of-experts models: their shape, and how experts divide over the ranks."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 
 
-def there_are_some(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Expert parallelism deals out experts."""
+def check_experts_exist(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that expert parallelism is used only with experts."""
     p, m = config.parallel, config.model
     if m.num_experts is not None:
         return
     if p.expert_model_parallel_size > 1:
         fixes = (f"--num-experts {4 * p.expert_model_parallel_size}", "--expert-model-parallel-size 1")
-        yield Problem("E213", f"expert parallelism of {p.expert_model_parallel_size}, and there are no experts", fixes)
+        yield Problem("E213", f"expert parallelism of {p.expert_model_parallel_size} needs experts", fixes)
     if p.expert_tensor_parallel_size not in (None, p.tensor_model_parallel_size):
-        sentence = f"expert tensor parallelism of {p.expert_tensor_parallel_size}, and there are no experts"
+        sentence = f"expert tensor parallelism of {p.expert_tensor_parallel_size} needs experts"
         yield Problem("E213", sentence, (f"--expert-tensor-parallel-size {p.tensor_model_parallel_size}",))
 
 
-def dealt_out(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Every rank of EP gets as many experts, TP cuts each evenly, and whole sets of experts fill all ranks."""
+def check_experts_divide(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that experts divide over EP, each of them over expert TP, and EP x expert TP divides a pipeline stage."""
     p, m = config.parallel, config.model
     if m.num_experts is None:
         return
@@ -43,39 +43,39 @@ def dealt_out(config: RunConfig, world_size: int) -> Iterator[Problem]:
         yield Problem("E213", sentence, offers("--expert-model-parallel-size", beside(ep, fit)))
 
 
-def built(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What experts are not built with."""
+def check_expert_options(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject options that experts do not support."""
     p, m = config.parallel, config.model
     if m.num_experts is None:
         return
     if m.moe_router_topk > m.num_experts:
-        sentence = f"each token is to be computed by {m.moe_router_topk} of {m.num_experts} experts"
+        sentence = f"--moe-router-topk {m.moe_router_topk} exceeds the {m.num_experts} experts"
         yield Problem("E214", sentence, (f"--moe-router-topk {m.num_experts}",))
     if m.add_bias_linear:
         yield Problem(
-            "E214", "experts have no biases", ("--disable-bias-linear", "--disable-bias-linear --add-qkv-bias")
+            "E214", "experts do not support biases", ("--disable-bias-linear", "--disable-bias-linear --add-qkv-bias")
         )
     if p.tensor_model_parallel_size > 1 and not p.sequence_parallel:
-        sentence = f"with experts, the {p.tensor_model_parallel_size} ranks of TP each need tokens of their own"
+        sentence = f"experts with TP {p.tensor_model_parallel_size} need sequence parallelism"
         yield Problem("E214", sentence, ("--sequence-parallel", "--tensor-model-parallel-size 1"))
     if config.compute.cuda_graph == "step":
-        sentence = "--cuda-graph step would repeat how many tokens went to each expert in one step"
+        sentence = "--cuda-graph step does not support experts: their numbers of tokens differ in every step"
         yield Problem("E214", sentence, ("--cuda-graph none",))
 
 
-def remarks(config: RunConfig) -> Iterator[str]:
-    """Lines on what makes the numbers depend on the layout, on idle experts, and on routers that cannot learn."""
+def expert_notes(config: RunConfig) -> Iterator[str]:
+    """Yield notes about losses that depend on the layout, unbalanced experts, and routers without a gradient."""
     m = config.model
     if m.num_experts is None:
         return
     if m.moe_router_topk == 1 and not m.moe_router_pre_softmax:
-        yield "one expert for each token, and its weight is 1: the loss teaches no router (--moe-router-pre-softmax)"
+        yield "--moe-router-topk 1: every weight is 1, so the router gets no gradient (use --moe-router-pre-softmax)"
     missing = [] if m.moe_aux_loss_coeff > 0 else ["--moe-aux-loss-coeff 0.01"]
     missing += ["--moe-router-load-balancing-type seq_aux_loss"] if m.moe_router_load_balancing_type == "none" else []
     if missing:
-        yield f"no balancing loss ({' '.join(missing)}): a few experts may end up with all tokens"
+        yield f"no balancing loss ({' '.join(missing)}): a few experts may get all tokens"
     elif m.moe_router_load_balancing_type == "aux_loss":
         yield "--moe-router-load-balancing-type aux_loss: the loss depends on the micro-batches, and so on the layout"
 
 
-CHECKS = (there_are_some, dealt_out, built)
+EXPERT_CHECKS = (check_experts_exist, check_experts_divide, check_expert_options)

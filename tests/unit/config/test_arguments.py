@@ -214,7 +214,7 @@ def test_flags_that_are_ignored_for_one_reason_share_a_note() -> None:
 def test_samples_that_fill_no_step_are_noted_and_not_counted() -> None:
     argv = ["--set", "train_iters=null", "--global-batch-size", "64", "--train-samples"]
     parsed = accepted(*argv, "1000")
-    assert parsed.notes == ("--train-samples 1,000: the last 40 do not fill a step of 64 and are left out",)
+    assert parsed.notes == ("--train-samples 1,000: the last 40 are not used, because they do not fill a step of 64",)
     assert "\nlength     15 steps, 960 samples, " in parsed.summary()
     assert accepted(*argv, "960").notes == ()
 

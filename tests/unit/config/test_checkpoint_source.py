@@ -36,7 +36,7 @@ def test_no_flag_is_needed_for_the_model_and_what_comes_from_the_checkpoint_is_t
     parsed = going_on("--resume-mode", "weights-only")
     assert to_dict(parsed.config)["model"] == SAVED["model"]
     (told,) = [
-        note for note in parsed.notes if note.startswith("from the checkpoint's model, where no flag says other")
+        note for note in parsed.notes if note.startswith("taken from the checkpoint's model")
     ]
     assert "--norm-epsilon 1e-06" in told
     assert "--window-size 7" in told
