@@ -141,8 +141,8 @@ def test_notes_tell_what_may_not_be_meant(monkeypatch: pytest.MonkeyPatch) -> No
     sets = ["--valid-data-path", "1", there, "2", there, "--multiple-validation-sets", "--split", "9,1,0"]
     notes = parse([*run, "--train-data-path", there, *sets, "--eod-id", "3"], {}).notes
     assert notes == (
-        f"--valid-data-path names {there} more than once: each time it is read by itself, in the same order",
-        "the weights of --valid-data-path have no effect: each of its prefixes is a validation set by itself",
+        f"--valid-data-path contains {there} more than once: every occurrence is read in the same order",
+        "the weights of --valid-data-path have no effect: each of its prefixes is a separate validation set",
         "--split has no effect without --data-path",
         "--eod-id has no effect without --reset-position-ids, --reset-attention-mask or --eod-mask-loss",
     )
@@ -181,7 +181,8 @@ def test_patterns_that_match_no_parameter_are_refused_without_building_the_model
 
 def test_patterns_are_matched_before_the_tokenizer_tells_the_size_of_the_vocabulary() -> None:
     base = ["--mock-data", "--tokenizer-type", "ByteTokenizer", "--train-iters", "1", "--lr-factors"]
-    assert parse([*base, "output_layer.*=2", "--untie-embeddings-and-output-weights"], {}).config.model.vocab_size is None
+    untied = parse([*base, "output_layer.*=2", "--untie-embeddings-and-output-weights"], {})
+    assert untied.config.model.vocab_size is None
     with pytest.raises(UserError, match="E407"):
         parse([*base, "output_layer.*=2"], {})
 
@@ -229,7 +230,7 @@ def test_documents_are_recorded_by_what_reads_a_mask(words: str) -> None:
 def test_recorded_steps_that_are_all_watched_are_noted(interval: int, told: bool) -> None:
     dropless = ("--hidden-dropout", "0", "--attention-dropout", "0", "--device", "auto", "--run-dir", "runs/a")
     notes = accepted("--cuda-graph", "step", "--log-health-interval", str(interval), *dropless).notes
-    assert any("--cuda-graph step repeats none" in note for note in notes) is told
+    assert any("--cuda-graph step has no effect" in note for note in notes) is told
 
 
 def test_words_belong_to_the_flag_before_them() -> None:

@@ -67,7 +67,7 @@ def test_a_flag_that_contradicts_the_shape_is_left_to_the_comparison() -> None:
 def test_samples_are_no_longer_than_what_the_model_knows() -> None:
     assert going_on().config.training.seq_length == 64
     assert "--seq-length 64" in going_on().notes[0]
-    with pytest.raises(UserError, match="E105 samples of 128 tokens exceed the 64 positions"):
+    with pytest.raises(UserError, match="E105 samples of 128 tokens exceed the model's 64 positions"):
         going_on("--seq-length", "128")
 
 

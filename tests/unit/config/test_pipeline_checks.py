@@ -94,9 +94,9 @@ REMARKS = {
     "--pipeline-model-parallel-size 2 --num-layers 5": "5 layers do not divide over 2 stages",
     "--pipeline-model-parallel-size 2 --num-layers 5 --pipeline-model-parallel-layout auto": None,
     "--pipeline-model-parallel-size 2 --num-layers 6": None,
-    "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved": "interleaved at VPP 1 waits as long",
+    "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved": "interleaved with VPP 1 has the same bubble",
     "--pipeline-schedule gpipe": "--pipeline-schedule gpipe has no effect",
-    "--num-virtual-stages-per-pipeline-rank 2": "--num-virtual-stages-per-pipeline-rank 2 makes no step",
+    "--num-virtual-stages-per-pipeline-rank 2": "--num-virtual-stages-per-pipeline-rank 2 has no effect",
     "--account-for-loss-in-pipeline-split": "--account-for-loss-in-pipeline-split has no effect without several stages",
     "": None,
 }
