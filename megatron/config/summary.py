@@ -1,4 +1,4 @@
-"""What a configuration amounts to, in a few lines: printed by ``--check-config`` and before the first step."""
+"""The summary of a configuration, printed by ``--check-config`` and before the first step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from megatron.pipeline.plan import (
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
-    """At most eleven lines: ranks, pipeline, model, memory, batch, ramp, length, learning rate, precision, checkpoints.
+    """Return at most eleven lines, from ranks and pipeline to precision and checkpoints.
 
     Args:
         config: resolved or not.
-        world_size: ranks.
-        iteration: steps taken before the run goes on, perhaps in other batches.
-        consumed_samples: samples they used.
-
+        world_size: number of ranks.
+        iteration: steps taken before, possibly with other batch sizes.
+        consumed_samples: samples used before.
     """
     rows = {
         "ranks": _ranks(config, world_size),
@@ -55,13 +54,11 @@ def _ranks(config: RunConfig, world_size: int) -> str:
     chunks = virtual_stages(config.model, p)
     stages = f"pipeline, VPP {chunks}" if chunks > 1 else "pipeline"
     pp = f"PP {p.pipeline_model_parallel_size} ({stages}) x " if p.pipeline_model_parallel_size > 1 else ""
-    return (
-        f"{world_size} = {pp}DP {dp} (copies of the model) x TP {tp} ({sharing}){_grid_of_experts(config, world_size)}"
-    )
+    return f"{world_size} = {pp}DP {dp} (copies of the model) x TP {tp} ({sharing}){_expert_ranks(config, world_size)}"
 
 
-def _grid_of_experts(config: RunConfig, world_size: int) -> str:
-    """The other grid over the same ranks."""
+def _expert_ranks(config: RunConfig, world_size: int) -> str:
+    """Return the expert-parallel grid over the same ranks."""
     if config.model.num_experts is None:
         return ""
     ep, tp = config.parallel.expert_model_parallel_size, config.parallel.expert_tp
@@ -70,18 +67,19 @@ def _grid_of_experts(config: RunConfig, world_size: int) -> str:
 
 
 def _pipeline(config: RunConfig, world_size: int) -> str:
-    """Schedule, stages, bubble of the full batch where communication takes no time, and what is kept."""
+    """Return schedule, stages, bubble of the full batch (communication excluded), and activations kept."""
     parallel = resolved(config.model, config.parallel)
     stages = stage_layers(config.model, parallel)
     if len(stages) == 1:
         return ""
     count = microbatches(config.training, parallel.data_parallel_size(world_size))
     kept = f"at most {max(peaks_for(parallel, count).both)} micro-batches of a stage kept"
-    return f"{parallel.pipeline_schedule}, {_dealt(config, stages)}, {_bubble(config.model, parallel, count)}, {kept}"
+    bubble = _bubble(config.model, parallel, count)
+    return f"{parallel.pipeline_schedule}, {_stage_layers(config, stages)}, {bubble}, {kept}"
 
 
 def _bubble(model: ModelConfig, parallel: ParallelConfig, count: int) -> str:
-    """Where all stages cost the same, as the formulas have it, and as they do cost; of ``count`` micro-batches."""
+    """Return the bubble for stages of equal cost, as in the formulas, and for the estimated costs."""
     same = f"{bubble_of(parallel, count):.1%}"
     if model.vocab_size is None:
         return f"bubble {same} where stages cost the same"
@@ -89,13 +87,13 @@ def _bubble(model: ModelConfig, parallel: ParallelConfig, count: int) -> str:
     return f"bubble {same}" + (f" ({real} as these stages cost)" if real != same else "")
 
 
-def _dealt(config: RunConfig, stages: Sequence[StageLayers]) -> str:
-    """Layers of every stage, where they are not equally many as a layout."""
+def _stage_layers(config: RunConfig, stages: Sequence[StageLayers]) -> str:
+    """Return the number of layers of each stage, as a layout unless all are equal."""
     sizes = {stage.count for stage in stages}
     if len(sizes) == 1:
         return f"{len(stages)} stages of {_counted(sizes.pop(), 'layer', 'layers')}"
     if config.model.vocab_size is None and dealt_by_cost(config.model, config.parallel):
-        return f"{len(stages)} stages of equal cost; the tokenizer says what the output layer costs"
+        return f"{len(stages)} stages of equal cost; the cost of the output layer depends on the tokenizer"
     return f"{len(stages)} stages {notation(stages)}"
 
 
@@ -111,20 +109,20 @@ def _feed_forward(m: ModelConfig) -> str:
     if m.num_experts is None:
         return f"{m.activation} MLP of {m.ffn}"
     shared = m.moe_shared_expert_intermediate_size
-    beside = f" and a shared one of {shared}" if shared else ""
-    return f"{m.moe_router_topk} of {m.num_experts} {m.activation} experts of {m.expert_ffn}{beside}"
+    shared_expert = f" and a shared one of {shared}" if shared else ""
+    return f"{m.moe_router_topk} of {m.num_experts} {m.activation} experts of {m.expert_ffn}{shared_expert}"
 
 
 def _parameters(config: RunConfig) -> str:
     m, tp = config.model, config.parallel.tensor_model_parallel_size
     if m.vocab_size is None:
         blocks = m.num_layers * m.layer_parameters() + m.norm_parameters()
-        return f"{blocks:,} and the embeddings; the tokenizer says how many entries they have"
+        return f"{blocks:,} and the embeddings, whose size depends on the tokenizer"
     held = rank_parameters(m, config.parallel)
     padded = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp)
     padding = f"; vocabulary {m.vocab:,}" + (f" padded to {padded:,}" if padded != m.vocab else "")
-    active = "" if m.num_experts is None else f"{m.num_parameters(active=True):,} compute a token, "
-    return f"{m.num_parameters():,} ({active}{held:,} on {_each(config)}){padding}"
+    active = "" if m.num_experts is None else f"{m.num_parameters(active=True):,} active per token, "
+    return f"{m.num_parameters():,} ({active}{held:,} on {_holder(config)}){padding}"
 
 
 def _memory(config: RunConfig, world_size: int) -> str:
@@ -132,11 +130,11 @@ def _memory(config: RunConfig, world_size: int) -> str:
         return ""
     parts = state_bytes(config, world_size)
     by_part = ", ".join(f"{name} {shown(held)}" for name, held in parts.items() if shown(held) != shown(0))
-    whose = "the fullest rank" if config.parallel.zero_stage else _each(config)
-    return f"{shown(sum(parts.values()))} on {whose}, without activations: {by_part}"
+    holder = "the fullest rank" if config.parallel.zero_stage else _holder(config)
+    return f"{shown(sum(parts.values()))} on {holder}, without activations: {by_part}"
 
 
-def _each(config: RunConfig) -> str:
+def _holder(config: RunConfig) -> str:
     return "each rank" if config.parallel.pipeline_model_parallel_size == 1 else "the fullest rank"
 
 
@@ -150,7 +148,7 @@ def _batch(config: RunConfig, world_size: int) -> str:
 
 
 def _padding(t: TrainingConfig, dp: int, size: int) -> str:
-    """What of a batch is computed and does not count."""
+    """Return the share of a batch that is padding."""
     extra = padding(t, dp, size)
     whole = size + extra
     return f", {extra:,} of {whole:,} samples padding ({extra / whole:.1%} of the work)" if extra else ""
@@ -178,15 +176,15 @@ def _length(config: RunConfig, world_size: int, *begin: int) -> str:
     steps, samples = total_steps(t, dp, *begin), trained_samples(t, dp, *begin)
     row = f"{steps:,} steps, {samples:,} samples, {samples * t.seq_length:,} tokens"
     if t.eval_iters:
-        often = f"every {t.eval_interval} steps and at the end" if t.eval_interval else "at the end"
-        row += f"; evaluation on {_counted(t.eval_iters, 'batch', 'batches')} {often}"
+        interval = f"every {t.eval_interval} steps and at the end" if t.eval_interval else "at the end"
+        row += f"; evaluation on {_counted(t.eval_iters, 'batch', 'batches')} {interval}"
     return row
 
 
 def _optimizer(config: RunConfig, world_size: int) -> str:
     o, p = config.optimizer, config.parallel
-    sharers = p.data_parallel_size(world_size) // p.num_distributed_optimizer_instances
-    sharing = f", ZeRO-{p.zero_stage} over {_counted(sharers, 'rank', 'ranks')}" if p.zero_stage else ""
+    shards = p.data_parallel_size(world_size) // p.num_distributed_optimizer_instances
+    sharing = f", ZeRO-{p.zero_stage} over {_counted(shards, 'rank', 'ranks')}" if p.zero_stage else ""
     row = f"{o.optimizer}{sharing}, learning rate {o.lr:g} {o.lr_decay_style}"
     if o.lr_decay_style != "constant":
         row += f" to {o.min_lr:g}"
@@ -204,16 +202,16 @@ def _precision(config: RunConfig) -> str:
     if p.params_dtype in ("fp64", "fp32"):
         return p.params_dtype
     scale = "" if p.params_dtype == "bf16" else f", loss scale {'dynamic' if p.loss_scale is None else p.loss_scale}"
-    return f"{p.params_dtype}, masters and gradients fp32{scale}"
+    return f"{p.params_dtype}, main parameters and gradients fp32{scale}"
 
 
 def _saves(config: RunConfig) -> str:
     c = config.checkpoint
     if c.save is None:
-        return "nothing: there is no --save"
+        return "none: --save is not set"
     size = f"{shown(checkpoint_bytes(config))} each, " if config.model.vocab_size is not None else ""
-    often = f"every {_counted(c.save_interval, 'step', 'steps')} and " if c.save_interval else ""
-    row = f"{often}at the end, {size}to {c.save}"
+    interval = f"every {_counted(c.save_interval, 'step', 'steps')} and " if c.save_interval else ""
+    row = f"{interval}at the end, {size}to {c.save}"
     if c.keep_last is not None:
         row += f"; the last {c.keep_last:,} are kept" if c.keep_last > 1 else "; the last is kept"
         row += f", and those of every {c.keep_every:,} steps" if c.keep_every else ""

@@ -88,9 +88,7 @@ def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     if c.local_save is None:
         return
     if c.local_save == "":
-        yield Problem(
-            "E804", "--local-save '' is empty", ("--local-save /dev/shm/checkpoints", "drop --local-save")
-        )
+        yield Problem("E804", "--local-save '' is empty", ("--local-save /dev/shm/checkpoints", "drop --local-save"))
         return
     if c.save is None:
         sentence = "--local-save needs --save, because checkpoints on a node's disk are lost with the node"

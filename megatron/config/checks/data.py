@@ -115,9 +115,7 @@ def _missing_files(paths: DataPathArgs, prefix: str, missing: Sequence[str], dat
         return Problem("E502", sentence, _replace(paths, prefix, prefix.split()))
     stem = re.sub(r"\.(bin|idx)$", "", prefix)
     if stem != prefix:
-        return Problem(
-            "E503", f"{paths.origin} {prefix} is a file; give its prefix", _replace(paths, prefix, [stem])
-        )
+        return Problem("E503", f"{paths.origin} {prefix} is a file; give its prefix", _replace(paths, prefix, [stem]))
     if isdir(prefix):
         return _folder_given(paths, prefix, data)
     is_text = isfile(prefix)

@@ -35,9 +35,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_flag_is_needed_for_the_model_and_what_comes_from_the_checkpoint_is_told() -> None:
     parsed = going_on("--resume-mode", "weights-only")
     assert to_dict(parsed.config)["model"] == SAVED["model"]
-    (told,) = [
-        note for note in parsed.notes if note.startswith("taken from the checkpoint's model")
-    ]
+    (told,) = [note for note in parsed.notes if note.startswith("taken from the checkpoint's model")]
     assert "--norm-epsilon 1e-06" in told
     assert "--window-size 7" in told
     assert "--vocab-size" not in told

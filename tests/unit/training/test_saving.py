@@ -223,5 +223,5 @@ def test_masters_that_are_remainders_are_put_together_when_they_are_asked_for(tm
 
 
 def test_without_a_folder_there_is_nothing_to_write_to(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="E601 --async-save without a folder to save to"):
+    with pytest.raises(UserError, match="E601 --async-save has no effect without"):
         tiny_run(tmp_path, "--async-save")
