@@ -92,7 +92,8 @@ def parse(
     options = command_line.known
     unknown_flags, notes = judge(command_line.foreign)
     files = [from_file(path) for path in options.config]
-    flags, assignments = _from_flags(command_line.given), from_assignments(options.set)
+    flags = _from_flags(command_line.given)
+    assignments = from_assignments(options.set)
     sources = [_from_preset(options.preset), *files, flags, assignments, command_line.malformed, unknown_flags]
     without_checkpoint = build(lay_over(source.values for source in sources))
     unreadable: Sequence[Problem] = ()
@@ -143,7 +144,8 @@ def parse(
 
 def _inherited_notes(names: Iterable[str], own: RunConfig, config: RunConfig) -> list[str]:
     """Return a note about values that come from the checkpoint's model and differ from the defaults."""
-    before, after = flat(own), flat(config)
+    before = flat(own)
+    after = flat(config)
     flags = [SETTINGS[name].spell(after[name]) for name in names if before[name] != after[name]]
     return [f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"] if flags else []
 
@@ -159,22 +161,23 @@ def _from_preset(name: str | None) -> Layer:
 
 
 def _from_flags(given: Sequence[Given]) -> Layer:
-    layer, last = Layer(), dict[str, Given]()
+    result = Layer()
+    last = dict[str, Given]()
     for flag in given:
         name = flag.setting.name
         try:
             value = flag.value()
         except ValueError as error:
-            layer.refuse(flag.setting, flag.spelling, error, flag.words)
+            result.refuse(flag.setting, flag.spelling, error, flag.words)
             continue
         before = last.get(name)
-        if before is not None and before.main != flag.main and layer.values[name] != value:
-            layer.doubtful.add(name)
+        if before is not None and before.main != flag.main and result.values[name] != value:
+            result.doubtful.add(name)
             sentence = f"{before.spelling} and {flag.spelling} contradict each other: both set {flag.setting.flag}"
-            layer.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {flag.spelling}")))
+            result.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {flag.spelling}")))
         last[name] = flag
-        layer.values[name] = value
-    return layer
+        result.values[name] = value
+    return result
 
 
 def _world_size(

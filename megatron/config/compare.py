@@ -151,7 +151,8 @@ def compare(
         name: name of ``saved`` in messages.
     """
     then, unreadable, unknown = _read(saved, name)
-    before, after = _values(then) | unreadable, _values(now)
+    before = _values(then) | unreadable
+    after = _values(now)
 
     def same(field: str) -> bool:
         if field == "split":
@@ -260,20 +261,22 @@ def _same_split(before: str | None, after: str | None) -> bool:
 
 def _values(config: RunConfig) -> Values:
     """Return every value by name; expert tensor parallelism that equals that of the dense layers counts as unset."""
-    p, values = config.parallel, flat(config)
-    if p.expert_tensor_parallel_size == p.tensor_model_parallel_size:
+    parallel = config.parallel
+    values = flat(config)
+    if parallel.expert_tensor_parallel_size == parallel.tensor_model_parallel_size:
         values["expert_tensor_parallel_size"] = None
     return values
 
 
 def _schedule(config: RunConfig, begin: tuple[int, int]) -> tuple[float | None, ...]:
     """Return every length, in samples, that learning rate and weight decay depend on."""
-    o, (warmup, decay, final, total) = config.optimizer, lengths(config, 1, *begin)  # resolved, so for any DP
+    optimizer = config.optimizer
+    warmup, decay, final, total = lengths(config, 1, *begin)  # any DP: the global batch is resolved
     return (
         warmup,
-        decay if o.lr_decay_style != "constant" else None,
-        final if o.lr_decay_style == "WSD" else None,
-        total if o.weight_decay_incr_style != "constant" else None,
+        decay if optimizer.lr_decay_style != "constant" else None,
+        final if optimizer.lr_decay_style == "WSD" else None,
+        total if optimizer.weight_decay_incr_style != "constant" else None,
     )
 
 
@@ -283,9 +286,9 @@ def _read(saved: Mapping[str, Any], source: str) -> tuple[RunConfig, Values, lis
     unreadable: Values = {}
     for group, name, value in _entries(saved):
         if _is_known(group, name):
-            layer = from_tree({name: value}, source)
-            known |= layer.values
-            unreadable |= {name: value} if layer.problems else {}
+            result = from_tree({name: value}, source)
+            known |= result.values
+            unreadable |= {name: value} if result.problems else {}
     config = build(known)
     return resolve(config, config.parallel.model_ranks), unreadable, unknown_options(saved)
 

@@ -176,7 +176,8 @@ def data_path_args(data: DataConfig) -> dict[str, DataPathArgs]:
 
 def _argument_file(path: str) -> tuple[str, ...]:
     """Read the words of a ``--data-args-path`` file."""
-    form, text = "WEIGHT PREFIX WEIGHT PREFIX ...", _read(path, "--data-args-path")
+    form = "WEIGHT PREFIX WEIGHT PREFIX ..."
+    text = _read(path, "--data-args-path")
     words = text.split()
     without_comments = re.sub(r"(?m)(?<!\S)#.*$", "", text).split()
     if words != without_comments:
@@ -189,7 +190,8 @@ def _argument_file(path: str) -> tuple[str, ...]:
 
 def _per_split(path: str) -> dict[str, DataPathArgs]:
     """Read the lists of a ``--per-split-data-args-path`` JSON file."""
-    flag, form = f"--per-split-data-args-path {path}", '{"train": ["PREFIX"], "valid": ["PREFIX"], "test": null}'
+    flag = f"--per-split-data-args-path {path}"
+    form = '{"train": ["PREFIX"], "valid": ["PREFIX"], "test": null}'
     text = _read(path, "--per-split-data-args-path")
     try:
         pairs = json.loads(text, parse_float=str, parse_int=str, parse_constant=str, object_pairs_hook=list)
@@ -214,13 +216,11 @@ def _entry_problems(flag: str, key: str, value: Any) -> Iterator[Problem]:
         meant = SPLIT_ALIASES.get(key.lower()) or did_you_mean(key, SPLITS)
         fixes = (f"call it {meant}",) if meant else (f"remove {key}",)
         yield Problem("E507", f"{flag}: there is no split {key!r}, only train, valid and test", fixes)
-    elif value is not None and not isinstance(value, str) and not _is_list_of_words(value):
+    elif isinstance(value, list) and all(isinstance(word, str) for word in value):
+        return
+    elif value is not None and not isinstance(value, str):
         sentence = f"{flag}: {key} must be text or a list of weights and prefixes"
         yield Problem("E507", sentence, (f'write in it: "{key}": ["PREFIX"]',))
-
-
-def _is_list_of_words(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _read(path: str, flag: str) -> str:
@@ -260,7 +260,8 @@ def read_blend(words: Sequence[str]) -> Blend:
 
 def blend_problems(paths: DataPathArgs) -> Iterator[Problem]:
     """Yield problems of a list of weights and prefixes; files are not checked."""
-    words, where = paths.words, paths.origin
+    words = paths.words
+    where = paths.origin
     numbers = [as_weight(word) for word in words[::2]]
     if len(words) % 2 == 0 and len({number is None for number in numbers}) > 1:
         odd = next(word for word, number in zip(words[::2], numbers) if number is None)

@@ -1,4 +1,4 @@
-"""What torchrun and srun tell this process through the environment: ranks, restarts, the address of rank 0."""
+"""The launcher's environment variables, of torchrun or srun: ranks, restarts, the address of rank 0."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Start:
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Start:
         """Read the environment."""
-        job, group = environ.get("SLURM_JOB_ID") or None, environ.get("TORCHELASTIC_RUN_ID") or None
+        job = environ.get("SLURM_JOB_ID") or None
+        group = environ.get("TORCHELASTIC_RUN_ID") or None
         return cls(
             job=job,
             cluster=environ.get("SLURM_CLUSTER_NAME") if job else None,
@@ -53,7 +54,8 @@ class Start:
         """
         if (self.job, self.cluster) != (other.job, other.cluster):
             return False
-        here, there = (self.restart, self.step), (other.restart, other.step)
+        here = (self.restart, self.step)
+        there = (other.restart, other.step)
         if here != there:
             return here > there
         return self.group is not None and self.group == other.group and self.attempt >= other.attempt
@@ -100,7 +102,9 @@ class Launch:
 
     @classmethod
     def _torchrun(cls, environ: Mapping[str, str]) -> Launch:
-        rank, size, local = int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", "0"))
+        rank = int(environ["RANK"])
+        size = int(environ["WORLD_SIZE"])
+        local = int(environ.get("LOCAL_RANK", "0"))
         local_size = int(environ.get("LOCAL_WORLD_SIZE", local + 1))
         master = environ.get("MASTER_ADDR", cls.master)
         return cls("torchrun", rank, size, local, local_size, master, rank - local)

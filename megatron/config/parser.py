@@ -68,7 +68,12 @@ def read(argv: Sequence[str]) -> Reading:
         try:
             _, rest = parser.parse_known_args(words, reading.known)
         except argparse.ArgumentError as error:
-            _add_malformed(reading.malformed, words[0].partition("=")[0], error.message)
+            spelling = words[0].partition("=")[0]
+            setting = SPELLINGS.get(spelling)
+            if setting is None:
+                reading.malformed.problems.append(Problem("E002", f"{spelling}: {error.message}"))
+            else:  # argparse rejects only words after a constant's flag; words after other flags are checked later
+                reading.malformed.refuse(setting, spelling, ValueError("takes no value"))
             continue
         if rest:
             reading.foreign.append(rest)
@@ -85,14 +90,6 @@ def _split_flags(argv: Sequence[str]) -> Iterator[list[str]]:
         words.append(word)
     if words:
         yield words
-
-
-def _add_malformed(layer: Layer, spelling: str, message: str) -> None:
-    setting = SPELLINGS.get(spelling)
-    if setting is None:
-        layer.problems.append(Problem("E002", f"{spelling}: {message}"))
-    else:  # words after the flag of a field are checked later; argparse rejects only words after a constant's flag
-        layer.refuse(setting, spelling, ValueError("takes no value"))
 
 
 class _RecordFlag(argparse.Action):

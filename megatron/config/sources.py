@@ -69,52 +69,52 @@ def from_tree(tree: Mapping[str, Any], source: str) -> Layer:
         tree: as read from YAML or JSON.
         source: its name in problems.
     """
-    layer = Layer()
+    result = Layer()
     for key, value in tree.items():
         name = str(key).replace("-", "_")
         if name in GROUPS and isinstance(value, Mapping):
             for inner, v in value.items():
-                _read_value(layer, source, f"{name}.{inner}", v)
+                _read_value(result, source, f"{name}.{inner}", v)
         elif name in SETTINGS or name not in GROUPS:  # optimizer is a group and one of its options
-            _read_value(layer, source, name, value)
+            _read_value(result, source, name, value)
         elif value is not None:
-            layer.problems.append(Problem("E005", f"{source}: {name} is a group of options, not {value!r}"))
-    return layer
+            result.problems.append(Problem("E005", f"{source}: {name} is a group of options, not {value!r}"))
+    return result
 
 
-def _read_value(layer: Layer, source: str, key: str, value: Any) -> None:
-    setting = find_setting(layer, key, source)
+def _read_value(result: Layer, source: str, key: str, value: Any) -> None:
+    setting = find_setting(result, key, source)
     if setting is None:
         return
-    if setting.name in layer.values:
-        layer.problems.append(Problem("E003", f"{source}: {setting.name} is set twice, by group and flat"))
+    if setting.name in result.values:
+        result.problems.append(Problem("E003", f"{source}: {setting.name} is set twice, by group and flat"))
     try:
-        layer.values[setting.name] = setting.from_native(value)
+        result.values[setting.name] = setting.from_native(value)
     except ValueError as error:
-        layer.refuse(setting, f"{source}: {setting.key}", error)
+        result.refuse(setting, f"{source}: {setting.key}", error)
 
 
 def from_assignments(assignments: Iterable[str]) -> Layer:
     """Read ``model.hidden_size=64`` texts; items of a tuple are separated by blanks or commas."""
-    layer = Layer()
+    result = Layer()
     for text in assignments:
         key, equals, value = text.partition("=")
         if not equals:
-            layer.problems.append(Problem("E005", f"--set {text}: has no '='", ("--set model.hidden_size=64",)))
+            result.problems.append(Problem("E005", f"--set {text}: has no '='", ("--set model.hidden_size=64",)))
             continue
-        setting = find_setting(layer, key.strip(), "--set")
+        setting = find_setting(result, key.strip(), "--set")
         if setting is None:
             continue
         try:
-            layer.values[setting.name] = setting.from_words(
+            result.values[setting.name] = setting.from_words(
                 value.replace(",", " ").split() if setting.kind.many else [value]
             )
         except ValueError as error:
-            layer.refuse(setting, f"--set {text}", error)
-    return layer
+            result.refuse(setting, f"--set {text}", error)
+    return result
 
 
-def find_setting(layer: Layer, key: str, source: str) -> Setting | None:
+def find_setting(result: Layer, key: str, source: str) -> Setting | None:
     """Return the setting ``key`` (``model.hidden_size`` or ``hidden_size``), or None after adding a problem."""
     group, _, name = key.replace("-", "_").rpartition(".")
     setting = SETTINGS.get(name)
@@ -122,8 +122,8 @@ def find_setting(layer: Layer, key: str, source: str) -> Setting | None:
         return setting
     guess = setting.name if setting is not None else did_you_mean(name, SETTINGS)
     meant = (f"did you mean {SETTINGS[guess].key}?",) if guess else ()
-    layer.doubtful |= {guess} if guess else set()
-    layer.problems.append(Problem("E005", f"{source}: there is no option {key}", meant))
+    result.doubtful |= {guess} if guess else set()
+    result.problems.append(Problem("E005", f"{source}: there is no option {key}", meant))
     return None
 
 
@@ -206,10 +206,10 @@ def from_dict(tree: Mapping[str, Any]) -> RunConfig:
     Raises:
         UserError: with all unknown names and unreadable values.
     """
-    layer = from_tree(tree, "config")
-    if layer.problems:
-        raise UserError(layer.problems)
-    return build(layer.values)
+    result = from_tree(tree, "config")
+    if result.problems:
+        raise UserError(result.problems)
+    return build(result.values)
 
 
 def to_dict(config: RunConfig) -> dict[str, dict[str, Any]]:

@@ -81,7 +81,8 @@ def problems(config: RunConfig, world_size: int, doubtful: Set[str] = frozenset(
 
 def _suggest(setting: Setting, value: Any) -> Any:
     """Return the upper limit for a larger value; else the default, the example or the lower limit."""
-    limits, default = setting.option.limits, setting.default
+    limits = setting.option.limits
+    default = setting.default
     if setting.kind.many:
         return default or tuple(item if limits.hold(item) else limits.at_least for item in value)
     if limits.at_most is not None and value > limits.at_most:

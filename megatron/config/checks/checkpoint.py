@@ -21,13 +21,18 @@ def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
     ``--load`` may be the folder of ``--save``, which need not exist yet.
     """
-    c = config.checkpoint
-    if c.load in ("", HUGGING_FACE):
-        yield Problem("E801", f"--load '{c.load}' has no folder name", ("drop --load",))
+    checkpoint = config.checkpoint
+    if checkpoint.load in ("", HUGGING_FACE):
+        yield Problem("E801", f"--load '{checkpoint.load}' has no folder name", ("drop --load",))
         return
-    if c.load is None or str(c.load).startswith(HUGGING_FACE) or _same_folder(config) or holds_checkpoints(c.save):
+    if (
+        checkpoint.load is None
+        or str(checkpoint.load).startswith(HUGGING_FACE)
+        or _same_folder(config)
+        or holds_checkpoints(checkpoint.save)
+    ):
         return
-    folder = location(str(c.load))
+    folder = location(str(checkpoint.load))
     if isinstance(folder, RemotePath):
         yield from _store_problems("E801", "--load", folder, world_size)
     elif not isdir(folder):
@@ -84,45 +89,63 @@ def _store_problems(code: str, option: str, place: RemotePath, world_size: int) 
 
 def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that local checkpoints complement those in ``--save``, on disks of the nodes."""
-    c = config.checkpoint
-    if c.local_save is None:
+    checkpoint = config.checkpoint
+    if checkpoint.local_save is None:
         return
-    if c.local_save == "":
+    if checkpoint.local_save == "":
         yield Problem("E804", "--local-save '' is empty", ("--local-save /dev/shm/checkpoints", "drop --local-save"))
         return
-    if c.save is None:
+    if checkpoint.save is None:
         sentence = "--local-save needs --save, because checkpoints on a node's disk are lost with the node"
         yield Problem("E804", sentence, ("--save checkpoints", "drop --local-save"))
-    elif Path(c.local_save).resolve() == location(c.save).resolve():
-        sentence = f"--local-save {c.local_save} is the --save folder"
+    elif Path(checkpoint.local_save).resolve() == location(checkpoint.save).resolve():
+        sentence = f"--local-save {checkpoint.local_save} is the --save folder"
         yield Problem("E804", sentence, ("--local-save /dev/shm/checkpoints", "drop --local-save"))
-    if c.local_save_interval is None:
+    if checkpoint.local_save_interval is None:
         sentence = "--local-save needs --local-save-interval"
         yield Problem("E804", sentence, ("--local-save-interval 50", "drop --local-save"))
-    if isinstance(location(c.local_save), RemotePath):
-        sentence = f"--local-save {c.local_save} is in an object store; give a folder on the nodes' disks"
-        yield Problem("E804", sentence, (f"--save {c.local_save}", "--local-save /dev/shm/checkpoints"))
-    for name in sorted({*re.findall(r"{[^{}]*}", c.local_save)} - {"{node}"}):
-        sentence = f"--local-save {c.local_save}: {name} is not a placeholder; only {{node}}, the node's number, is"
-        yield Problem("E804", sentence, (f"--local-save {c.local_save.replace(name, '{node}')}",))
+    if isinstance(location(checkpoint.local_save), RemotePath):
+        sentence = f"--local-save {checkpoint.local_save} is in an object store; give a folder on the nodes' disks"
+        yield Problem("E804", sentence, (f"--save {checkpoint.local_save}", "--local-save /dev/shm/checkpoints"))
+    for name in sorted({*re.findall(r"{[^{}]*}", checkpoint.local_save)} - {"{node}"}):
+        sentence = (
+            f"--local-save {checkpoint.local_save}: {name} is not a placeholder; only {{node}}, the node's number, is"
+        )
+        yield Problem("E804", sentence, (f"--local-save {checkpoint.local_save.replace(name, '{node}')}",))
 
 
 def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that ``--resume-mode`` and ``--ckpt-step`` fit ``--load``."""
-    c = config.checkpoint
-    if c.load is not None and str(c.load).startswith(HUGGING_FACE):
-        if c.resume_mode == "new-schedule":
-            sentence = f"--load {c.load}: a Hugging Face model has only weights, no schedule to continue"
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None and str(checkpoint.load).startswith(HUGGING_FACE):
+        if checkpoint.resume_mode == "new-schedule":
+            sentence = f"--load {checkpoint.load}: a Hugging Face model has only weights, no schedule to continue"
             yield Problem("E803", sentence, ("--resume-mode weights-only",))
-        if c.ckpt_step is not None:
-            sentence = f"--load {c.load}: a Hugging Face model has no --ckpt-step {c.ckpt_step}"
+        if checkpoint.ckpt_step is not None:
+            sentence = f"--load {checkpoint.load}: a Hugging Face model has no --ckpt-step {checkpoint.ckpt_step}"
             yield Problem("E803", sentence, ("--set checkpoint.ckpt_step=null",))
-    elif c.resume_mode == "weights-only" and c.save is not None and (c.load is None or _same_folder(config)):
-        sentence = f"weights-only starts a new run, which cannot save to the folder of the old one, --save {c.save}"
-        yield Problem("E803", sentence, (f"--load {c.load or c.save} --save {c.save}-new", "--resume-mode exact"))
-    elif c.load is not None and c.ckpt_step is not None and _step(location(c.load)) not in (None, c.ckpt_step):
-        sentence = f"--load {c.load} and --ckpt-step {c.ckpt_step} name different checkpoints"
-        yield Problem("E803", sentence, (f"--load {location(c.load).parent}", "--set checkpoint.ckpt_step=null"))
+    elif (
+        checkpoint.resume_mode == "weights-only"
+        and checkpoint.save is not None
+        and (checkpoint.load is None or _same_folder(config))
+    ):
+        sentence = (
+            f"weights-only starts a new run, which cannot save to the folder of the old one, --save {checkpoint.save}"
+        )
+        yield Problem(
+            "E803",
+            sentence,
+            (f"--load {checkpoint.load or checkpoint.save} --save {checkpoint.save}-new", "--resume-mode exact"),
+        )
+    elif (
+        checkpoint.load is not None
+        and checkpoint.ckpt_step is not None
+        and _step(location(checkpoint.load)) not in (None, checkpoint.ckpt_step)
+    ):
+        sentence = f"--load {checkpoint.load} and --ckpt-step {checkpoint.ckpt_step} name different checkpoints"
+        yield Problem(
+            "E803", sentence, (f"--load {location(checkpoint.load).parent}", "--set checkpoint.ckpt_step=null")
+        )
 
 
 def holds_checkpoints(folder: str | None) -> bool:
@@ -143,11 +166,11 @@ def holds_checkpoints(folder: str | None) -> bool:
 
 def _same_folder(config: RunConfig) -> bool:
     """Return True if checkpoints are saved to the folder they are loaded from."""
-    c = config.checkpoint
-    if c.load is None or c.save is None:
+    checkpoint = config.checkpoint
+    if checkpoint.load is None or checkpoint.save is None:
         return False
-    load = location(str(c.load)).resolve()
-    return location(str(c.save)).resolve() == (load if _step(load) is None else load.parent)
+    load = location(str(checkpoint.load)).resolve()
+    return location(str(checkpoint.save)).resolve() == (load if _step(load) is None else load.parent)
 
 
 def _step(folder: Location) -> int | None:
@@ -158,13 +181,14 @@ def _step(folder: Location) -> int | None:
 
 def checkpoint_notes(config: RunConfig) -> Iterator[str]:
     """Yield notes about save intervals that lose more steps in a crash than expected."""
-    c = config.checkpoint
-    if c.save is not None and c.save_interval is None:
+    checkpoint = config.checkpoint
+    if checkpoint.save is not None and checkpoint.save_interval is None:
         yield "--save without --save-interval: checkpoints are written only when the run ends or is stopped"
-    if c.local_save is not None and c.save_interval is None:
+    if checkpoint.local_save is not None and checkpoint.save_interval is None:
         yield "--local-save without --save-interval: if two nodes fail at once, all steps since the start are lost"
-    if c.local_save_interval and c.save_interval and c.local_save_interval % c.save_interval == 0:
-        sentence = f"--local-save-interval {c.local_save_interval} is a multiple of --save-interval {c.save_interval}"
+    local, durable = checkpoint.local_save_interval, checkpoint.save_interval
+    if local and durable and local % durable == 0:
+        sentence = f"--local-save-interval {local} is a multiple of --save-interval {durable}"
         yield f"{sentence}: local checkpoints do not reduce the steps lost in a crash"
 
 

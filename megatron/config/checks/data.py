@@ -173,7 +173,8 @@ def check_split(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def check_needed(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that there are data to train on, and to evaluate on if evaluation is on."""
-    data, lists = config.data, _path_lists(config.data)
+    data = config.data
+    lists = _path_lists(config.data)
     if not lists or any(True for _ in split_problems(data)):
         return
     weights = dict(zip(SPLITS, split_weights(split_text(data))))
@@ -200,7 +201,8 @@ def check_validation_sets(config: RunConfig, world_size: int) -> Iterator[Proble
 
 def check_eod_id(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the end-of-document id is in the vocabulary."""
-    eod, size = config.data.eod_id, config.model.vocab_size
+    eod = config.data.eod_id
+    size = config.model.vocab_size
     if eod is not None and size is not None and eod >= size:
         fixes = (f"--eod-id {size - 1}", f"--vocab-size {eod + 1}")
         yield Problem("E508", f"--eod-id {eod} is not in the vocabulary: ids are 0 to {size - 1}", fixes)

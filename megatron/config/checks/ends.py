@@ -35,12 +35,12 @@ def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that ``--skip-train`` has weights and batches to evaluate."""
     if not config.training.skip_train:
         return
-    c = config.checkpoint
+    checkpoint = config.checkpoint
     if config.training.eval_iters == 0:
         sentence = "--skip-train only evaluates, and --eval-iters 0 turns evaluation off"
         yield Problem("E312", sentence, ("--eval-iters 100", "drop --skip-train"))
-    if c.load is None and not holds_checkpoints(c.save):
-        reason = "" if c.save is None else f"; --save {c.save} contains none"
+    if checkpoint.load is None and not holds_checkpoints(checkpoint.save):
+        reason = "" if checkpoint.save is None else f"; --save {checkpoint.save} contains none"
         sentence = f"--skip-train needs a checkpoint to evaluate{reason}"
         yield Problem("E312", sentence, ("--load RUN", "drop --skip-train"))
 

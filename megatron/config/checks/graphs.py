@@ -33,18 +33,19 @@ def check_cuda_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Pro
 
 def check_cuda_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Reject a changing weight decay: it is captured as a constant."""
-    o = config.optimizer
-    if config.compute.cuda_graph != "none" and o.weight_decay_incr_style != "constant":
+    optimizer = config.optimizer
+    if config.compute.cuda_graph != "none" and optimizer.weight_decay_incr_style != "constant":
         sentence = (
             f"--cuda-graph {config.compute.cuda_graph} needs a constant weight decay, "
-            f"and --weight-decay-incr-style {o.weight_decay_incr_style} changes it"
+            f"and --weight-decay-incr-style {optimizer.weight_decay_incr_style} changes it"
         )
         yield Problem("E908", sentence, ("--weight-decay-incr-style constant", EAGERLY))
 
 
 def check_cuda_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Reject gloo: it communicates from the CPU, which a graph does not capture."""
-    parallel, recorded = config.parallel, config.compute.cuda_graph
+    parallel = config.parallel
+    recorded = config.compute.cuda_graph
     communicates = {"none": False, "optimizer": parallel.model_ranks > 1, "step": world_size > 1}[recorded]
     if communicates and parallel.distributed_backend == "gloo":
         sentence = f"--cuda-graph {recorded} cannot capture the communication of --distributed-backend gloo"

@@ -22,20 +22,20 @@ def check_context_parallel(config: RunConfig, world_size: int) -> Iterator[Probl
 
 def check_world_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the ranks of one model divide the world size."""
-    p = config.parallel
-    if world_size % p.model_ranks == 0:
+    parallel = config.parallel
+    if world_size % parallel.model_ranks == 0:
         return
-    name = "TP" if p.model_ranks == p.tensor_model_parallel_size else "TP x PP"
-    name += " x CP" if p.context_parallel_size > 1 else ""
+    name = "TP" if parallel.model_ranks == parallel.tensor_model_parallel_size else "TP x PP"
+    name += " x CP" if parallel.context_parallel_size > 1 else ""
     ranks = "1 rank is" if world_size == 1 else f"{world_size} ranks are"
     smaller = [
         fix
         for axis in ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-        for fix in offers(flag(axis), _smaller(getattr(p, axis), p.model_ranks, world_size))
+        for fix in offers(flag(axis), _smaller(getattr(parallel, axis), parallel.model_ranks, world_size))
     ]
-    enough = max(multiples_beside(world_size, p.model_ranks))
+    enough = max(multiples_beside(world_size, parallel.model_ranks))
     start = f"torchrun --nproc-per-node {enough}" if enough <= 8 else f"start {enough} ranks"
-    yield Problem("E202", f"{ranks} not a multiple of {name} = {p.model_ranks}", (*smaller, start))
+    yield Problem("E202", f"{ranks} not a multiple of {name} = {parallel.model_ranks}", (*smaller, start))
 
 
 def suggest_nodes(problem: Problem, config: RunConfig, world_size: int, launch: Launch) -> Problem:
@@ -46,7 +46,8 @@ def suggest_nodes(problem: Problem, config: RunConfig, world_size: int, launch: 
     nodes_known = launch.launcher == "torchrun" and launch.world_size == world_size and launch.local_size > 1
     if problem.code != "E202" or not nodes_known or world_size % launch.local_size:
         return problem
-    nodes, model_ranks = world_size // launch.local_size, config.parallel.model_ranks
+    nodes = world_size // launch.local_size
+    model_ranks = config.parallel.model_ranks
     each = model_ranks // math.gcd(model_ranks, launch.local_size)
     if each == 1:
         return problem
@@ -67,30 +68,32 @@ def _smaller(size: int, model_ranks: int, world_size: int) -> list[int]:
 
 def heads(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that TP divides the query heads, and that key/value heads and TP divide one another."""
-    m, tp = config.model, config.parallel.tensor_model_parallel_size
-    if m.num_attention_heads % tp:
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    if model.num_attention_heads % tp:
         sizes = offers(
             "--tensor-model-parallel-size",
-            beside(tp, [n for n in divisors(m.num_attention_heads) if world_size % n == 0]),
+            beside(tp, [n for n in divisors(model.num_attention_heads) if world_size % n == 0]),
         )
-        counts = offers("--num-attention-heads", multiples_beside(m.num_attention_heads, tp))
-        yield Problem("E203", f"{m.num_attention_heads} heads do not divide over TP {tp}", sizes + counts)
-    elif m.kv_groups % tp and tp % m.kv_groups:
-        fit = [n for n in divisors(m.num_attention_heads) if n % tp == 0 or tp % n == 0]
-        sentence = f"{m.kv_groups} key/value heads and TP {tp}: neither is a multiple of the other"
-        yield Problem("E203", sentence, offers("--num-query-groups", beside(m.kv_groups, fit)))
+        counts = offers("--num-attention-heads", multiples_beside(model.num_attention_heads, tp))
+        yield Problem("E203", f"{model.num_attention_heads} heads do not divide over TP {tp}", sizes + counts)
+    elif model.kv_groups % tp and tp % model.kv_groups:
+        fit = [n for n in divisors(model.num_attention_heads) if n % tp == 0 or tp % n == 0]
+        sentence = f"{model.kv_groups} key/value heads and TP {tp}: neither is a multiple of the other"
+        yield Problem("E203", sentence, offers("--num-query-groups", beside(model.kv_groups, fit)))
 
 
 def widths(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that TP divides the width of the MLP, or of the shared expert that replaces it."""
-    m, tp = config.model, config.parallel.tensor_model_parallel_size
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
     option = "--ffn-hidden-size"
     module = "an MLP"
-    width = m.ffn
-    if m.num_experts is not None:
+    width = model.ffn
+    if model.num_experts is not None:
         option = "--moe-shared-expert-intermediate-size"
         module = "a shared expert"
-        width = m.moe_shared_expert_intermediate_size or 0
+        width = model.moe_shared_expert_intermediate_size or 0
     if width % tp:
         fixes = offers(option, multiples_beside(width, tp))
         yield Problem("E204", f"{module} of width {width} does not divide over TP {tp}", fixes)
@@ -98,10 +101,11 @@ def widths(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def check_sequence_parallel(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that TP divides the sequence length under sequence parallelism."""
-    p, length = config.parallel, config.training.seq_length
-    if p.sequence_parallel and length % p.tensor_model_parallel_size:
-        fixes = offers("--seq-length", multiples_beside(length, p.tensor_model_parallel_size))
-        sentence = f"samples of {length} tokens do not divide over TP {p.tensor_model_parallel_size}"
+    parallel = config.parallel
+    length = config.training.seq_length
+    if parallel.sequence_parallel and length % parallel.tensor_model_parallel_size:
+        fixes = offers("--seq-length", multiples_beside(length, parallel.tensor_model_parallel_size))
+        sentence = f"samples of {length} tokens do not divide over TP {parallel.tensor_model_parallel_size}"
         yield Problem("E205", f"sequence parallelism: {sentence}", (*fixes, "--no-sequence-parallel"))
 
 

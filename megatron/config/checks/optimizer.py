@@ -24,16 +24,20 @@ SCHEDULE_LENGTHS = [options for options in LENGTHS if options[0].startswith("lr_
 
 def check_learning_rates(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that no other learning rate exceeds the peak."""
-    o = config.optimizer
-    for name, rate in (("min_lr", o.min_lr), ("lr_warmup_init", o.lr_warmup_init)):
-        if rate > o.lr:
-            yield _rate_above_peak("lr", o.lr, name, rate)
-    if o.decoupled_lr is None:
+    optimizer = config.optimizer
+    for name, rate in (("min_lr", optimizer.min_lr), ("lr_warmup_init", optimizer.lr_warmup_init)):
+        if rate > optimizer.lr:
+            yield _rate_above_peak("lr", optimizer.lr, name, rate)
+    if optimizer.decoupled_lr is None:
         return
-    floor = ("min_lr", o.min_lr) if o.decoupled_min_lr is None else ("decoupled_min_lr", o.decoupled_min_lr)
-    for name, rate in (floor, ("lr_warmup_init", o.lr_warmup_init)):
-        if rate > o.decoupled_lr:
-            yield _rate_above_peak("decoupled_lr", o.decoupled_lr, name, rate)
+    floor = (
+        ("min_lr", optimizer.min_lr)
+        if optimizer.decoupled_min_lr is None
+        else ("decoupled_min_lr", optimizer.decoupled_min_lr)
+    )
+    for name, rate in (floor, ("lr_warmup_init", optimizer.lr_warmup_init)):
+        if rate > optimizer.decoupled_lr:
+            yield _rate_above_peak("decoupled_lr", optimizer.decoupled_lr, name, rate)
 
 
 def _rate_above_peak(peak: str, highest: float, name: str, rate: float) -> Problem:
@@ -44,8 +48,8 @@ def _rate_above_peak(peak: str, highest: float, name: str, rate: float) -> Probl
 
 def check_factors(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that factors of parameter groups can be parsed."""
-    o = config.optimizer
-    for name, texts in (("lr_factors", o.lr_factors), ("weight_decay_factors", o.weight_decay_factors)):
+    optimizer = config.optimizer
+    for name, texts in (("lr_factors", optimizer.lr_factors), ("weight_decay_factors", optimizer.weight_decay_factors)):
         for text in texts:
             try:
                 read_factor(text)
@@ -55,12 +59,15 @@ def check_factors(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def check_patterns(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that every pattern matches a parameter. Names depend on neither the layout nor the vocabulary."""
-    o = config.optimizer
-    if not (o.lr_factors or o.weight_decay_factors):
+    optimizer = config.optimizer
+    if not (optimizer.lr_factors or optimizer.weight_decay_factors):
         return
     model = replace(config.model, vocab_size=1)
     names = [parameter.name for parameter in parameters(model, ParallelConfig(), 0)]
-    for option, texts in (("lr_factors", o.lr_factors), ("weight_decay_factors", o.weight_decay_factors)):
+    for option, texts in (
+        ("lr_factors", optimizer.lr_factors),
+        ("weight_decay_factors", optimizer.weight_decay_factors),
+    ):
         for text in texts:
             with suppress(ValueError):  # reported as E408
                 pattern, factor = read_factor(text)
@@ -72,9 +79,9 @@ def check_patterns(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def check_schedule_units(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that each length is given once: in steps, in samples or as a fraction."""
-    o = config.optimizer
+    optimizer = config.optimizer
     for options in SCHEDULE_LENGTHS:
-        used = [option for option in options if getattr(o, option)]
+        used = [option for option in options if getattr(optimizer, option)]
         if len(used) > 1:
             fixes = tuple(f"drop {flag(option)}" for option in used)
             yield Problem("E402", f"{' and '.join(used)} set the same length", fixes)
@@ -82,10 +89,10 @@ def check_schedule_units(config: RunConfig, world_size: int) -> Iterator[Problem
 
 def check_schedule(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check the schedule of a new run; a resumed run is checked from the step of its checkpoint."""
-    t, c = config.training, config.checkpoint
-    if (t.train_iters is None) == (t.train_samples is None):  # no length to measure them by
+    training, checkpoint = config.training, config.checkpoint
+    if (training.train_iters is None) == (training.train_samples is None):  # no length to measure them by
         return
-    if not any(holds_checkpoints(folder) for folder in (c.save, c.load)):
+    if not any(holds_checkpoints(folder) for folder in (checkpoint.save, checkpoint.load)):
         yield from schedule_problems(config, config.parallel.data_parallel_size(world_size))
 
 
@@ -95,20 +102,20 @@ def schedule_problems(config: RunConfig, data_parallel_size: int, begin: tuple[i
     Args:
         begin: steps and samples before the run's batch sizes last changed.
     """
-    o = config.optimizer
+    optimizer = config.optimizer
     unit = None if any(begin) else global_batch(config.training, data_parallel_size)
     warmup, decay, final, _ = lengths(config, data_parallel_size, *begin)
     if warmup >= decay:
         sentence = f"the warm-up of {_shown(warmup)} samples does not end before the decay does, at {_shown(decay)}"
-        shorter = _length_flag("lr_warmup", bool(o.lr_warmup_samples), decay / 10, unit)
-        longer = _length_flag("lr_decay", bool(o.lr_decay_samples), 10 * warmup, unit)
+        shorter = _length_flag("lr_warmup", bool(optimizer.lr_warmup_samples), decay / 10, unit)
+        longer = _length_flag("lr_decay", bool(optimizer.lr_decay_samples), 10 * warmup, unit)
         yield Problem("E403", sentence, (shorter, longer))
-    elif o.lr_decay_style == "WSD" and final is None:
+    elif optimizer.lr_decay_style == "WSD" and final is None:
         tenth = _length_flag("lr_wsd_decay", False, decay / 10, unit, 1)
         yield Problem("E404", "WSD needs the length of its final decay", (tenth,))
-    elif o.lr_decay_style == "WSD" and final is not None and final > decay - warmup:
+    elif optimizer.lr_decay_style == "WSD" and final is not None and final > decay - warmup:
         sentence = f"WSD's final decay of {_shown(final)} samples does not fit between the end of the warm-up"
-        longest = _length_flag("lr_wsd_decay", bool(o.lr_wsd_decay_samples), decay - warmup, unit, 1)
+        longest = _length_flag("lr_wsd_decay", bool(optimizer.lr_wsd_decay_samples), decay - warmup, unit, 1)
         yield Problem("E404", f"{sentence} at {_shown(warmup)} and the end of the decay at {_shown(decay)}", (longest,))
 
 
@@ -127,9 +134,9 @@ def _length_flag(name: str, in_samples: bool, samples: float, unit: int | None, 
 
 def check_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that a constant weight decay has one value, and a changing one a start and an end."""
-    o = config.optimizer
-    ends = {"start_weight_decay": o.start_weight_decay, "end_weight_decay": o.end_weight_decay}
-    if o.weight_decay_incr_style == "constant":
+    optimizer = config.optimizer
+    ends = {"start_weight_decay": optimizer.start_weight_decay, "end_weight_decay": optimizer.end_weight_decay}
+    if optimizer.weight_decay_incr_style == "constant":
         for name, value in ends.items():
             if value is not None:
                 fixes = ("--weight-decay-incr-style linear", f"drop {flag(name)} and use --weight-decay {value:g}")
@@ -137,17 +144,17 @@ def check_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     for name, value in ends.items():
         if value is None:
-            fixes = (f"{flag(name)} {o.weight_decay:g}", "--weight-decay-incr-style constant")
-            yield Problem("E405", f"a {o.weight_decay_incr_style} weight decay needs {name}", fixes)
+            fixes = (f"{flag(name)} {optimizer.weight_decay:g}", "--weight-decay-incr-style constant")
+            yield Problem("E405", f"a {optimizer.weight_decay_incr_style} weight decay needs {name}", fixes)
 
 
 def check_loss_scale(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the dynamic scale starts at or above its minimum."""
-    p = config.precision
-    if p.params_dtype == "fp16" and p.loss_scale is None and p.initial_loss_scale < p.min_loss_scale:
-        sentence = f"--initial-loss-scale {p.initial_loss_scale:g} is below --min-loss-scale {p.min_loss_scale:g}"
-        fixes = (f"--min-loss-scale {p.initial_loss_scale:g}", f"--initial-loss-scale {p.min_loss_scale:g}")
-        yield Problem("E406", sentence, fixes)
+    precision = config.precision
+    first, lowest = precision.initial_loss_scale, precision.min_loss_scale
+    if precision.params_dtype == "fp16" and precision.loss_scale is None and first < lowest:
+        sentence = f"--initial-loss-scale {first:g} is below --min-loss-scale {lowest:g}"
+        yield Problem("E406", sentence, (f"--min-loss-scale {first:g}", f"--initial-loss-scale {lowest:g}"))
 
 
 OPTIMIZER_CHECKS = (

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from megatron.config.batch import batch_stages, microbatches
-from megatron.config.checks.batch import share
+from megatron.config.checks.batch import batch_multiple
 from megatron.config.numbers import offers
 from megatron.config.parallel import ParallelConfig
 from megatron.config.problems import Problem
@@ -43,16 +43,17 @@ def check_batches(config: RunConfig, world_size: int) -> Iterator[Problem]:
     parallel = _resolve_pipeline(config)
     if parallel is None or world_size % parallel.model_ranks:
         return
-    t, unit = config.training, share(config, world_size)
+    training = config.training
+    unit = batch_multiple(config, world_size)
     ranks = parallel.data_parallel_size(world_size)
-    ramp = batch_stages(t, ranks)
+    ramp = batch_stages(training, ranks)
     for sample, size in ramp:
-        count = microbatches(t, ranks, size)
-        if not count or (size % unit and not t.pad_global_batch):  # reported by the batch checks
+        count = microbatches(training, ranks, size)
+        if not count or (size % unit and not training.pad_global_batch):  # reported by the batch checks
             continue
         full = sample == ramp[-1][0]
         problem = _schedule_problem("E211", plan.peaks_for, parallel, count)
-        if problem is None and full and t.eval_iters:
+        if problem is None and full and training.eval_iters:
             problem = _schedule_problem("E211", plan.program_for, parallel, count, True)
         if problem:
             batch = f"global batch {size}" + (f" from sample {sample:,} on" if len(ramp) > 1 else "")
@@ -83,8 +84,10 @@ def _schedule_problem(code: str, function: Callable[..., object], *arguments: ob
 
 def pipeline_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield notes about uneven or costly stages and about schedules without a benefit."""
-    model, parallel = config.model, plan.resolved(config.model, config.parallel)
-    chunks, name = parallel.num_virtual_stages_per_pipeline_rank or 1, parallel.pipeline_schedule
+    model = config.model
+    parallel = plan.resolved(config.model, config.parallel)
+    chunks = parallel.num_virtual_stages_per_pipeline_rank or 1
+    name = parallel.pipeline_schedule
     ranks = parallel.pipeline_model_parallel_size
     if plan.dealt_by_cost(model, parallel) and parallel.pipeline_model_parallel_layout is None:
         sentence = f"{model.num_layers} layers do not divide over {ranks * chunks} stages"

@@ -16,14 +16,15 @@ micro-batches."""
 
 def check_window(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the last step to profile comes after the first, and not too long after it."""
-    p = config.profiling
-    if (p.profile or p.profile_memory) and p.profile_step_end - p.profile_step_start > MOST_STEPS:
-        steps = p.profile_step_end - p.profile_step_start
-        sentence = f"a profile of {steps:,} steps; at most {MOST_STEPS} fit, because all events stay in memory"
-        yield Problem("E706", sentence, (f"--profile-step-end {p.profile_step_start + MOST_STEPS}",))
-    if _is_requested(p) and p.profile_step_end <= p.profile_step_start:
-        sentence = f"--profile-step-end {p.profile_step_end} must be above --profile-step-start {p.profile_step_start}"
-        yield Problem("E705", sentence, (f"--profile-step-end {p.profile_step_start + 2}",))
+    profiling = config.profiling
+    start = profiling.profile_step_start
+    end = profiling.profile_step_end
+    if (profiling.profile or profiling.profile_memory) and end - start > MOST_STEPS:
+        sentence = f"a profile of {end - start:,} steps; at most {MOST_STEPS} fit, because all events stay in memory"
+        yield Problem("E706", sentence, (f"--profile-step-end {start + MOST_STEPS}",))
+    if _is_requested(profiling) and end <= start:
+        sentence = f"--profile-step-end {end} must be above --profile-step-start {start}"
+        yield Problem("E705", sentence, (f"--profile-step-end {start + 2}",))
 
 
 def check_ranks(config: RunConfig, world_size: int) -> Iterator[Problem]:
@@ -38,9 +39,11 @@ def check_ranks(config: RunConfig, world_size: int) -> Iterator[Problem]:
 
 def profiling_notes(config: RunConfig, world_size: int) -> Iterator[str]:
     """Yield a note if the run ends before the profile starts."""
-    p, steps = config.profiling, total_steps(config.training, config.parallel.data_parallel_size(world_size))
-    if _is_requested(p) and p.profile_step_start > steps:
-        yield f"--profile-step-start {p.profile_step_start}: no profile, because the run ends with step {steps:,}"
+    profiling = config.profiling
+    steps = total_steps(config.training, config.parallel.data_parallel_size(world_size))
+    start = profiling.profile_step_start
+    if _is_requested(profiling) and start > steps:
+        yield f"--profile-step-start {start}: no profile, because the run ends with step {steps:,}"
 
 
 def _is_requested(profiling: ProfilingConfig) -> bool:

@@ -20,29 +20,29 @@ MAX_PADDING = 0.25
 
 def check_strategy(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the sharding options agree, and that options of sharded state are used only with it."""
-    p = config.parallel
-    if p.use_distributed_optimizer and p.data_parallel_sharding_strategy == "no_shard":
+    parallel = config.parallel
+    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding_strategy == "no_shard":
         fixes = ("drop --use-distributed-optimizer", "--data-parallel-sharding-strategy optim")
         yield Problem("E215", "use_distributed_optimizer and no_shard contradict each other", fixes)
-    if p.zero_stage:
+    if parallel.zero_stage:
         return
-    if p.overlap_param_gather:
+    if parallel.overlap_param_gather:
         sentence = "overlap_param_gather needs a sharded optimizer: without one, no weights are gathered"
         yield Problem("E215", sentence, (SHARDED, "--no-overlap-param-gather"))
-    if p.num_distributed_optimizer_instances > 1:
-        sentence = f"{p.num_distributed_optimizer_instances} optimizer instances need a sharded optimizer"
+    if parallel.num_distributed_optimizer_instances > 1:
+        sentence = f"{parallel.num_distributed_optimizer_instances} optimizer instances need a sharded optimizer"
         yield Problem("E215", sentence, (SHARDED, "--num-distributed-optimizer-instances 1"))
 
 
 def check_instances(config: RunConfig, world_size: int) -> Iterator[Problem]:
     """Check that the optimizer instances divide the data-parallel ranks, and the ranks with the same experts."""
-    p = config.parallel
-    count = p.num_distributed_optimizer_instances
-    if not p.zero_stage or world_size % p.model_ranks:
+    parallel = config.parallel
+    count = parallel.num_distributed_optimizer_instances
+    if not parallel.zero_stage or world_size % parallel.model_ranks:
         return
-    replicas = world_size // (p.model_ranks // p.context_parallel_size)
+    replicas = world_size // (parallel.model_ranks // parallel.context_parallel_size)
     sizes = {"DP": replicas}
-    experts = p.expert_model_parallel_size * p.expert_tp * p.pipeline_model_parallel_size
+    experts = parallel.expert_model_parallel_size * parallel.expert_tp * parallel.pipeline_model_parallel_size
     if config.model.num_experts is not None and world_size % experts == 0:
         sizes["expert DP"] = world_size // experts
     for name, size in sizes.items():

@@ -1,6 +1,6 @@
-"""Command lines that must be refused, and what is said about them: ``tests/golden/bad_configs.txt``.
+"""Command lines that must be refused, and their messages: ``tests/golden/bad_configs.txt``.
 
-Write the file anew, after reading the difference, with ``python -m tests.unit.config.bad_configs``.
+Regenerate the file, then read the difference: ``python -m tests.unit.config.bad_configs``.
 """
 
 from __future__ import annotations
