@@ -144,9 +144,8 @@ def compare(
             counts as today's default. A field unknown to this version is reported, or refused if it is the model's.
         now: resolved, with ``vocab_size``.
         mode: resume mode.
-        begin: steps and samples before the checkpoint's batch sizes began. If a run changed its batch, the
-        lengths of its
-            schedule follow from them.
+        begin: steps and samples before the checkpoint's batch sizes began. If a run changed its batch, the lengths of
+            its schedule follow from them.
         own: whether the checkpoint is in the run's own ``save`` folder.
         name: name of ``saved`` in messages.
     """
