@@ -48,9 +48,8 @@ class Start:
     def follows(self, other: Start) -> bool:
         """Return True if this is a later start of the same job as ``other``.
 
-        Within one Slurm step, and outside of Slurm, torchrun restarts processes: with the same ``--rdzv-id``
-        and an attempt
-        that does not decrease. A change in the number of nodes restarts all ranks without a new attempt.
+        Within one Slurm step, and outside of Slurm, torchrun restarts processes: with the same ``--rdzv-id`` and an
+        attempt that does not decrease. A change in the number of nodes restarts all ranks without a new attempt.
         """
         if (self.job, self.cluster) != (other.job, other.cluster):
             return False
@@ -147,8 +146,7 @@ def leave(status: int) -> NoReturn:
     """End the process without Python's own shutdown; after a success, exit handlers are run.
 
     A thread of torch that returns to Python during the shutdown would abort the process. After a failure,
-    torch.distributed
-    could block there on dead ranks.
+    torch.distributed could block there on dead ranks.
     """
     if status == 0:
         atexit._run_exitfuncs()
