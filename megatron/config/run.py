@@ -24,7 +24,9 @@ class PrecisionConfig:
     initial_loss_scale: float = option(4294967296.0, "First dynamic loss scale.", above=0)
     min_loss_scale: float = option(1.0, "The dynamic scale never falls below this.", above=0)
     loss_scale_window: int = option(1000, "Good steps after which the dynamic scale doubles.", at_least=1)
-    hysteresis: int = option(2, "Overflows in a row before the dynamic scale halves.", at_least=1)
+    hysteresis: int = option(
+        2, "The dynamic scale halves at the N-th overflow since it last doubled, and at each one after it.", at_least=1
+    )
 
 
 @dataclass(frozen=True)

@@ -146,7 +146,7 @@ def test_the_data_of_a_script_of_megatron(monkeypatch: pytest.MonkeyPatch) -> No
     assert (data.split, data.data_cache_path, data.vocab_file) == ("949,50,1", "cache", "vocab.json")
     assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, True, True)
     told = [note.partition(":")[0] for note in parsed.notes]
-    assert told == ["ignored", "ignored", "ignored", "--data-path names megatron/case0 more than once"]
+    assert told == ["ignored", "ignored", "ignored", "--data-path contains megatron/case0 more than once"]
 
 
 @pytest.mark.parametrize("spelling", sorted(set(table.IGNORED) - set(table.HARMLESS_VALUES)))

@@ -59,7 +59,7 @@ def test_nothing_is_cut_where_each_instance_is_one_rank(ranks: int, instances: i
     flags = f"{RUN} --vocab-size 257 --global-batch-size {ranks} --use-distributed-optimizer"
     environ = {"RANK": "0", "WORLD_SIZE": str(ranks)}
     said = parse(shlex.split(f"{flags} --num-distributed-optimizer-instances {instances}"), environ).notes
-    assert any("cuts nothing" in note for note in said) == told
+    assert any("shards nothing" in note for note in said) == told
 
 
 @pytest.mark.parametrize(("instances", "offered"), [(3, ["2"]), (8, ["2"])])

@@ -245,7 +245,7 @@ def test_mixed_types_are_read_as_the_widest(tmp_path: Path) -> None:
         ({"hidden_size": 0}, "E600 {0}: hidden_size 0: must be at least 1"),
         ({"num_attention_heads": 0}, "E600 {0}: num_attention_heads 0"),
         ({"num_key_value_heads": 3}, "E102 {0}: 4 query heads cannot share 3 key/value heads"),
-        ({"head_dim": 7}, "E106 {0}: 7 of a head's 7 channels"),
+        ({"head_dim": 7}, "E106 {0}: 7 of 7 channels per head"),
         ({"max_position_embeddings": 0}, "E600 {0}: max_position_embeddings 0"),
     ],
 )

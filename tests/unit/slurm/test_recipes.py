@@ -44,7 +44,7 @@ def test_what_the_examples_start_they_have_checked_before() -> None:
 
 def test_a_stage_of_the_ramp_that_no_schedule_runs_is_found() -> None:
     started = Started.by("train_llama3_70b", "--rampup-batch-size", "512", "8", "4000000")
-    with pytest.raises(UserError, match=r"E303 the ramp passes batches .* 16: 520, 536"):
+    with pytest.raises(UserError, match=r"E303 batches of the ramp .* 16: 520, 536"):
         started.config()
 
 

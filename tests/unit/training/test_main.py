@@ -163,7 +163,7 @@ def test_a_failure_as_a_person_meets_it(tmp_path: Path) -> None:
     command = [sys.executable, "pretrain_gpt.py", *FLAGS.split(), "--run-dir"]
     failed = subprocess.run([*command, str(tmp_path / "file")], cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2
-    assert failed.stderr.startswith(f"E701 --run-dir {tmp_path / 'file'}: it is a file, no folder\n  fix: --run-dir ")
+    assert failed.stderr.startswith(f"E701 --run-dir {tmp_path / 'file'}: it is a file, not a folder\n  fix: --run-dir ")
     assert "Traceback" not in failed.stderr
 
 

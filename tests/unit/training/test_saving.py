@@ -223,5 +223,5 @@ def test_main_parameters_stored_as_remainders_are_computed_when_written(tmp_path
 
 
 def test_without_a_folder_there_is_nothing_to_write_to(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="E601 --async-save without a folder to save to"):
+    with pytest.raises(UserError, match="E601 --async-save has no effect without"):
         tiny_run(tmp_path, "--async-save")
