@@ -8,24 +8,30 @@ Shapes: B rows of tokens, S tokens of a row, H hidden, V vocabulary.
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.errors import CheckpointError
+from megatron.config.hf import CONFIG
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.convert.blocks import read_in_blocks
 from megatron.convert.complaints import refuse, some
 from megatron.convert.hf_folder import open_weights
 from megatron.convert.lend import Lender
+from megatron.data.tokenizers.huggingface import CONFIG as TOKENIZER_CONFIG
+from megatron.data.tokenizers.huggingface import TOKENIZER as TOKENIZER_JSON
 from megatron.layers.rotary import Rotary
 from megatron.model.fill import Source
 from megatron.model.gpt import GPTChunk
@@ -306,3 +312,75 @@ class _Notes:
         if self._kept is None:
             self._kept = value.new_empty(self._count, *value.shape)
         self._kept[i] = value
+
+
+SAMPLE_TEXTS = (
+    "The quick brown fox doesn't jump; it's 3 feet off, isn't it? They'LL see.",
+    "In 2024, 1234567 people paid $99.95 (or 3,14159 euros) at 10:45:30.",
+    "  two spaces,\ttab,\n\n\nthree line feeds,\r\nand trailing spaces   ",
+    "def mean(values):\n    total = sum(values)\n\treturn total / len(values)  # x_1 += 0x7F\n",
+    "café, cafe\u0301, naïve, \ufb01ne, ½, \u2026 \u201cquoted\u201d \u2014 straße",
+    "日本語のテキスト。 Привет, مرحبا १२३ 中文\uff0c한국어",
+    "😀👍🏽 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u00a0non-breaking\u200bzero-width CamelCase snake_case",
+)
+"""Texts on which tokenizers commonly differ: contractions, digits, white space, code, composed letters, scripts."""
+
+
+def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Compare the exported tokenizer, as ``AutoTokenizer`` loads it, with the ids that training used.
+
+    transformers 5 may ignore the rules in ``tokenizer.json`` and rebuild the tokenizer with those of the class that
+    ``tokenizer_class`` names or, for some model types such as qwen2, with those of a fixed class.
+
+    Args:
+        files: the small files of the export, by name.
+        config: content of config.json.
+
+    Returns:
+        The files to export: ``files``, with another ``tokenizer_class`` where only that one gives the same ids.
+
+    Raises:
+        MismatchError: naming the first sample text that gets other ids with either class.
+        CheckpointError: when the ``tokenizers`` library cannot read the file.
+    """
+    if TOKENIZER_JSON not in files:
+        return dict(files)
+    try:
+        ours = tokenizers.Tokenizer.from_str(files[TOKENIZER_JSON].decode())
+        ours.no_truncation()
+        ours.no_padding()
+        expected = [one.ids for one in ours.encode_batch(list(SAMPLE_TEXTS), add_special_tokens=False)]
+    except Exception as error:  # the library raises no other class
+        seen = f"the tokenizer's {TOKENIZER_JSON} cannot be read by the tokenizers library: {error}"
+        raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER", "--no-check") from error
+
+    settings = json.loads(files.get(TOKENIZER_CONFIG, b"{}")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    generic = {**files, TOKENIZER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+    problem = ""
+    for candidate in (dict(files), generic):
+        try:
+            found = _transformers_ids(candidate, config)
+        except Exception as error:  # whatever the class it builds finds wrong with this vocabulary
+            problem = f"cannot load the tokenizer: {error}"
+            continue
+        if found == expected:
+            return candidate
+        text, a, b = next((t, a, b) for t, a, b in zip(SAMPLE_TEXTS, expected, found, strict=True) if a != b)
+        problem = f"gives other ids than the tokenizer of the run: {len(b)} ids for {len(a)} of {text!r}"
+    raise MismatchError(
+        f"AutoTokenizer of transformers {problem}; for model_type {config['model_type']} it does not follow "
+        f"{TOKENIZER_JSON}. Export without the check, and load with transformers.PreTrainedTokenizerFast instead",
+        "--no-check",
+        "--tokenizer ANOTHER_FOLDER",
+    )
+
+
+def _transformers_ids(files: Mapping[str, bytes], config: Mapping[str, Any]) -> list[list[int]]:
+    """Ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from a folder with these files."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in {**files, CONFIG: json.dumps(config).encode()}.items():
+            (Path(folder) / name).write_bytes(content)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in SAMPLE_TEXTS]

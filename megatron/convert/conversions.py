@@ -93,6 +93,8 @@ def to_hf(
         fixes = ("--dtype fp32", "--dtype bf16")
         raise CheckpointError("the run computed in fp64, which Hugging Face models are not stored in", *fixes)
     export = Export(saved, folder, DTYPES[dtype or saved.precision], tokenizer)
+    if checked:
+        export.check_tokenizer()
     export.build(shard_bytes, report)
     try:
         differences = check(export.building, export.pending_config, saved.model, export.source) if checked else ()

@@ -25,6 +25,7 @@ from megatron.checkpoint.files import make_folder, sync_folder, write_file
 from megatron.checkpoint.tensorfile import Entry, TensorFileWriter
 from megatron.config.hf import CONFIG, SPECIAL_IDS, config_json, family_for
 from megatron.convert.blocks import read_in_blocks
+from megatron.convert.check import check_tokenizer
 from megatron.convert.checkpoint import (
     GENERATION,
     TOKENIZER,
@@ -117,6 +118,14 @@ class Export:
     def pending_config(self) -> Path:
         """config.json before it is called so."""
         return self.building / PENDING
+
+    def check_tokenizer(self) -> None:
+        """Choose the form of the tokenizer's files that ``AutoTokenizer`` reads to the same ids; before `build`.
+
+        Raises:
+            MismatchError: when it reads none to the same ids.
+        """
+        self._files = check_tokenizer(self._files, self._config)
 
     def build(self, shard_bytes: int, report: Report) -> None:
         """Write everything but the name of config.json.
