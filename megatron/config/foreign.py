@@ -108,14 +108,14 @@ def habits(spellings: Collection[str], config: RunConfig) -> list[Problem]:
     return found
 
 
-def assumptions(spellings: Collection[str], said: Collection[str]) -> Iterator[str]:
+def assumptions(spellings: Collection[str], given: Collection[str]) -> Iterator[str]:
     """Yield notes on implied defaults that differ from Megatron-LM's.
 
     Args:
         spellings: flags on the command line.
-        said: fields that were set.
+        given: fields that were set.
     """
-    if "--disable-bias-linear" in spellings and "activation" not in said:
+    if "--disable-bias-linear" in spellings and "activation" not in given:
         yield "activation is gelu_tanh; Megatron-LM without biases computes the exact form: --activation gelu"
     if {"--no-create-attention-mask-in-dataloader", "--reset-attention-mask"} <= set(spellings):
         yield "attention is restricted to documents; Megatron-LM would not restrict it without masks"
