@@ -169,7 +169,7 @@ def test_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None:
     read_with(places)
     first, second = sorted(set(places.values()))
     name = next(name for name, file in places.items() if file == first)
-    with pytest.raises(DamagedError, match=f"do not fit: {name} in {second}"):
+    with pytest.raises(DamagedError, match=f"do not match: {name} in {second}"):
         read_with(places | {name: second})
     with pytest.raises(DamagedError, match=r"outside its folder: \.\./x"):
         read_with(places | {name: "../x"})
