@@ -119,6 +119,6 @@ def check(config: ModelConfig, prompts: Sequence[Sequence[int]], max_new_tokens:
                 f"a prompt of at most {limit - 1} tokens",
             )
         raise InferenceError(
-            f"prompt {number} has {length} tokens; {max_new_tokens} new ones would exceed the model's {limit} positions",
+            f"prompt {number} has {length} tokens; {max_new_tokens} more would exceed the model's {limit} positions",
             f"--max-new-tokens {limit - length}",
         )

@@ -78,7 +78,7 @@ def filter_logits(logits_BV: Tensor, sampling: Sampling) -> Tensor:
 
 
 def _filter_top_p(logits_BV: Tensor, top_p: float) -> Tensor:
-    """Apply nucleus sampling (Holtzman et al. 2020): keep tokens whose more likely tokens sum to less than ``top_p``."""
+    """Apply nucleus sampling (Holtzman et al. 2020): keep tokens if all more likely ones sum to less than ``top_p``."""
     sorted_BV, order_BV = logits_BV.sort(descending=True, stable=True)
     probabilities_BV = sorted_BV.softmax(-1)
     likelier_BV = probabilities_BV.cumsum(-1) - probabilities_BV

@@ -26,10 +26,9 @@ from megatron.training.setup import Trainer
 EMBEDDING, HEAD = "embedding", "head"
 COLUMNS = 8
 GRADIENT, ZEROS, ELEMENTS, WEIGHT, BEFORE, CHANGE, OUTPUT, OUTPUTS = range(COLUMNS)
-"""Columns of the per-layer sums: squares of the gradient, zeros and elements of the gradient, squares of the weight after
-the step, of the weight before and of its change, squares and elements of the layer's output. An output that is
-replicated over tensor-parallel ranks is counted on each of them, which leaves the mean unchanged; parameters are
-counted once."""
+"""Columns of the per-layer sums: squares, zeros and elements of the gradient; squares of the weight after the step,
+before it, and of its change; squares and elements of the layer's output. An output that is replicated over
+tensor-parallel ranks is counted on each of them, which leaves the mean unchanged; parameters are counted once."""
 
 
 @dataclass(frozen=True)
@@ -237,14 +236,14 @@ def summarize(
         rows: layer of each row of ``sums`` and ``logits``.
         sums: fp64 ``[layers, 8]``.
         logits: fp64 ``[layers]``.
-        metrics: results of the step. Its gradient norm is from before clipping and unscaling, which multiplied all
-            gradients by one factor; it restores that factor.
+        metrics: results of the step. The gradient buffers may still contain the loss scale and the clipping factor; the
+            ratio to the step's gradient norm removes this common factor.
 
     """
     whole = sums.sum(0)
-    clipped_norm = whole[GRADIENT].sqrt()
-    usable = clipped_norm.isfinite() & (clipped_norm > 0)
-    factor = torch.where(usable, metrics.grad_norm / clipped_norm, 1.0 / metrics.loss_scale)
+    buffer_norm = whole[GRADIENT].sqrt()
+    usable = buffer_norm.isfinite() & (buffer_norm > 0)
+    factor = torch.where(usable, metrics.grad_norm / buffer_norm, 1.0 / metrics.loss_scale)
     table = torch.cat([sums, whole.unsqueeze(0)])
     norms = (table[:, GRADIENT].sqrt() * factor).tolist()
     changes = (table[:, CHANGE] / table[:, BEFORE]).sqrt().tolist()

@@ -120,8 +120,8 @@ class RunLog:
             renamed = prepare(folder, resolved_config, device, world_size, data)
             file = JsonLines(metrics, warn=warn)
         except OSError as error:
-            sentence = f"the run folder {folder} cannot be written: {error.strerror}"
-            raise UserError([Problem("E701", sentence, ("--run-dir ANOTHER_FOLDER",))]) from error
+            message = f"the run folder {folder} cannot be written: {error.strerror}"
+            raise UserError([Problem("E701", message, ("--run-dir ANOTHER_FOLDER",))]) from error
         self._sinks.add(metrics.name, lambda: file)
         self._sinks.add(INCIDENTS, partial(Incidents, folder / INCIDENTS))
         if not used_before:

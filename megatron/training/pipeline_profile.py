@@ -58,7 +58,7 @@ class PipelineProfiler:
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Wrap step ``number``, counted from 1. A step that raises has no timeline, since gathering it is collective."""
+        """Wrap step ``number``, counted from 1. A step that raises has no timeline: gathering is collective."""
         if self._folder is None or not any(number in window for window in self._windows):
             yield
             return

@@ -65,7 +65,7 @@ class Difference:
 
 
 def trace_steps(trainer: Trainer, steps: int) -> list[RankTrace]:
-    """Take and trace the run's first ``steps`` steps at its peak learning rate; in warm-up the first step changes nothing."""
+    """Take and trace ``steps`` steps at the peak learning rate, since warm-up would start with a rate of 0."""
     traces = []
     for _ in range(steps):
         samples = trainer.next_batch_size

@@ -105,7 +105,7 @@ def test_a_model_without_a_tokenizer_reads_and_writes_ids(tmp_path: Path, capsys
     ids = generate(model(), [[7, 11]], 4, Sampling(0.0))[0]
     assert capsys.readouterr().out == " ".join(map(str, [7, 11, *ids])) + "\n"
     assert main([*flags, "--prompt", "seven"]) == 2
-    assert "prompts are ids" in capsys.readouterr().err
+    assert "a prompt is token ids" in capsys.readouterr().err
 
 
 def test_weights_are_rounded_into_the_format_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
