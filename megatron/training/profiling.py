@@ -1,7 +1,7 @@
 """Profile selected steps with PyTorch's profiler: a Chrome trace and a table per recording rank.
 
 In the trace, every step is a range that contains its phases (``forward``, ``backward``, ``optimizer`` ...), the layers
-of the model and the communication of every mesh axis: everything marked with ``profiler_range`` of ``distributed/timing.py``.
+of the model and the communication of every mesh axis: everything marked with ``profiler_range``.
 """
 
 from __future__ import annotations
