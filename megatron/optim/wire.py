@@ -45,7 +45,7 @@ def start_reduce_scatter(x: Tensor, group: Group, wire: torch.dtype) -> Sum:
 
 
 def start_all_reduce(x: Tensor, group: Group, wire: torch.dtype) -> Sum:
-    """Start summing ``x`` ``[n]`` over the group, in place if ``wire`` is its dtype; ``n`` is a multiple of the size."""
+    """Start summing ``x`` ``[n]`` over the group, in place unless ``wire`` differs; ``n`` is divisible by the size."""
     if group.size == 1 or wire == x.dtype:
         return Sum(comm.start_all_reduce(x, group))
     part = start_reduce_scatter(x, group, wire)
