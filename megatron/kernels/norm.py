@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.compiling import compiled, no_compiler
-from megatron.kernels.operation import Candidate, Operation, Trial, not_installed
+from megatron.kernels.operation import HALF, Candidate, Operation, Trial, not_installed
 
 Norm = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
 """``norm(x_RW, weight_W, bias_W, eps) -> y_RW``; RMSNorm without a bias. Statistics in at least fp32."""
@@ -24,9 +24,15 @@ AddNorm = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor,
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """Return ``(x - mean) / sqrt(var + eps) * weight + bias``; without a bias ``x / sqrt(mean(x^2) + eps) * weight``."""
+    """Compute LayerNorm, ``(x - mean) / sqrt(var + eps) * weight + bias``, or without a bias RMSNorm.
+
+    RMSNorm is ``x / sqrt(mean(x^2) + eps) * weight``.
+    """
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, eps)
+    if x.dtype in HALF and x.device.type == "cpu":
+        # torch's CPU kernel would sum the gradients of weight and bias over rows in 16 bits.
+        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 

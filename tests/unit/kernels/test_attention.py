@@ -93,6 +93,6 @@ def test_a_mask_is_made_once_and_only_for_those_who_ask(monkeypatch: pytest.Monk
 def test_gpu_kernels_are_missing_here() -> None:
     for name in ("flash_attn", "cudnn"):
         missing = ATTENTION.candidates[name].missing
-        assert "on GPUs" in str(missing(CPU, torch.bfloat16))
-        assert "on GPUs" in str(missing(torch.device("cuda"), torch.float32))
+        assert "on a GPU" in str(missing(CPU, torch.bfloat16))
+        assert "on a GPU" in str(missing(torch.device("cuda"), torch.float32))
     assert "cannot be imported" in str(ATTENTION.candidates["flash_attn"].missing(torch.device("cuda"), torch.bfloat16))
