@@ -55,6 +55,7 @@ class Bucket:
     def __init__(self, room: Room, specs: Mapping[str, ShardSpec]) -> None:
         self.room, self.specs = room, specs
         self._buffer = room.zeros(room.packing.size)
+        self._views = {name: view_of(self._buffer, room.packing, name, spec) for name, spec in specs.items()}
         # This rank's part, [elements / shards]: the sum over all ranks after :meth:`finish`.
         self.own = self._buffer.view(room.shards.size, -1)[room.shards.rank]
         self._sum: Sum | None = None
@@ -68,7 +69,7 @@ class Bucket:
 
     def target(self, name: str) -> Tensor:
         """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
-        return view_of(self._buffer, self.room.packing, name, self.specs[name])
+        return self._views[name]
 
     def contributed(self, name: str, complete: bool, overlap: bool) -> None:
         """Record a contribution; ``complete`` if it is the bucket's last of the step."""
