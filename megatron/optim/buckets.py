@@ -260,7 +260,8 @@ class GradBuckets:
     def counted(self) -> dict[str, Share]:
         """Return the shards that this rank counts in norms and checkpoints: every element is counted by one rank.
 
-        They do not depend on the ZeRO stage, so the order of summation does not either.
+        They do not depend on the ZeRO stage, so the order of summation does not either. The exception is Muon: its
+        undivided parameters lie elsewhere in a bucket that is sharded, so ZeRO-0 and ZeRO-1 agree up to rounding.
         """
         return self._shards(over_copies=True)
 
