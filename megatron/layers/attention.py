@@ -26,7 +26,7 @@ from megatron.parallel.shard import Init
 
 @dataclass(frozen=True)
 class Scene:
-    """What all blocks share in one forward pass."""
+    """Inputs of a forward pass that all blocks share."""
 
     batch: MicroBatch
     # None without rotary position embeddings.
@@ -37,9 +37,9 @@ class Scene:
 
 
 class CoreAttention(nn.Module):
-    """``softmax(q kᵀ / √D) v`` of this rank's heads: ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``.
+    """``softmax(q kᵀ / √D) v`` of this rank's heads.
 
-    It has no parameters. Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``.
+    Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``, without parameters. Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``.
 
     Args:
         config: of the model.

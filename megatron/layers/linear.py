@@ -29,7 +29,7 @@ from megatron.parallel.shard import Init, ShardSpec
 
 @dataclass(frozen=True)
 class _LinearSpec:
-    """What the autograd functions need of their layer: where gradients go, and who shares the work."""
+    """The layer's properties that its autograd function needs."""
 
     sink: GradSink
     weight: str

@@ -31,7 +31,7 @@ IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class Room:
-    """Where the parameters of a bucket lie, and how their gradients are stored and reduced."""
+    """Layout, storage and reduction groups of a bucket."""
 
     packing: Packing
     # Ranks that shard the bucket.

@@ -24,7 +24,7 @@ def split(values: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
-    """Return the fp32 values that :func:`split` split, bit for bit."""
+    """Return the fp32 values that :func:`split_fp32` split, bit for bit."""
     return ((high.view(torch.int16).to(torch.int32) << LOW) + low.to(torch.int32)).view(torch.float32)
 
 

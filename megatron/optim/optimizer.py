@@ -200,7 +200,7 @@ class Optimizer:
         return found
 
     def extra_state(self) -> dict[str, dict[str, Tensor]]:
-        """Return what a checkpoint stores besides main parameters, by kind and name: the moments, and ``ema``."""
+        """Return the optimizer state of checkpoints, without main parameters, by kind and name: moments and ``ema``."""
         return self.moments() | ({"ema": self.average} if self.average else {})
 
     def steps_applied(self) -> int:

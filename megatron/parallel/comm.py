@@ -55,7 +55,7 @@ class Group:
 
     @property
     def answers(self) -> bool:
-        """Whether the group has peers that take part in collectives; those of a fake process group do not."""
+        """True if the group has peers that take part in collectives; those of a fake process group do not."""
         return self.size > 1 and dist.get_backend(self.handle) != PRETENDED
 
     def waiting(self, x: Tensor) -> AbstractContextManager[None]:

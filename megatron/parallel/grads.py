@@ -45,11 +45,11 @@ class Rows:
 
 
 Product = tuple[str, Rows, Rows, Sequence[int] | None]
-"""A deferred weight gradient: the arguments of :meth:`GradAccumulator.add`."""
+"""A deferred weight gradient: the arguments of :meth:`GradAccumulator.accumulate_wgrad`."""
 
 
 class GradSink:
-    """Adds each contribution to its parameter's gradient buffer, and reports it to whoever counts contributions.
+    """Adds contributions to the gradient buffers of their parameters, and reports each so that they can be counted.
 
     A layer's backward returns what ``add``, ``add_rows`` and ``accumulate`` return as the gradient of the parameter:
     None here, or the gradient itself in an accumulator for parameters that keep ``grad`` (fully sharded ones).

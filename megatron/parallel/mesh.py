@@ -1,7 +1,7 @@
 """The rank grid with its process groups.
 
-There is no global mesh: it is passed to whoever communicates. All groups are created up front, on all ranks in the
-same order. The functions below join and leave torch.distributed, and use its store to report failures.
+There is no global mesh: it is passed to the code that communicates. All groups are created up front, on all ranks in
+the same order. The functions below join and leave torch.distributed, and use its store to report failures.
 """
 
 from __future__ import annotations
@@ -316,7 +316,7 @@ def leave_distributed() -> None:
 
 
 FAILED = "failed_ranks"
-"""Store key that counts the calls of :func:`first_to_fail`."""
+"""Store key that counts the calls of :func:`register_failure`."""
 
 
 ANSWER_SECONDS = 3.0

@@ -32,7 +32,7 @@ class Share:
 
 @dataclass(frozen=True)
 class BucketKey:
-    """What the parameters of a bucket have in common."""
+    """Properties that the parameters of a bucket have in common."""
 
     # Of the weights.
     dtype: str

@@ -85,7 +85,7 @@ class ShardSpec:
 
     @property
     def expert(self) -> bool:
-        """Whether the parameter belongs to experts."""
+        """True for parameters of experts."""
         return self.reduce_axes == EXPERT
 
     @property
@@ -102,7 +102,7 @@ class ShardSpec:
 
     @property
     def decays(self) -> bool:
-        """Whether weight decay applies by default: not to biases and other 1-D parameters."""
+        """True if weight decay applies by default: not to biases and other 1-D parameters."""
         return len(self.shape) > 1
 
     @property
