@@ -39,7 +39,8 @@ class Scene:
 class CoreAttention(nn.Module):
     """``softmax(q kᵀ / √D) v`` of this rank's heads.
 
-    Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``, without parameters. Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``.
+    Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``. It has no parameters.
+    Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``.
 
     Args:
         config: of the model.
