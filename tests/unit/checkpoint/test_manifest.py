@@ -89,7 +89,7 @@ def test_numbers_that_contradict_each_other(tmp_path: Path, change: Callable[[di
 )
 def test_names_that_lead_elsewhere(tmp_path: Path, name: str) -> None:
     """A stranger's checkpoint may not say where its files are written when they are copied."""
-    with pytest.raises(DamagedError, match=r"manifest\.json is not what its version says"):
+    with pytest.raises(DamagedError, match=r"manifest\.json is not valid for its version"):
         Manifest.open(make(tmp_path, lambda data: data["files"].update({name: data["files"]["tokenizer/t.json"]})))
 
 
@@ -97,7 +97,7 @@ def test_a_manifest_that_is_too_deep(tmp_path: Path) -> None:
     content = b"[" * 100_000
     (tmp_path / MANIFEST).write_bytes(content)
     (tmp_path / MARKER).write_bytes(marker(content))
-    with pytest.raises(DamagedError, match=r"manifest\.json is not what its version says"):
+    with pytest.raises(DamagedError, match=r"manifest\.json is not valid for its version"):
         Manifest.open(tmp_path)
 
 
@@ -142,7 +142,7 @@ def test_a_small_file_is_proved_when_it_is_read(tmp_path: Path) -> None:
 
 def test_chunks_that_leave_a_hole(tmp_path: Path) -> None:
     manifest = Manifest.open(make(tmp_path, lambda data: data["tensors"]["w"].update(chunks=[])))
-    with pytest.raises(DamagedError, match=r"chunks of w do not make it up: nothing holds \[0:2, 0:3\]"):
+    with pytest.raises(DamagedError, match=r"chunks of w are not a partition of it: \[0:2, 0:3\] is not covered"):
         manifest.prove("w")
 
 

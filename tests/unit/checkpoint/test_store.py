@@ -144,7 +144,7 @@ def test_a_checkpoint_with_a_hole_is_not_read(tmp_path: Path) -> None:
         lambda: read(manifest, {"a": small()["a"].empty([Box((0, 0, 0), (1, 1, 1))])}, ALONE),
         lambda: CheckpointReader(manifest).read("a"),
     ):
-        with pytest.raises(DamagedError, match=r"chunks of a do not make it up: nothing holds \[1:2, 0:12, 0:5\]"):
+        with pytest.raises(DamagedError, match=r"chunks of a are not a partition of it: \[1:2, 0:12, 0:5\] is not covered"):
             attempt()
 
 

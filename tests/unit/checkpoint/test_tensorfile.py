@@ -154,5 +154,5 @@ def test_a_header_that_does_not_fit_its_file(tmp_path: Path, entry: str) -> None
     text = f'{{"a":{entry}}}'.encode()
     path = tmp_path / "x"
     path.write_bytes(len(text).to_bytes(8, "little") + text + bytes(8))
-    with pytest.raises(DamagedError, match="no safetensors file"):
+    with pytest.raises(DamagedError, match="not a safetensors file"):
         TensorFile(path)

@@ -34,7 +34,7 @@ def test_ls(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(runs.folder)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.split()[:4] == ["iter_0000002", "step", "2", "-"]
-    assert first.endswith("ago  has no COMPLETE: it is no checkpoint, or its save was cut off")
+    assert first.endswith("ago  has no COMPLETE: it is not a checkpoint, or its save was interrupted")
     assert second.split()[:5] == ["iter_0000001", "step", "1", "1.15", "kB"]
     assert second.endswith("s ago  complete")
 
@@ -231,7 +231,7 @@ def test_in_an_object_store(capsys: pytest.CaptureFixture[str]) -> None:
     (RemotePath("memory://inspect/run/iter_0000003/attempt-1") / "x").write_bytes(b"x")
     assert main(["ls", "memory://inspect/run/"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.endswith("has no COMPLETE: it is no checkpoint, or its save was cut off")
+    assert first.endswith("has no COMPLETE: it is not a checkpoint, or its save was interrupted")
     assert second.split()[:5] == ["iter_0000002", "step", "2", "1.15", "kB"]
     assert second.endswith("s ago  complete")
     assert third.endswith("complete")

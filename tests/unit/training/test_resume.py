@@ -109,7 +109,7 @@ def test_the_rest_of_a_first_save_is_no_checkpoint(tmp_path: Path) -> None:
     (rest / TENSORS).write_bytes(b"half")
     told = go_on(tmp_path)
     assert (told.status, sorted(told.samples)) == (0, [1, 2, 3, 4, 5, 6])
-    assert "removed iter_0000002.tmp: its save was cut off\n" in told.out
+    assert "removed iter_0000002.tmp: its save was interrupted\n" in told.out
     assert saved_steps(tmp_path / "saved") == [2, 4, 6]
     assert not rest.exists()
 
