@@ -103,7 +103,7 @@ class Checkpoints:
         which = "a checkpoint" if step is None else f"a checkpoint of step {step}"
         reasons = "".join(f"\n  {found.path.name}: {found.problem}" for found in passed_over)
         raise CheckpointError(
-            f"{self.folder} does not contain {which}" + (f" that is valid:{reasons}" if reasons else "")
+            f"{self.folder} does not hold {which}" + (f" that can be used:{reasons}" if reasons else "")
         )
 
     def to_go_on_from(self) -> Location | None:

@@ -233,7 +233,8 @@ def _read(folder: Location, name: str) -> bytes:
         return (folder / name).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         if name == MARKER:
-            raise DamagedError(f"{folder} has no {MARKER}: it is not a checkpoint, or its save was interrupted") from error
+            message = f"{folder} has no {MARKER}: it is not a checkpoint, or its save was interrupted"
+            raise DamagedError(message) from error
         raise DamagedError(f"{folder / name} is missing") from error
     except OSError as error:
         raise unreadable(folder / name, error) from error

@@ -104,7 +104,7 @@ def test_uris_are_places_in_stores() -> None:
     bucket = RemotePath("s3://bucket")
     assert (bucket.name, bucket.parent, (bucket / "x").parent) == ("", bucket, bucket)
     assert location("file:///runs/a%20b") == Path("/runs/a b")
-    with pytest.raises(TypeError, match="on no disk"):
+    with pytest.raises(TypeError, match="not on a disk"):
         on_disk(path)
 
 
@@ -121,7 +121,7 @@ def test_a_library_that_is_missing_is_named() -> None:
             RemotePath("az://b/x").exists()
     missing = missing_library(RemotePath("zz://b/x"))
     assert missing is not None
-    assert "no kind of store is called zz://" in missing[0]
+    assert "zz:// is not a known kind of store" in missing[0]
 
 
 def test_objects_and_what_is_around_them(store: Store) -> None:

@@ -97,9 +97,9 @@ def bytes_of(key: str, table: str) -> int:
 
 def test_tensors_come_as_announced(tmp_path: Path) -> None:
     entries = [("a", torch.float32, (2,)), ("b", torch.float32, (2,))]
-    with pytest.raises(ValueError, match="comes where"), TensorFileWriter(tmp_path / "1", entries) as file:
+    with pytest.raises(ValueError, match="is not the next entry"), TensorFileWriter(tmp_path / "1", entries) as file:
         file.write("b", torch.zeros(2))
-    with pytest.raises(ValueError, match="comes where"), TensorFileWriter(tmp_path / "2", entries) as file:
+    with pytest.raises(ValueError, match="is not the next entry"), TensorFileWriter(tmp_path / "2", entries) as file:
         file.write("a", torch.zeros(2, dtype=torch.float64))
     with pytest.raises(ValueError, match="1 announced"), TensorFileWriter(tmp_path / "3", entries) as file:
         file.write("a", torch.zeros(2))
