@@ -7,7 +7,7 @@ from megatron.checkpoint.retries import is_lasting
 
 
 class CheckpointError(Exception):
-    """A checkpoint or a request about it is invalid; the message gives the reason and a fix."""
+    """A checkpoint is invalid or does not fit its use; the message gives the reason and a fix."""
 
     def __init__(self, summary: str, *fixes: str) -> None:
         super().__init__(summary + ("\n  fix: " + " | ".join(fixes) if fixes else ""))

@@ -73,16 +73,16 @@ class PartsLoadPlanner(LoadPlanner):
 
     def _problems(self, name: str, tensor: GlobalTensor) -> Iterator[str]:
         if name not in self._manifest.tensors:
-            yield f"{name} is not in it"
+            yield f"{name} is missing from the checkpoint"
             return
         record = self._manifest.tensors[name]
         if (record.shape, record.view) != (tensor.shape, tensor.view):
-            seen, wanted = (f"{list(t.shape)} viewed as {list(t.view)}" for t in (record, tensor))
-            yield f"{name} is {seen} there, {wanted} here"
+            stored, wanted = (f"{list(t.shape)} viewed as {list(t.view)}" for t in (record, tensor))
+            yield f"{name} is {stored} in the checkpoint, {wanted} here"
         elif DTYPES[record.dtype] != tensor.dtype and not (
             DTYPES[record.dtype].is_floating_point and tensor.dtype.is_floating_point
         ):
-            yield f"{name} is {record.dtype} there, {tensor.dtype} here"
+            yield f"{name} is {record.dtype} in the checkpoint, {tensor.dtype} here"
         for part in tensor.parts:
             if not is_inside(part.box, tensor.view):
                 yield f"{describe(part.box)} is not inside {name}, which is {list(tensor.view)}"

@@ -91,7 +91,7 @@ def _write(tier: Tier, final: Path, tensors: Mapping[str, GlobalTensor], extra: 
         on_all_ranks(lambda: action() if leads else None)
 
     sizes = on_all_ranks(lambda: bytes_of(tensors))
-    on_leaders(lambda: _begin(tier, final, sizes))
+    on_leaders(lambda: _create_staged_folder(tier, final, sizes))
     plans = on_all_ranks(planner.create_local_plan)
     on_all_ranks(lambda: planner.create_global_plan(plans) if tier.rank == 0 else None)
     small = on_all_ranks(lambda: write_small(folder, extra.files) if leads else {})
@@ -100,15 +100,15 @@ def _write(tier: Tier, final: Path, tensors: Mapping[str, GlobalTensor], extra: 
     on_all_ranks(lambda: _copy_to_next_node(tier, folder, results))
     content = on_all_ranks(lambda: _manifest_text(plans, results, small[0], extra) if tier.rank == 0 else b"")[0]
     on_leaders(lambda: _write_manifest(folder, content))
-    on_leaders(lambda: _finish(tier, final, content))
+    on_leaders(lambda: _publish_local(tier, final, content))
 
 
-def _begin(tier: Tier, final: Path, sizes: Sequence[int]) -> None:
+def _create_staged_folder(tier: Tier, final: Path, sizes: Sequence[int]) -> None:
     """Create the staging path if the disk has space for this node's files and the copies of the previous node's."""
     kept = {tier.node, (tier.node - 1) % tier.nodes.count}
     size = sum(sizes[rank] for node in kept for rank in tier.nodes.ranks(node))
-    if sentence := lacking(tier.folder, size, tier.claim):
-        raise StorageError(f"{sentence} (rank {tier.rank}); no local checkpoint was written", *FULL)
+    if message := lacking(tier.folder, size, tier.claim):
+        raise StorageError(f"{message} (rank {tier.rank}); no local checkpoint was written", *FULL)
     if tier.claim is not None:
         tier.claim.ready()
     begin(final, tier.staging)
@@ -119,7 +119,7 @@ def _manifest_text(
 ) -> bytes:
     """Return the text of the manifest of the whole checkpoint."""
     kinds = {name: kind for plan in plans for name, kind in plan.planner_data.items()}
-    content, _ = describe_all(kinds, [result for some in results for result in some], small, extra)
+    content, _ = describe_all(kinds, [result for of_rank in results for result in of_rank], small, extra)
     return content
 
 
@@ -128,7 +128,7 @@ def _write_manifest(folder: Path, content: bytes) -> None:
     sync_folder(folder)
 
 
-def _finish(tier: Tier, final: Path, content: bytes) -> None:
+def _publish_local(tier: Tier, final: Path, content: bytes) -> None:
     write_marker(building(final, tier.staging), content)
     publish(final, tier.staging)
 
@@ -156,5 +156,5 @@ def _with_storage_errors(action: Callable[[], T], final: Path, tier: Tier) -> T:
         return action()
     except OSError as error:
         blame(tier.claim)
-        sentence = f"{error.filename or final}: {in_words(error)} (rank {tier.rank}); no local checkpoint was written"
-        raise StorageError(sentence, *(FULL if is_full(error) else FULL[1:])) from error
+        message = f"{error.filename or final}: {in_words(error)} (rank {tier.rank}); no local checkpoint was written"
+        raise StorageError(message, *(FULL if is_full(error) else FULL[1:])) from error

@@ -128,7 +128,7 @@ class TensorFileWriter:
     ) -> None:
         self._file.__exit__(kind, error, trace)
         if kind is None and self._next != len(self._entries):
-            raise ValueError(f"{len(self._entries) - self._next} entries were not written")
+            raise ValueError(f"{len(self._entries) - self._next} of {len(self._entries)} entries were not written")
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[int], int]:

@@ -20,7 +20,7 @@ from megatron.pipeline.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 
 def gpipe(rank: int, size: Size) -> list[Action]:
-    """All forwards, then all backwards, stage by stage (breadth first).
+    """Build GPipe: all forwards, then all backwards, stage by stage (breadth first).
 
     Backwards run in the order of the forwards: the reverse would free no memory earlier, and this order sums gradients
     like the other schedules, bit for bit.
@@ -35,7 +35,7 @@ def gpipe(rank: int, size: Size) -> list[Action]:
 
 
 def one_forward_one_backward(rank: int, size: Size) -> list[Action]:
-    """Warm-up forwards until the first gradient arrives, then alternate one forward and one backward.
+    """Build 1F1B: forwards until the first gradient arrives, then one forward and one backward in turn.
 
     Bubble: (p - 1)(f + b). Memory: min(m, p - rank).
 
@@ -47,7 +47,7 @@ def one_forward_one_backward(rank: int, size: Size) -> list[Action]:
 
 
 def interleaved(rank: int, size: Size) -> list[Action]:
-    """1F1B over several stages per rank: a group of micro-batches passes a stage, then the rank's next one.
+    """Build 1F1B over several stages per rank: a group of micro-batches passes a stage, then the rank's next one.
 
     Bubble: (p - 1)(f + b) / v, with at least p micro-batches. Memory: min(v m, 2(p - rank - 1) + (v - 1) g + 1), g
     micro-batches in the first group.

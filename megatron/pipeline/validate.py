@@ -54,10 +54,9 @@ _NAMES = {
 """Kinds of action that set each bit."""
 
 ACTIVATIONS = {FORWARD: 1, BACKWARD: -1, INPUT: -1}
-"""Change of the counts in :class:`Peaks` by an action."""
 WEIGHTS = {INPUT: 1, WEIGHT: -1}
 BOTH = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}
-"""What an action adds to what its rank holds, as :class:`Peaks` counts it."""
+"""Change of each count of :class:`Peaks` by an action."""
 
 
 @dataclass(frozen=True)

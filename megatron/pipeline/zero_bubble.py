@@ -13,7 +13,7 @@ from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT, Action, 
 
 
 def zb_h1(rank: int, size: Size) -> list[Action]:
-    """1F1B in which later ranks delay W longer, so that all ranks hold as many micro-batches as the first.
+    """Build ZB-H1: 1F1B in which later ranks delay W longer, so that all hold as many micro-batches as the first.
 
     Bubble: (p - 1)(f + i - w) where w <= f, w <= i and m >= p. Memory: min(m, p) on every rank.
 
@@ -31,7 +31,7 @@ def zb_h1(rank: int, size: Size) -> list[Action]:
 
 
 def zb_h2(rank: int, size: Size) -> list[Action]:
-    """Twice the warm-up of ZB-H1, so that no rank idles between its first and last action.
+    """Build ZB-H2: twice the warm-up of ZB-H1, so that no rank idles between its first and last action.
 
     The last 2 ``rank`` forwards run without a W in between, like the first ones: earlier ranks have no forwards left
     and wait for gradients. The delayed W run in the middle, except one that fills the gap between a rank's last
@@ -56,7 +56,7 @@ def zb_h2(rank: int, size: Size) -> list[Action]:
 
 
 def zb_v(rank: int, size: Size) -> list[Action]:
-    """Two stages per rank in a V: no bubble, in the memory of 1F1B.
+    """Build ZB-V: two stages per rank in a V, with no bubble in the memory of 1F1B.
 
     Bubble: none where f = i = w and m >= 2p - 1. Memory: min(2m, 2p), each half of a rank's layers.
 
@@ -84,7 +84,7 @@ def zb_v(rank: int, size: Size) -> list[Action]:
 
 
 def dualpipe_v(rank: int, size: Size) -> list[Action]:
-    """DualPipe cut in half: nearly every forward is next to a backward of the rank's other stage.
+    """Build DualPipe-V: nearly every forward is next to a backward of the rank's other stage.
 
     DualPipe computes such a pair at the same time to overlap communication; here they are two actions in a row.
     Backwards are whole, except for the first of the loss's half and the last of both.

@@ -174,7 +174,8 @@ def test_a_circle_is_told_rank_by_rank() -> None:
     found = add_communication(program("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
     assert not Play(found, (0, 1), ordered=False).comes_to_its_end()
     assert refusal(found) == (
-        "deadlock: ranks wait for each other in a cycle: rank 0 waits for 0RECV_B0 before 0B0, which rank 1 sends after 1B0; "
+        "deadlock: ranks wait for each other in a cycle: "
+        "rank 0 waits for 0RECV_B0 before 0B0, which rank 1 sends after 1B0; "
         "rank 1 waits for 1RECV_F1 before 1F1, which rank 0 sends after 0F1"
     )
 
