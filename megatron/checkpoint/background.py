@@ -9,7 +9,6 @@ from threading import Thread
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoint.parts import GlobalTensor, Part
 from megatron.parallel.ownership import round_up
@@ -35,7 +34,7 @@ class Staging:
         """
         size = sum(_padded_bytes(part, tensor.dtype) for tensor in tensors.values() for part in tensor.parts)
         self._memory = torch.empty(size, dtype=torch.uint8).fill_(0)
-        if pinned and size:  # torch's own pinned memory comes in powers of two
+        if pinned and size:  # torch rounds its own pinned allocations up to a power of two
             locked = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
             torch.cuda.check_error(int(locked))
 
@@ -58,7 +57,9 @@ class Staging:
                 padded = _padded_bytes(part, tensor.dtype)
                 if at + padded > self.bytes:
                     raise ValueError(f"{name} does not fit into the host buffer")
-                source, target = part.resolve(), self._at(at, part, tensor.dtype)
+                source = part.resolve()
+                flat = self._memory[at : at + part.box.numel * tensor.dtype.itemsize]
+                target = flat.view(tensor.dtype).view(part.box.size)
                 target.copy_(source, non_blocking=source.is_cuda)
                 on_gpu |= source.is_cuda
                 parts.append(Part(part.box, target))
@@ -67,10 +68,6 @@ class Staging:
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies
-
-    def _at(self, offset: int, part: Part, dtype: torch.dtype) -> Tensor:
-        flat = self._memory[offset : offset + part.box.numel * dtype.itemsize]
-        return flat.view(dtype).view(part.box.size)
 
 
 def _padded_bytes(part: Part, dtype: torch.dtype) -> int:

@@ -1,6 +1,6 @@
 """Leases on a folder of checkpoints: which start holds the folder, and how it detects that it was superseded.
 
-See :mod:`megatron.checkpoint.lock` for the protocol.
+See :mod:`megatron.checkpoint.folder` for the protocol.
 """
 
 from __future__ import annotations

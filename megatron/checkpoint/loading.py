@@ -160,7 +160,10 @@ class CheckpointStorageReader(StorageReader):
         """
         wanted: dict[Chunk, Wanted] = defaultdict(list)
         for item in plan.items:
-            piece = self._find(item)
+            name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+            if name not in self._pieces:
+                self._pieces[name] = dict(_pieces(self._manifest.tensors[name]))
+            piece = self._pieces[name][offset]
             wanted[piece.chunk].append((item, piece))
         reader = ChunkReader(self._manifest)
         for chunk in sorted(wanted, key=lambda chunk: (chunk.file, chunk.offset)):
@@ -170,12 +173,6 @@ class CheckpointStorageReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
-
-    def _find(self, item: ReadItem) -> _Piece:
-        name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-        if name not in self._pieces:
-            self._pieces[name] = dict(_pieces(self._manifest.tensors[name]))
-        return self._pieces[name][offset]
 
 
 def _pieces(record: TensorRecord) -> Iterator[tuple[tuple[int, ...], _Piece]]:

@@ -38,7 +38,7 @@ def write_local(tier: Tier, iteration: int, tensors: Mapping[str, GlobalTensor],
     """Write a checkpoint to the nodes' folders; collective over the tier's group.
 
     It is published on a node only when all files and copies are on the disks of all nodes. Older checkpoints are kept:
-    see :func:`keep_only`.
+    see :func:`delete_other_local_checkpoints`.
 
     Returns:
         Its folder on this node.

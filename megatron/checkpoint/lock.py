@@ -14,15 +14,15 @@ it, and renames it. A rename cannot replace a folder that is not empty, so of tw
 fails and tries again.
 
 **Fencing.** Before it looks for a checkpoint to resume from, the new start renames the staging folders of all earlier
-starts into its own (`take_over`). A start changes a published checkpoint only by a rename: out of its staging folder
-to publish, into it to replace or delete. Once the staging folder has moved, every such call of the old start fails
-because the path does not exist, no matter what it checked before or where it was stopped. Renames that succeeded
+starts into its own (`take_over_staging`). A start changes a published checkpoint only by a rename: out of its staging
+folder to publish, into it to replace or delete. Once the staging folder has moved, every such call of the old start
+fails because the path does not exist, no matter what it checked before or where it was stopped. Renames that succeeded
 before are visible to the new start. So no two starts can change a checkpoint at the same time, which relies only on
 POSIX renames being atomic across machines. Ranks that are writing files of a staged checkpoint lose its folder and do
 not create another. Complete staged checkpoints are published by the new start. Epochs are never reused: the newest
 staging folder stays.
 
-**Detection.** A start whose staging folder is gone is superseded. `Claim.check` looks for it before a save, after any
+**Detection.** A start whose staging folder is gone is superseded. `Lease.check` looks for it before a save, after any
 failure in one, and before the run folder is written to; it raises `SupersededError`, which ends the run. This is for
 the logs and their readers; the safety of the checkpoints does not depend on it.
 

@@ -94,7 +94,12 @@ class Manifest:
             UnreachableError: if an object store does not answer.
         """
         manifest = cls.described(path)
-        sizes = _list_sizes(manifest.folder) if isinstance(manifest.folder, RemotePath) else None
+        sizes = None
+        if isinstance(manifest.folder, RemotePath):
+            try:
+                sizes = manifest.folder.files()  # a single request: there may be thousands of objects
+            except OSError as error:
+                raise unreadable(manifest.folder, error) from error
         for name in manifest.files:
             if sizes is None:
                 manifest.check_file(name)
@@ -200,32 +205,29 @@ def encode(
     Raises:
         TypeError, ValueError: if state or config is not JSON; NaN and infinity are not.
     """
+    tensor_entries = {}
+    for name, record in sorted(tensors.items()):
+        chunks = [
+            {
+                "start": chunk.box.start,
+                "size": chunk.box.size,
+                "file": chunk.file,
+                "offset": chunk.offset,
+                "bytes": chunk.bytes,
+                "xxh3": chunk.xxh3,
+            }
+            for chunk in record.chunks
+        ]
+        tensor_entries[name] = vars(record) | {"chunks": chunks}
     content = {
         "format": FORMAT,
         "version": VERSION,
         "files": {name: vars(record) for name, record in sorted(files.items())},
-        "tensors": {name: _tensor_json(record) for name, record in sorted(tensors.items())},
+        "tensors": tensor_entries,
         "state": state,
         "config": config,
     }
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
-
-
-def _tensor_json(record: TensorRecord) -> JSON:
-    return vars(record) | {"chunks": [_chunk_json(chunk) for chunk in record.chunks]}
-
-
-def _chunk_json(chunk: Chunk) -> JSON:
-    place = {"start": chunk.box.start, "size": chunk.box.size}
-    return place | {key: value for key, value in vars(chunk).items() if key != "box"}
-
-
-def _list_sizes(folder: RemotePath) -> dict[str, int]:
-    """Return the size of every object below ``folder`` from one listing request."""
-    try:
-        return folder.files()
-    except OSError as error:
-        raise unreadable(folder, error) from error
 
 
 def _read(folder: Location, name: str) -> bytes:

@@ -3,7 +3,7 @@
 ``X.tmp`` is being written. ``X.replaced`` is the previous ``X`` until the new one is published. ``X.gone`` is being
 deleted. The first two are checkpoints if and only if they contain the marker; there is a valid one at every moment.
 
-These paths lie in a staging folder: the one of the start that holds the lease (see :mod:`megatron.checkpoint.lock`),
+These paths lie in a staging folder: the one of the start that holds the lease (see :mod:`megatron.checkpoint.folder`),
 or the checkpoint folder itself for tools that write without a lease. A published name changes only by a rename out of
 or into the staging folder. So a start whose staging folder was taken away cannot change anything, at any point.
 

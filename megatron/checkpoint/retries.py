@@ -63,7 +63,7 @@ def as_os_error(error: Exception, place: object) -> OSError:
 
 
 def is_lasting(error: OSError) -> bool:
-    """Return True if retrying after an error of `translated` is useless."""
+    """Return True if retrying after an error of `translate_errors` is useless."""
     return error.errno != errno.EIO
 
 

@@ -7,7 +7,7 @@ lets rank 0 finish. An error on any rank is raised on all of them. This file dec
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -203,7 +203,8 @@ class CheckpointWriter(StorageWriter):
             return
         write_file(folder / MANIFEST, content)
         sync_folder(folder)
-        _check_lengths(folder, files, _lengths(folder, files))
+        lengths = {name: (folder / name).stat().st_size for name in files if (folder / name).exists()}
+        _check_lengths(folder, files, lengths)
         write_marker(folder, content)
         publish(on_disk(self._final), self._staging)
 
@@ -243,12 +244,14 @@ def describe_all(
     """Build the manifest from the results of all ranks and the small files; return its text and all files."""
     files = {r.storage_data.name: r.storage_data.record for r in results if isinstance(r.storage_data, FileResult)}
     files |= small
-    tensors = {name: TensorRecord(NAMES[dtype], shape, view, ()) for name, (shape, view, dtype) in kinds.items()}
-    chunks: dict[str, list[Chunk]] = {name: [] for name in tensors}
+    chunks: dict[str, list[Chunk]] = {name: [] for name in kinds}
     for result in results:
         if isinstance(result.storage_data, Chunk):
             chunks[result.index.fqn].append(result.storage_data)
-    tensors = {name: _with_chunks(record, chunks[name]) for name, record in tensors.items()}
+    tensors = {}
+    for name, (shape, view, dtype) in kinds.items():
+        ordered = sorted(chunks[name], key=lambda chunk: chunk.box.start)
+        tensors[name] = TensorRecord(NAMES[dtype], shape, view, tuple(ordered))
     return encode(tensors, files, extra.state, extra.config), files
 
 
@@ -257,11 +260,6 @@ def _resolve(planner: SavePlanner, item: WriteItem) -> Tensor:
     if not isinstance(data, Tensor):
         raise ValueError(f"{item.index.fqn} is not a tensor")
     return data
-
-
-def _with_chunks(record: TensorRecord, chunks: Sequence[Chunk]) -> TensorRecord:
-    ordered = sorted(chunks, key=lambda chunk: chunk.box.start)
-    return TensorRecord(record.dtype, record.shape, record.view, tuple(ordered))
 
 
 def write_small(folder: Location, files: Mapping[str, Path | bytes]) -> dict[str, FileRecord]:
@@ -281,10 +279,6 @@ def _write_small(folder: Location, name: str, content: Path | bytes) -> FileReco
     write_file(folder / name, data)
     sync_folder(parent)
     return FileRecord(len(data), len(data), checksum(data))
-
-
-def _lengths(folder: Path, names: Iterable[str]) -> dict[str, int]:
-    return {name: (folder / name).stat().st_size for name in names if (folder / name).exists()}
 
 
 def _check_lengths(folder: Location, files: Mapping[str, FileRecord], lengths: Mapping[str, int]) -> None:

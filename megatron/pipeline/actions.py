@@ -64,7 +64,7 @@ class Size(NamedTuple):
 
 
 class Action(NamedTuple):
-    """One action of a rank; ``kind`` is one of ``COMPUTE``, or in a program also of ``COMMUNICATION``."""
+    """One action of a rank; ``kind`` is one of ``COMPUTE_KINDS``, or in a program also of ``COMMUNICATION_KINDS``."""
 
     stage: int
     kind: str
@@ -109,7 +109,7 @@ def read_cell(cell: str) -> list[Action]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank in order: ``COMPUTE`` only in a schedule, also ``COMMUNICATION`` in a program."""
+    """Actions of every rank in order: ``COMPUTE_KINDS`` in a schedule, also ``COMMUNICATION_KINDS`` in a program."""
 
     name: str  # of the schedule, or of its file
     ranks: tuple[tuple[Action, ...], ...]  # actions by pipeline rank

@@ -91,7 +91,7 @@ def add_communication(schedule: Schedule) -> Schedule:
     A SEND follows the action that produces its tensor. The RECVs of a channel are in the order of its sends, each one
     computing action before its consumer, so that the transfer overlaps with it, or earlier where the order requires. A
     schedule that already contains communication is returned unchanged. Nothing is checked: a tensor without producer or
-    consumer is not transferred, and ``validate`` reports what is missing.
+    consumer is not transferred, and ``validate_program`` reports what is missing.
 
     Raises:
         ScheduleError: if a stage is on no rank or on several.

@@ -150,12 +150,14 @@ def by_rank(layers: int, placement: Sequence[int], first: int | None, last: int 
     counts = _counts_by_rank(layers, placement, first, last)
     if counts is not None:
         return stages_of(counts)
-    ranks, flags = 1 + max(placement), _flags(first, last)
-    flag, value = flags[0]
+    ranks = 1 + max(placement)
+    options = (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last))
+    given = [(flag, count) for flag, count in options if count is not None]
+    flag, value = given[0]
     pairs = (((n, last) if first else (None, n)) for n in range(1, layers + 1))
     others = [n for n, pair in enumerate(pairs, start=1) if _counts_by_rank(layers, placement, *pair)]
-    options = " and ".join(f"{flag} {value}" for flag, value in flags)
-    sentence = f"{filling(layers)} PP{ranks} x VPP{len(placement) // ranks} equally with {options}"
+    words = " and ".join(f"{flag} {value}" for flag, value in given)
+    sentence = f"{filling(layers)} PP{ranks} x VPP{len(placement) // ranks} equally with {words}"
     raise ScheduleError(sentence, *offers(flag, beside(value, others)), f"drop {flag}")
 
 
@@ -172,11 +174,6 @@ def _counts_by_rank(layers: int, placement: Sequence[int], first: int | None, la
     agree = first is None or given[0] == first  # with one rank, first and last are the same
     fits = agree and not left and size > 0 and not any(rest for _, rest in counts)
     return [count for count, _ in counts] if fits else None
-
-
-def _flags(first: int | None, last: int | None) -> list[tuple[str, int]]:
-    flags = (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last))
-    return [(flag, count) for flag, count in flags if count is not None]
 
 
 def written(layout: str, layers: int) -> tuple[StageLayers, ...]:
@@ -302,7 +299,7 @@ def _repeat(found: re.Match[str]) -> str:
 
 
 def notation(stages: Sequence[StageLayers]) -> str:
-    """Return the layout that :func:`written` parses to these stages."""
+    """Return the layout that :func:`parse_layout` parses to these stages."""
     counts = [stage.count for stage in stages]
     if len(counts) == 1:
         return f"E{_layers(counts[0])}L"

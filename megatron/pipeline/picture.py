@@ -44,7 +44,7 @@ ROW, MEMORY, HEADS = 0.21, 0.75, 0.45
 
 
 def size(panels: Mapping[str, Timeline]) -> tuple[float, float]:
-    """Return width and height in inches for :func:`draw`; two-digit numbers are readable, up to a maximum width."""
+    """Return width and height in inches for :func:`draw_figure`, chosen so that two-digit numbers are readable."""
     clock = _clock(panels)
     durations = [float(i.end - i.start) for t in panels.values() for rank in t.intervals for i in rank]
     short = quantiles(durations, n=10)[0] if len(durations) > 1 else clock
@@ -59,7 +59,7 @@ def draw(figure: Figure, panels: Mapping[str, Timeline], unit: str = "", limit: 
     Bars are numbered by micro-batch; later stages of a rank are paler. Waiting for a transfer is hatched.
 
     Args:
-        figure: to draw on, ideally of :func:`size`.
+        figure: to draw on, ideally of :func:`figure_size`.
         panels: by title.
         unit: of time, for the axis.
         limit: of memory, drawn as a line.

@@ -228,7 +228,7 @@ def dealt_by_cost(model: ModelConfig, parallel: ParallelConfig) -> bool:
 
 
 def _split_flags(parallel: ParallelConfig) -> list[str]:
-    """Return the flags that determine the split of layers, the first of each line of ``WAYS``.
+    """Return the flags that determine the split of layers, the first of each line of ``LAYER_SPLIT_OPTIONS``.
 
     Raises:
         ScheduleError: if flags of two lines are used.
@@ -339,7 +339,7 @@ def peaks_for(parallel: ParallelConfig, microbatches: int) -> Peaks:
 
 @lru_cache(maxsize=4)
 def proven(parallel: ParallelConfig, microbatches: int, evaluation: bool) -> tuple[Schedule, Peaks]:
-    """Return a validated program and the maximum that each rank holds in it; arguments as for :func:`program_for`.
+    """Return a validated program and the maximum that each rank holds in it; arguments as for :func:`build_program`.
 
     Raises:
         ScheduleError: if the program is invalid.

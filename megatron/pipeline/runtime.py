@@ -1,8 +1,8 @@
 """Run one rank's part of a pipeline program: a loop over actions that knows no schedule.
 
 Sends and receives are posted in program order without blocking; only a computing action waits, for its input.
-:mod:`megatron.pipeline.comms` defines this model of communication, :mod:`megatron.pipeline.validate` proves that a
-program cannot deadlock under it.
+:mod:`megatron.pipeline.communication` defines this model of communication, :mod:`megatron.pipeline.validate` proves
+that a program cannot deadlock under it.
 """
 
 from __future__ import annotations

@@ -58,9 +58,11 @@ def search(
     """
     costs.check(ranks * chunks)
     best = _Best(costs, math.inf if limit is None else limit * (1 + _ROUNDING))
-    for schedule in _hand_written(ranks, chunks, microbatches):
-        if placement in (None, schedule.placement):
-            best.consider(schedule)
+    for name, recipe in SCHEDULES.items():
+        if recipe.chunks in (None, chunks):
+            schedule = make(name, ranks, chunks, microbatches)
+            if placement in (None, schedule.placement):
+                best.consider(schedule)
     placements = _placements(ranks, chunks) if placement is None else [placement]
     _consider_lists(placements, microbatches, costs, best)
     if best.schedule is None:
@@ -71,12 +73,6 @@ def search(
             f"a memory limit of {least:g}",
         )
     return best.schedule
-
-
-def _hand_written(ranks: int, chunks: int, microbatches: int) -> Iterator[Schedule]:
-    for name, recipe in SCHEDULES.items():
-        if recipe.chunks in (None, chunks):
-            yield make(name, ranks, chunks, microbatches)
 
 
 class _Best:
@@ -234,7 +230,9 @@ class _ListScheduler:
         pending, soon = self._pending[rank], math.inf
         for stage, kind in self._by_urgency(rank):
             number, arrivals = self._done[stage, kind], self._arrivals[stage, kind]
-            if number == len(arrivals) or (kind == FORWARD and not self._may_live(rank, stage)):
+            if number == len(arrivals):
+                continue
+            if kind == FORWARD and self._live[rank] + len(self._ahead[stage]) > self._rules.live[rank]:
                 continue
             if arrivals[number] > now:
                 soon = min(soon, arrivals[number])
@@ -259,9 +257,6 @@ class _ListScheduler:
         backwards = [(stage, INPUT) for stage in self._own[rank]]
         backwards.sort(key=self._done.__getitem__)
         return forwards + backwards if self._last[rank] == INPUT else backwards + forwards
-
-    def _may_live(self, rank: int, stage: int) -> bool:
-        return self._live[rank] + len(self._ahead[stage]) <= self._rules.live[rank]
 
     def _fits(self, rank: int, stage: int) -> bool:
         return self._held[rank] + sum(self._size[other] for other in self._ahead[stage]) <= self._limit

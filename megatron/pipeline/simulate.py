@@ -1,9 +1,9 @@
 """Simulate programs: when each action and transfer starts and ends, idle time and memory.
 
-The model is that of :mod:`megatron.pipeline.comms`, with a duration for every action and transfer. Two times are
-distinguished. The *makespan* is from the first start on any rank to the last end on any: the time of a step when ranks
-synchronise between steps, as for a gradient norm. The *span* of a rank is from its own first start to its own last
-end; papers quote the longest of these.
+The model is that of :mod:`megatron.pipeline.communication`, with a duration for every action and transfer. Two times
+are distinguished. The *makespan* is from the first start on any rank to the last end on any: the time of a step when
+ranks synchronise between steps, as for a gradient norm. The *span* of a rank is from its own first start to its own
+last end; papers quote the longest of these.
 
 Times are in seconds, or any other unit if all use it. Integers and fractions stay exact.
 """
@@ -124,8 +124,8 @@ class Timeline:
     name: str  # of the schedule
     intervals: tuple[tuple[Interval, ...], ...]  # of each rank, in order of time, not overlapping
     transfers: tuple[Transfer, ...] = ()  # in any order; empty if not measured
-    activation: tuple[float, ...] = ()  # memory by stage, as in :class:`Costs`
-    weight_memory: tuple[float, ...] = ()  # memory by stage, as in :class:`Costs`
+    activation: tuple[float, ...] = ()  # memory by stage, as in :class:`StageCosts`
+    weight_memory: tuple[float, ...] = ()  # memory by stage, as in :class:`StageCosts`
 
     @cached_property
     def start(self) -> float:

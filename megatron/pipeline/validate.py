@@ -1,6 +1,6 @@
 """Prove that a program runs to completion: complete, without duplicates, free of deadlock, within memory bounds.
 
-Communication follows the model of :mod:`megatron.pipeline.comms`. Three passes, each linear in the program's length:
+Communication follows the model of :mod:`megatron.pipeline.communication`. Three passes, linear in the program's length:
 
 1. Per rank: every action occurs once, on its stage's rank, after the actions of that rank that it depends on.
 2. Per channel: receives match the sends, in the same order. A rank posts in program order, so with equal orders both
@@ -56,7 +56,7 @@ _NAMES = {
 ACTIVATIONS = {FORWARD: 1, BACKWARD: -1, INPUT: -1}
 WEIGHTS = {INPUT: 1, WEIGHT: -1}
 BOTH = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}
-"""Change of each count of :class:`Peaks` by an action."""
+"""Change of each count of :class:`PeakCounts` by an action."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ def validate(
 
     Args:
         program: a schedule with its communication.
-        most_activations: bound on every rank's ``Peaks.activations``.
-        most_weights: bound on every rank's ``Peaks.weights``.
+        most_activations: bound on every rank's ``PeakCounts.activations``.
+        most_weights: bound on every rank's ``PeakCounts.weights``.
         evaluation: expect forwards only; otherwise each has its backward.
 
     Returns:

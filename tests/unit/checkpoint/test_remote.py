@@ -190,7 +190,7 @@ def test_calls_are_repeated_later_and_later(
     assert len(waits) == len(told) == min(failures, retries.ATTEMPTS - 1)
     for i, (wait, line) in enumerate(zip(waits, told)):
         assert 0.5 * 2**i <= wait <= 1.5 * 2**i
-        assert re.match(rf"warning: {RUN}: .*no answer; attempt {i + 1} of 5, the next in ", line)
+        assert re.match(rf"warning: {RUN}: .*no answer; attempt {i + 1} of 5, retrying in ", line)
 
 
 # Saving and loading

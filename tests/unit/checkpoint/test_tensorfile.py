@@ -101,7 +101,7 @@ def test_tensors_come_as_announced(tmp_path: Path) -> None:
         file.write("b", torch.zeros(2))
     with pytest.raises(ValueError, match="is not the next entry"), TensorFileWriter(tmp_path / "2", entries) as file:
         file.write("a", torch.zeros(2, dtype=torch.float64))
-    with pytest.raises(ValueError, match="1 entries"), TensorFileWriter(tmp_path / "3", entries) as file:
+    with pytest.raises(ValueError, match="1 of 2 entries"), TensorFileWriter(tmp_path / "3", entries) as file:
         file.write("a", torch.zeros(2))
     with pytest.raises(ValueError, match="twice"):
         TensorFileWriter(tmp_path / "4", [entries[0], entries[0]])
