@@ -64,7 +64,7 @@ class Tier:
 
 
 def together(act: Callable[[], T], group: Group) -> list[T]:
-    """Return the result of ``act`` on every rank; collective.
+    """Run ``act`` on all ranks and return their results; collective.
 
     Raises:
         Exception: that of the lowest rank that failed, on every rank.

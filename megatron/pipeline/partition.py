@@ -70,7 +70,7 @@ def stages_of(counts: Sequence[int]) -> tuple[StageLayers, ...]:
     """
     for stage, count in enumerate(counts[1:-1], start=1):
         if count < 1:
-            raise ScheduleError(f"stage {stage} would have no layers, which only the first and the last may", AUTO)
+            raise ScheduleError(f"stage {stage} would have no layers; only the first and the last may", AUTO)
     last = len(counts) - 1
     starts = accumulate(counts, initial=0)
     return tuple(StageLayers(range(at, at + n), s == 0, s == last) for s, (at, n) in enumerate(zip(starts, counts)))
@@ -201,7 +201,7 @@ def _read(layout: str, layers: int) -> tuple[StageLayers, ...]:
             raise ScheduleError(f"{layout}: stage {number} is empty", AUTO)
     parts = "".join(stages)
     if not re.fullmatch("Et*L", parts):
-        rule = "a layout begins with E, ends with L, and has either once, with t between them"
+        rule = "a layout is one E, any number of t, and one L, in this order"
         raise ScheduleError(f"{layout} {_ends_problem(layout, parts)}: {rule}", AUTO)
     count = parts.count("t")
     if count != layers:
@@ -255,11 +255,11 @@ def _unclosed(text: str) -> int | None:
 
 
 FAULTS = (
-    (r"\[", "is no part of a layout: lists of names are not read, only letters such as 'Et*3|t*4L'"),
-    (r"m", "is multi-token prediction, which is not built"),
-    (r"[^EtL|()*0-9]", "is no part of a layout, which has E, t, L, |, *n and ()"),
-    (r"(?<=[0-9])\*", "comes right after another *n, and stands behind a letter or a parenthesis"),
-    (r"\*(?![0-9])", "has no number behind it"),
+    (r"\[", "is not part of a layout: lists of names are not supported, only letters such as 'Et*3|t*4L'"),
+    (r"m", "is multi-token prediction, which is not supported"),
+    (r"[^EtL|()*0-9]", "is not part of a layout, which consists of E, t, L, |, *n and ()"),
+    (r"(?<=[0-9])\*", "follows another *n, but must follow a letter or a parenthesis"),
+    (r"\*(?![0-9])", "has no number after it"),
     (r"(?<![EtL)0-9])\*", "has no letter or parenthesis before it to repeat"),
     (r"(?<![*0-9])[0-9]", "has no * before it"),
 )
@@ -280,7 +280,7 @@ def spelled_out(layout: str) -> str:
             raise ScheduleError(f"{layout}: '{found[0]}' at character {places[found.start()]} {why}", AUTO)
     lone = _unclosed(text)
     if lone is not None:
-        why = "is never closed" if text[lone] == "(" else "closes nothing"
+        why = "is never closed" if text[lone] == "(" else "has no opening parenthesis"
         raise ScheduleError(f"{layout}: '{text[lone]}' at character {places[lone]} {why}", AUTO)
     repeated = re.compile(r"(?:\(([EtL|]*)\)|([EtL]))\*([0-9]+)|\(([EtL|]*)\)")
     while "(" in text or "*" in text:

@@ -141,13 +141,13 @@ def stages_of_schedule(parallel: ParallelConfig) -> int | None:
         if len(set(held)) > 1:
             rank = next(rank for rank, count in enumerate(held) if count != held[0])
             sentence = f"rank 0 has {_stages(held[0])} and rank {rank} has {held[rank]}"
-            look = f"python tools/draw_schedule.py --schedule {name}"
-            raise ScheduleError(f"{name}: {sentence}, which must be equally many", look)
+            command = f"python tools/draw_schedule.py --schedule {name}"
+            raise ScheduleError(f"{name}: {sentence}: all ranks need equally many", command)
         return held[0]
     if name not in NAMES:
         guess = did_you_mean(name.lower(), NAMES)
         fixes = (f"--pipeline-schedule {known}" for known in ([guess] if guess else NAMES))
-        raise ScheduleError(f"there is no pipeline schedule {name}; a file of one ends in {FILE}", *fixes)
+        raise ScheduleError(f"there is no pipeline schedule {name}; the name of a schedule file ends in {FILE}", *fixes)
     return None if name == SEARCHED else SCHEDULES[name].chunks
 
 
