@@ -107,7 +107,7 @@ def find_damage(rank: int, world_size: int, case: Case) -> list[tuple[int, str]]
         content = damaged.read_bytes()
         damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         needs = dict.fromkeys(range(world_size), frozenset(files))
-        _, bad = local_loading._proved(tier, found[0], manifest, needs)
+        _, bad = local_loading._choose_verified(tier, found[0], manifest, needs)
         return sorted((node, str(files.index(file))) for node, file in bad)
 
 

@@ -141,7 +141,7 @@ def test_a_folder_about_which_something_unreadable_was_said_is_not_looked_at() -
 @pytest.mark.parametrize(
     ("flags", "code", "sentence", "fix"),
     [
-        ("--save zz://b/run", "E802", "--save zz://b/run: no kind of store is called zz://", "pip install"),
+        ("--save zz://b/run", "E802", "--save zz://b/run: zz:// is not a known kind of store", "pip install"),
         (
             "--load gs://b/run",
             "E801",

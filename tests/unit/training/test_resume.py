@@ -109,7 +109,7 @@ def test_the_rest_of_a_first_save_is_no_checkpoint(tmp_path: Path) -> None:
     (rest / TENSORS).write_bytes(b"half")
     told = go_on(tmp_path)
     assert (told.status, sorted(told.samples)) == (0, [1, 2, 3, 4, 5, 6])
-    assert "removed iter_0000002.tmp: its save was cut off\n" in told.out
+    assert "removed iter_0000002.tmp: its save was interrupted\n" in told.out
     assert saved_steps(tmp_path / "saved") == [2, 4, 6]
     assert not rest.exists()
 
@@ -119,7 +119,7 @@ def test_a_save_that_lacked_nothing_but_its_name_counts(killed: Path) -> None:
     whole.rename(whole.with_suffix(".tmp"))
     told = go_on(killed)
     assert (told.status, sorted(told.samples)) == (0, [5, 6])
-    assert "iter_0000004.tmp was whole and lacked only its name, which it has now\n" in told.out
+    assert "published iter_0000004.tmp: its save was complete except for the final rename\n" in told.out
     assert saved_steps(killed / "saved") == [2, 4, 6]
 
 
