@@ -24,7 +24,7 @@ def test_the_page_is_written(page: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_help_writes_nothing(page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         generate_docs.main(["--help"])
     assert "docs/flags.md" in capsys.readouterr().out
     assert not page.exists()
@@ -32,7 +32,7 @@ def test_help_writes_nothing(page: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("argument", ["--check", "flags.md"])
 def test_unknown_arguments_are_refused(argument: str, page: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="^2$"):
+    with pytest.raises(SystemExit, match=r"^2$"):
         generate_docs.main([argument])
     assert argument in capsys.readouterr().err
     assert not page.exists()
