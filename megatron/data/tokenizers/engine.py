@@ -142,12 +142,16 @@ def _load_gigatoken(tokenizer: Tokenizer, file: Mapping[str, Any]) -> EncodeBatc
     except ImportError:
         raise _NotFastError("gigatoken is not installed (pip install gigatoken)") from None
     if not tokenizer.settings.get("parse_special_tokens"):
-        added = [token for token in file.get("added_tokens") or () if not token["special"]]
-        file = {**file, "added_tokens": added}  # special tokens spelled out in text stay text
+        file = _without_special_tokens(file)
     _refuse_added_tokens(file)
     with failures_as(lambda message: _NotFastError(f"gigatoken cannot read this tokenizer: {message}")):
         fast = gigatoken.Tokenizer.from_json(json.dumps(file).encode())
     return lambda texts: _encode_batch(fast, texts)
+
+
+def _without_special_tokens(file: Mapping[str, Any]) -> dict[str, Any]:
+    """Remove special tokens, so that their spelling stays text."""
+    return {**file, "added_tokens": [token for token in file.get("added_tokens") or () if not token["special"]]}
 
 
 def _refuse_added_tokens(file: Mapping[str, Any]) -> None:
@@ -173,13 +177,16 @@ def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> Encoded:
         texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
     try:
         with failures_as(lambda why: DataError(f"gigatoken cannot encode these texts: {why}", f"--engine {OWN}")):
-            layout = fast.encode_batch(texts).layout
-            offsets: NDArray[np.int64] = layout.offsets.data
-            return Encoded(layout.content.data[offsets[0] : offsets[-1]], np.diff(offsets))
+            return _from_ragged(fast.encode_batch(texts).layout)
     except DataError:
         for text in texts:
             unicode_text(text)  # an unpaired surrogate is the usual reason
         raise
+
+
+def _from_ragged(layout: Any) -> Encoded:
+    offsets: NDArray[np.int64] = layout.offsets.data
+    return Encoded(layout.content.data[offsets[0] : offsets[-1]], np.diff(offsets))
 
 
 def _compare(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]) -> None:

@@ -54,7 +54,7 @@ def test_a_bad_line_is_bad_under_all_keys() -> None:
     assert (done.lines, done.documents, done.bad) == (5, 2, 2)
     assert [str(bad.of(10)).splitlines()[0] for bad in done.told] == [
         "x.jsonl:12 has no key 'b'; its keys: a",
-        "x.jsonl:14: 'a' holds a number, not a string",
+        "x.jsonl:14: 'a' is a number, not a string",
     ]
 
 
@@ -64,7 +64,7 @@ def test_what_the_tokenizer_refuses_is_bad_too() -> None:
     done = encoder(tokenizer=null)(block)
     assert apart(done.columns[0]) == [[1, 2], [9]]
     assert [bad.line for bad in done.told] == [2, 3, 4]
-    assert "NullTokenizer reads ids 0..9 with spaces between, not 'x'" in str(done.told[0].of(0))
+    assert "NullTokenizer reads ids 0..9 separated by spaces, not 'x'" in str(done.told[0].of(0))
 
 
 def test_a_block_without_a_document() -> None:
@@ -98,7 +98,7 @@ def test_an_id_that_the_tokenizer_does_not_have_is_refused(wrong: int) -> None:
     def encode(texts: Sequence[str | bytes]) -> Encoded:
         return Encoded(np.full(len(texts), wrong), np.ones(len(texts), np.int64))
 
-    with pytest.raises(DataError, match="but says that it has 257"):
+    with pytest.raises(DataError, match="but its vocab_size is 257"):
         encoder(engine=Engine("numpy", "", encode))(lines({"text": "a"}))
 
 

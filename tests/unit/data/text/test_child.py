@@ -61,7 +61,7 @@ def test_what_it_raises_and_how_it_dies() -> None:
     with pytest.raises(FileNotFoundError) as gone:
         in_child(work, "gone", Listener())
     assert gone.value.filename == "x"
-    with pytest.raises(DataError, match="a worker process was ended by SIGKILL; perhaps memory ran out"):
+    with pytest.raises(DataError, match="a worker process was killed by SIGKILL; it may have run out of memory"):
         in_child(work, "killed", Listener())
 
 

@@ -93,7 +93,7 @@ def test_what_only_gigatoken_cannot_encode_is_told_with_the_way_out(
     def panic(layout: object) -> None:
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(engine_module, "_flat", panic)
+    monkeypatch.setattr(engine_module, "_from_ragged", panic)
     tokenizer = build_tokenizer(choice("TikTokenizer", tmp_path))
     with pytest.raises(DataError, match="cannot encode these texts: index out of bounds\n  fix: --engine hf"):
         encoded(tokenizer, ["the cat"], "gigatoken")
