@@ -1,4 +1,4 @@
-"""A tokenizer from text: ``python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output bpe``."""
+"""Train a tokenizer: ``python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output bpe``."""
 
 from __future__ import annotations
 
@@ -24,31 +24,32 @@ MOST_SENTENCES = 2_000_000
 
 
 def build_parser() -> Parser:
-    """The flags; those of the input are spelled as in preprocess_data, those of SentencePiece as its own."""
+    """Return the command-line parser. Input flags are those of preprocess_data.py."""
     parser = Parser(
         "train_tokenizer.py",
-        description="Make a tokenizer from text, for preprocess_data and the Hugging Face libraries.",
+        description="Train a tokenizer on text, for preprocess_data.py and the Hugging Face libraries.",
         epilog="Files ending in .jsonl or .json hold one JSON object per line; any other file is one document. "
         "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)
     write = parser.add_argument_group("tokenizer")
-    kinds = "a byte-level BPE as GPT-2's (bpe, the default), or a SentencePiece model as Llama's"
+    kinds = "byte-level BPE like GPT-2's (bpe, the default), or SentencePiece model like Llama's"
     write.add_argument("--type", choices=tuple(SIZES), default="bpe", help=kinds)
-    entries = "entries, with the 256 bytes and the special tokens"
+    entries = "entries, including the 256 bytes and the special tokens"
     write.add_argument("--vocab-size", type=int, required=True, metavar="N", help=entries)
     write.add_argument("--output", required=True, metavar="DIR", help="new folder for the tokenizer's files")
-    how = f"how SentencePiece cuts text ({' or '.join(MODEL_TYPES)}; bpe)"
+    how = f"algorithm of SentencePiece ({' or '.join(MODEL_TYPES)}; bpe)"
     write.add_argument("--sentencepiece-model-type", choices=MODEL_TYPES, help=how)
-    most = f"lines that SentencePiece learns from and keeps in memory; of more it takes a sample ({MOST_SENTENCES:,})"
+    most = f"lines that SentencePiece is trained on, kept in memory; sampled if there are more ({MOST_SENTENCES:,})"
     write.add_argument("--input-sentence-size", type=int, metavar="N", help=most)
     return parser
 
 
-def report(trained: Trained, files: int, asked: int) -> str:
-    """What was read and made, in a few lines."""
+def report(trained: Trained, files: int, vocab_size: int) -> str:
+    """Return the statistics of the training, in a few lines."""
     learnt = trained.learnt
-    fewer = "" if learnt.entries == asked else f" (not {asked:,}: the text has no more pairs that occur twice)"
+    full = learnt.entries == vocab_size
+    fewer = "" if full else f" (not {vocab_size:,}: the text has no more pairs that occur twice)"
     ratio = learnt.sample_bytes / learnt.sample_tokens
     sample = size(learnt.sample_bytes)
     bad = f", passed over: {trained.bad:,}" if trained.bad else ""
@@ -62,26 +63,22 @@ def report(trained: Trained, files: int, asked: int) -> str:
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse flags that cannot be.
-
-    Raises:
-        DataError: when they cannot.
-    """
+    """Raise DataError for invalid flags."""
     SIZES[args.type](args.vocab_size)
     for flag in ("sentencepiece_model_type", "input_sentence_size"):
         if args.type != "sentencepiece" and getattr(args, flag) is not None:
-            raise DataError(f"--{flag.replace('_', '-')} is of SentencePiece", "--type sentencepiece")
+            raise DataError(f"--{flag.replace('_', '-')} applies only to SentencePiece", "--type sentencepiece")
     if args.input_sentence_size is not None and args.input_sentence_size < 1:
-        raise DataError(f"--input-sentence-size {args.input_sentence_size} is no number of lines", "leave it out")
+        raise DataError(f"--input-sentence-size {args.input_sentence_size} must be at least 1", "leave it out")
     check_folder(Path(args.output))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the tokenizer, write it, and print what it is.
+    """Train the tokenizer, save it and print a summary.
 
     Returns:
-        The exit status: 1 when the input is not what it should be, 2 for wrong flags, 128 and the
-        signal's number after SIGINT and SIGTERM.
+        The exit status: 1 if the input is invalid, 2 for wrong flags, 128 plus the signal number after SIGINT and
+        SIGTERM.
     """
     args = build_parser().parse(argv)
     try:
@@ -92,11 +89,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Make the tokenizer, in a process that can be ended at any moment: libraries do not heed signals.
+    """Train in a process that can be killed at any moment, because the libraries do not react to signals.
 
     Raises:
-        DataError: when the input is not what it should be.
-        OSError: when a file cannot be read or written.
+        DataError: if the input is invalid.
+        OSError: if a file cannot be read or written.
     """
     files = find_files(args.input, args.suffix, args.exclude)
     is_bpe = args.type == "bpe"
