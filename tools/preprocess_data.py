@@ -53,7 +53,7 @@ def build_parser() -> Parser:
         "preprocess_data.py",
         description="Encode text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
         epilog="Files ending in .jsonl, .json or .ndjson, and .gz, .zst, .bz2 or .xz after it, hold one JSON object "
-        "per line; any other file is one document. The output depends neither on the number of workers nor on the engine. "
+        "per line; any other file is one document. The output does not depend on --workers and --engine. "
         "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)

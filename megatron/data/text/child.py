@@ -66,7 +66,7 @@ def in_child(function: Callable[[Plan, Teller], Result], plan: Plan, watcher: Wa
     """
     spawn = multiprocessing.get_context("spawn")
     connection, remote = spawn.Pipe()
-    process = spawn.Process(target=_work, args=(remote, function, plan), daemon=True)
+    process = spawn.Process(target=_run_function, args=(remote, function, plan), daemon=True)
     try:
         with interrupts_blocked():
             process.start()
@@ -124,7 +124,7 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _work(connection: Connection, function: Callable[[Plan, Teller], Result], plan: Plan) -> None:
+def _run_function(connection: Connection, function: Callable[[Plan, Teller], Result], plan: Plan) -> None:
     end_with_parent()
     try:
         answer = "returned", function(plan, Teller(connection))

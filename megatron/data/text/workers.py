@@ -119,7 +119,7 @@ class _Worker:
     def __init__(self, job: Job) -> None:
         spawn = multiprocessing.get_context("spawn")
         self._connection, remote = spawn.Pipe()
-        self.process: SpawnProcess = spawn.Process(target=_work, args=(remote, job), daemon=True)
+        self.process: SpawnProcess = spawn.Process(target=_run_worker, args=(remote, job), daemon=True)
         with interrupts_blocked():
             self.process.start()
         remote.close()  # only the worker holds that end now, so its death ends the pipe
@@ -148,7 +148,7 @@ def _result(future: Future[EncodedBlock], check: Callable[[], None]) -> EncodedB
     return future.result()
 
 
-def _work(connection: Connection, job: Job) -> None:
+def _run_worker(connection: Connection, job: Job) -> None:
     """Run a worker, on one thread, since there are as many workers as there should be threads."""
     end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -48,7 +48,7 @@ def train(plan: Training, teller: Teller) -> Trained:
         DataError: if the documents do not suffice, or one is invalid and ``skip_bad`` is off.
         OSError: if a file cannot be read.
     """
-    documents = _Documents(plan, teller)
+    documents = _CorpusReader(plan, teller)
     if plan.model_type is None:
         return Trained(train_bpe(documents, plan.vocab_size), documents.bad, ())
     learnt, sentences = train_sentencepiece(documents, plan.vocab_size, plan.model_type, plan.most_sentences)
@@ -60,7 +60,7 @@ def train(plan: Training, teller: Teller) -> Trained:
     return Trained(learnt, documents.bad, tuple(notes))
 
 
-class _Documents:
+class _CorpusReader:
     """Iterator over the documents of a plan that reports progress."""
 
     def __init__(self, plan: Training, teller: Teller) -> None:
