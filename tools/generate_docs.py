@@ -21,13 +21,13 @@ INTRODUCTION = """# Flags
 
 Written by `python tools/generate_docs.py` from the classes in `megatron/config/`; a test keeps it up to date.
 
-Values are laid over one another in this order: the defaults below, the model of the checkpoint or of the
+Later sources override earlier ones, in this order: the defaults below, the model of the checkpoint or of the
 `hf:DIR` that the run starts from, `--preset NAME`, `--config FILE...` (YAML, by group or flat), flags,
-`--set group.field=value`. A later source that says a length, or where tokens come from, in another way
-(`train_samples` after `train_iters`, `mock_data` after `data_path`) replaces the earlier one.
-`--check-config [--world-size N]` checks everything without a GPU, and without importing torch, and prints what the
-run would be, what it would read, and what the start would say of its checkpoint. `--fake-world --world-size N
-[--fake-rank R]` goes on and [builds one rank of it](operations.md#a-large-run-tried-on-one-machine).
+`--set group.field=value`. Options that exclude each other (`train_iters` and `train_samples`, `data_path` and
+`mock_data`) replace one another too. `--check-config [--world-size N]` checks everything without a GPU and without
+importing torch, and prints a summary of the run, its data and the checkpoint that it would start from.
+`--fake-world --world-size N [--fake-rank R]` also
+[builds one rank](operations.md#a-large-run-tried-on-one-machine).
 Booleans take `--x` and `--no-x`. Flags cannot be abbreviated.
 """
 
@@ -47,8 +47,8 @@ def _presets() -> Iterator[str]:
         count = f"{m.num_parameters():,}" if m.vocab_size else "by the tokenizer"
         cells = (m.num_layers, m.hidden_size, m.num_attention_heads, m.kv_groups, m.ffn, m.vocab_size or "tokenizer's")
         yield _row(f"`{name}`", *cells, config.training.seq_length, count)
-    yield "\nA preset also brings the optimizer settings of its paper and turns dropout off. It says nothing about"
-    yield "layout, precision, batch size or length.\n"
+    yield "\nA preset also sets the optimizer settings of its paper and turns dropout off. It does not set layout,"
+    yield "precision, batch size and length.\n"
 
 
 def _groups() -> Iterator[str]:
@@ -88,23 +88,23 @@ def _meaning(setting: Setting) -> str:
 
 def _megatron() -> Iterator[str]:
     yield "## Flags of Megatron-LM\n"
-    yield "Flags above that Megatron-LM has too mean the same. These have another default:\n"
+    yield "Flags above that also exist in Megatron-LM have the same meaning. These have another default:\n"
     yield "| flag | Megatron-LM | here |"
     yield "|---|---|---|"
     for flag, (default, why) in megatron_flags.OTHER_DEFAULTS.items():
         yield _row(f"`{flag}`", default, why)
-    yield "\nThese are accepted, do nothing, and say so at the start:\n"
-    yield "| flag | because |"
+    yield "\nThese are accepted without effect, with a note at the start:\n"
+    yield "| flag | reason |"
     yield "|---|---|"
     for flag, why in megatron_flags.IGNORED.items():
         values = megatron_flags.HARMLESS_VALUES.get(flag)
         yield _row(f"`{flag}`" + (f" (`{'`, `'.join(values)}`)" if values else ""), why)
-    yield "\nThese are refused, with what to do instead:\n"
-    yield "| flag | because | instead |"
+    yield "\nThese are refused:\n"
+    yield "| flag | reason | instead |"
     yield "|---|---|---|"
     for flag, (why, fixes) in megatron_flags.REFUSED.items():
         yield _row(f"`{flag}`", why, " or ".join(f"`{fix}`" if fix.startswith("--") else fix for fix in fixes))
-    yield "\nAll its other flags are refused by name.\n"
+    yield "\nAll other flags of Megatron-LM are refused, with an error that names them.\n"
 
 
 def _row(*cells: object) -> str:

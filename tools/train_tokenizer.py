@@ -47,16 +47,16 @@ def build_parser() -> Parser:
 
 def report(trained: Trained, files: int, vocab_size: int) -> str:
     """Return the statistics of the training, in a few lines."""
-    learnt = trained.learnt
-    full = learnt.entries == vocab_size
+    tokenizer = trained.tokenizer
+    full = tokenizer.entries == vocab_size
     fewer = "" if full else f" (not {vocab_size:,}: the text has no more pairs that occur twice)"
-    ratio = learnt.sample_bytes / learnt.sample_tokens
-    sample = size(learnt.sample_bytes)
+    ratio = tokenizer.sample_bytes / tokenizer.sample_tokens
+    sample = size(tokenizer.sample_bytes)
     bad = f", passed over: {trained.bad:,}" if trained.bad else ""
     return "\n".join(
         (
-            f"files: {files:,}, documents: {learnt.documents:,}, text bytes: {learnt.text_bytes:,}{bad}",
-            f"entries: {learnt.entries:,}{fewer}, bytes per token: {ratio:.2f} in the first {sample}",
+            f"files: {files:,}, documents: {tokenizer.documents:,}, text bytes: {tokenizer.text_bytes:,}{bad}",
+            f"entries: {tokenizer.entries:,}{fewer}, bytes per token: {ratio:.2f} in the first {sample}",
             *trained.notes,
         )
     )
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> None:
     )
     with closing(Stages(sys.stderr)) as stages:
         trained = in_child(train, plan, stages)
-    save_files(trained.learnt.files, Path(args.output))
+    save_files(trained.tokenizer.files, Path(args.output))
     print(report(trained, len(files), args.vocab_size))
     kind = "HuggingFaceTokenizer" if is_bpe else "SentencePieceTokenizer"
     print(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")

@@ -62,7 +62,7 @@ class EncodedBlock(NamedTuple):
     empty: int  # texts of all columns without ids
     text_bytes: int  # UTF-8 bytes of all texts
     bad: int  # documents not encoded
-    told: tuple[Bad, ...]  # the first `TOLD` of them
+    described: tuple[Bad, ...]  # the first `TOLD` of them
     differs: Bad | None  # set if engine and tokenizer disagree
 
 
@@ -104,7 +104,7 @@ class BlockEncoder:
             empty=sum(int(np.count_nonzero(column.lengths == 0)) for column in columns),
             text_bytes=sum(sum(map(len, texts)) for texts in documents.columns),
             bad=len(self._bad),
-            told=tuple(self._bad[:TOLD]),
+            described=tuple(self._bad[:TOLD]),
             differs=self._spot_check(documents),
         )
 

@@ -25,14 +25,14 @@ PATIENCE = 10.0  # seconds to wait for a process to end
 class Watcher(Protocol):
     """Receiver of the progress of another process."""
 
-    def doing(self, stage: str) -> None:
+    def set_stage(self, stage: str) -> None:
         """Report the current stage."""
 
-    def say(self, sentence: str) -> None:
+    def message(self, text: str) -> None:
         """Report a message for the user."""
 
     def tick(self) -> None:
-        """Called a few times per second."""
+        """Update the display; called a few times per second."""
 
 
 class Teller:
@@ -41,13 +41,13 @@ class Teller:
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def doing(self, stage: str) -> None:
+    def set_stage(self, stage: str) -> None:
         """Report the current stage."""
-        self._connection.send(("doing", stage))
+        self._connection.send(("stage", stage))
 
-    def say(self, sentence: str) -> None:
+    def message(self, text: str) -> None:
         """Report a message for the user."""
-        self._connection.send(("say", sentence))
+        self._connection.send(("message", text))
 
 
 def in_child(function: Callable[[Plan, Teller], Result], plan: Plan, watcher: Watcher) -> Result:
@@ -82,7 +82,7 @@ def in_child(function: Callable[[Plan, Teller], Result], plan: Plan, watcher: Wa
                 return content
             if kind == "raised":
                 raise content
-            (watcher.doing if kind == "doing" else watcher.say)(content)
+            (watcher.set_stage if kind == "stage" else watcher.message)(content)
     finally:
         if process.pid is not None:
             process.kill()

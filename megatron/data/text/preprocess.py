@@ -45,9 +45,9 @@ class Listener(Protocol):
     """Receiver of progress."""
 
     def update(self, totals: Totals) -> None:
-        """Called after each block."""
+        """Show the totals; called after each block."""
 
-    def say(self, sentence: str) -> None:
+    def message(self, text: str) -> None:
         """Report a message for the user."""
 
 
@@ -81,13 +81,13 @@ def write_dataset(
     Path(plan.prefix).parent.mkdir(parents=True, exist_ok=True)
     for key in plan.keys:
         for path in remove_leftovers(output_prefix(plan.prefix, key)):
-            listener.say(f"removed {path}, left by a run that was killed")
+            listener.message(f"removed {path}, left by a run that was killed")
     with ExitStack() as stack:
         workers = stack.enter_context(Workers(job, plan.workers)) if plan.workers > 1 else None
         sample = sample_texts(plan.files, plan.keys) if tokenizer.files and plan.engine != OWN else []
         engine = choose_engine(tokenizer, sample, plan.engine)
         check()
-        listener.say(f"engine: {engine.name} ({engine.reason})")
+        listener.message(f"engine: {engine.name} ({engine.reason})")
         writers = [stack.enter_context(_open_writer(output_prefix(plan.prefix, key), tokenizer)) for key in plan.keys]
         blocks = cut(plan.files, plan.block_bytes)
         encode = BlockEncoder(job, tokenizer, engine)
@@ -191,9 +191,9 @@ class _Statistics:
             self._lines = self._in_file = 0
         if result.differs is not None:
             raise result.differs.of(self._lines)
-        for bad in result.told:
+        for bad in result.described:
             self._report_bad(bad)
-        self.totals.bad += result.bad - len(result.told)
+        self.totals.bad += result.bad - len(result.described)
         self.totals.stored_bytes += block.stored
         self.totals.documents += result.documents
         self.totals.empty += result.empty
@@ -216,6 +216,6 @@ class _Statistics:
             raise error
         self.totals.bad += 1
         if self.totals.bad <= TOLD:
-            self._listener.say(f"passed over: {str(error).splitlines()[0]}")
+            self._listener.message(f"passed over: {str(error).splitlines()[0]}")
         if self.totals.bad == TOLD:
-            self._listener.say("passed over: further ones are only counted")
+            self._listener.message("passed over: further ones are only counted")

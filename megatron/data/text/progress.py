@@ -64,10 +64,10 @@ class Progress:
             return now - self._last >= FILE_SECONDS
         return totals.documents // self._interval > self._last_documents // self._interval
 
-    def say(self, sentence: str) -> None:
+    def message(self, text: str) -> None:
         """Print a message."""
         self.close()
-        print(sentence, file=self._stream, flush=True)
+        print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Erase the progress line."""
@@ -86,7 +86,7 @@ class Stages:
         self._start = self._last = time.monotonic()
         self._stage = "starting"
 
-    def doing(self, stage: str) -> None:
+    def set_stage(self, stage: str) -> None:
         """Set the current stage."""
         self._stage = stage
         self.tick()
@@ -101,10 +101,10 @@ class Stages:
         self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
         self._stream.flush()
 
-    def say(self, sentence: str) -> None:
+    def message(self, text: str) -> None:
         """Print a message."""
         self.close()
-        print(sentence, file=self._stream, flush=True)
+        print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
         """Erase the progress line."""

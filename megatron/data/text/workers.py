@@ -69,15 +69,18 @@ class Workers:
         """
         pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
         pending_bytes = 0
+        max_blocks = AHEAD * self._count
+        max_bytes = HELD_BYTES * self._count
         with ThreadPoolExecutor(self._count) as threads:
             try:
                 for block in blocks:
-                    while pending and self._is_full(len(pending), pending_bytes + weight(block)):
+                    size = weight(block)
+                    while pending and (len(pending) >= max_blocks or pending_bytes + size > max_bytes):
                         finished, future = pending.popleft()
                         pending_bytes -= weight(finished)
                         yield finished, _result(future, check)
                     pending.append((block, threads.submit(self._encode, engine, block)))
-                    pending_bytes += weight(block)
+                    pending_bytes += size
                 while pending:
                     finished, future = pending.popleft()
                     yield finished, _result(future, check)
@@ -85,9 +88,6 @@ class Workers:
                 threads.shutdown(wait=False, cancel_futures=True)
                 self._kill()  # the blocks being encoded may take long
                 raise
-
-    def _is_full(self, num_blocks: int, num_bytes: int) -> bool:
-        return num_blocks >= AHEAD * self._count or num_bytes > HELD_BYTES * self._count
 
     def _encode(self, engine: str, block: Block) -> EncodedBlock:
         """Encode a block in an idle worker. There is one, because there are as many threads as workers."""

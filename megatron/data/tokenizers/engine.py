@@ -209,15 +209,12 @@ def _split(encoded: Encoded) -> list[NDArray[Any]]:
 
 def _texts_around(tokens: Sequence[str]) -> list[str]:
     """Return texts that contain each token: alone, inside words, between spaces, and next to the others."""
-    forms = list(dict.fromkeys(form for token in tokens for form in _forms(token)))
+    forms: dict[str, None] = {}  # each token, and variants that a normalizer may map to it
+    for token in tokens:
+        composed, decomposed = (unicodedata.normalize(form, token) for form in ("NFC", "NFD"))
+        forms |= dict.fromkeys([token, token.upper(), token.lower(), composed, decomposed])
     around = [text for form in forms for text in (form, f"so{form} ends {form}it", f"a  {form}\n {form}{form} .")]
     return [*around, *_overlaps(tokens), "".join(tokens), " ".join(tokens)]
-
-
-def _forms(token: str) -> list[str]:
-    """Return a token and variants that a normalizer may map to it."""
-    composed, decomposed = (unicodedata.normalize(form, token) for form in ("NFC", "NFD"))
-    return [token, token.upper(), token.lower(), composed, decomposed]
 
 
 def _overlaps(tokens: Sequence[str]) -> list[str]:

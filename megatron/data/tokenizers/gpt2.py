@@ -35,7 +35,10 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
         Raises:
             DataError: if a file is missing, damaged or swapped with the other, or lacks a byte or ``<|endoftext|>``.
         """
-        _refuse_swapped(vocab, merges)
+        first, second = (read_file(path, TWO).lstrip()[:1] for path in (vocab, merges))
+        if first != b"{" and second == b"{":
+            fix = f"--vocab-file {shlex.quote(str(merges))} --merge-file {shlex.quote(str(vocab))}"
+            raise DataError(f"{merges} is a vocabulary and {vocab} is not: the two files are swapped", fix)
         vocabulary, pairs = _read_vocabulary(vocab), _read_merges(merges)
         try:
             tokenizer = byte_level_bpe(models.BPE(vocabulary, pairs), words=True)
@@ -45,14 +48,6 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
         new = cls.__new__(cls)
         new._load(tokenizer_files(tokenizer), vocab, parse_special_tokens)
         return new
-
-
-def _refuse_swapped(vocab: Path, merges: Path) -> None:
-    """Raise DataError if the two files are given in the wrong order."""
-    first, second = (read_file(path, TWO).lstrip()[:1] for path in (vocab, merges))
-    if first != b"{" and second == b"{":
-        fix = f"--vocab-file {shlex.quote(str(merges))} --merge-file {shlex.quote(str(vocab))}"
-        raise DataError(f"{merges} is a vocabulary and {vocab} is not: the two files are swapped", fix)
 
 
 def _read_vocabulary(path: Path) -> dict[str, int]:

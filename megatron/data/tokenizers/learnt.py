@@ -45,17 +45,16 @@ class Texts:
         for document in self._documents:
             self.documents += 1
             for text in document.texts:
-                yield self._count(text.decode() if isinstance(text, bytes) else text)
+                if isinstance(text, bytes):
+                    text = text.decode()
+                size = len(text.encode())
+                self.text_bytes += size
+                if self.sample_bytes + size <= SAMPLE_BYTES or not self.sample:
+                    self.sample.append(text)
+                    self.sample_bytes += size
+                yield text
         if not self.text_bytes:
             raise DataError(f"the documents of the input are all empty ({self.documents:,})", "another --input")
-
-    def _count(self, text: str) -> str:
-        size = len(text.encode())
-        self.text_bytes += size
-        if self.sample_bytes + size <= SAMPLE_BYTES or not self.sample:
-            self.sample.append(text)
-            self.sample_bytes += size
-        return text
 
 
 def check_folder(folder: Path) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.data.tokenizers.huggingface import CONFIG, TOKENIZER
-from megatron.data.tokenizers.sentencepiece_file import Algorithm, Kind, Model, Piece
+from megatron.data.tokenizers.sentencepiece_file import Algorithm, Kind, Model
 
 SPACE = "\u2581"
 
@@ -30,12 +30,13 @@ def hugging_face_files(model: Model, special: Mapping[str, int], roles: Mapping[
     """
     if not _is_convertible(model, special):
         return {}
+    matching = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
         "added_tokens": [
-            _added_token(piece, number, special)
+            {"id": number, "content": piece.text, **matching, "special": piece.text in special}
             for number, piece in enumerate(model.pieces)
             if piece.kind in (Kind.CONTROL, Kind.USER_DEFINED)
         ],
@@ -62,11 +63,6 @@ def _is_convertible(model: Model, special: Mapping[str, int]) -> bool:
     scores = [piece.score for piece in words if len(piece.text) > 1]
     letters = {piece.text for piece in words if len(piece.text) == 1}
     return len(set(scores)) == len(scores) and letters.issuperset("".join(piece.text for piece in words))
-
-
-def _added_token(piece: Piece, number: int, special: Mapping[str, int]) -> dict[str, Any]:
-    marks = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": number, "content": piece.text, **marks, "special": piece.text in special}
 
 
 def _normalizers(model: Model) -> Iterator[dict[str, Any]]:

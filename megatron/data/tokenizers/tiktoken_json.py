@@ -26,11 +26,15 @@ def hugging_face_files(
         return {}
     words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    matching = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(token, number) for token, number in sorted(special.items(), key=lambda item: item[1])],
+        "added_tokens": [
+            {"id": number, "content": token, **matching, "special": True}
+            for token, number in sorted(special.items(), key=lambda item: item[1])
+        ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, byte_level]},
         "post_processor": None,
@@ -58,11 +62,6 @@ def hugging_face_files(
         TOKENIZER: json.dumps(tokenizer, ensure_ascii=False).encode(),
         CONFIG: (json.dumps(config, indent=2) + "\n").encode(),
     }
-
-
-def _added(token: str, number: int) -> dict[str, object]:
-    marks = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": number, "content": token, **marks, "special": True}
 
 
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:

@@ -28,7 +28,7 @@ class Training:
     keys: tuple[str, ...]  # JSON keys of the texts
     vocab_size: int
     model_type: str | None  # of SentencePiece; None for a byte-level BPE
-    most_sentences: int  # number of lines SentencePiece is trained on
+    max_sentences: int  # number of lines SentencePiece is trained on
     skip_bad: bool = False  # skip invalid documents instead of failing
 
 
@@ -36,7 +36,7 @@ class Training:
 class Trained:
     """Result of the training of a tokenizer."""
 
-    learnt: Learnt
+    tokenizer: Learnt
     bad: int  # number of documents skipped
     notes: tuple[str, ...]  # lines to print
 
@@ -51,13 +51,13 @@ def train(plan: Training, teller: Teller) -> Trained:
     documents = _CorpusReader(plan, teller)
     if plan.model_type is None:
         return Trained(train_bpe(documents, plan.vocab_size), documents.bad, ())
-    learnt, sentences = train_sentencepiece(documents, plan.vocab_size, plan.model_type, plan.most_sentences)
+    tokenizer, sentences = train_sentencepiece(documents, plan.vocab_size, plan.model_type, plan.max_sentences)
     kept = len(sentences.kept)
     sample = "all of them" if kept == sentences.seen else f"a sample of {kept:,} (--input-sentence-size)"
     notes = [f"lines: {sentences.seen:,}, trained on {sample}"]
-    if TOKENIZER not in learnt.files:
+    if TOKENIZER not in tokenizer.files:
         notes.append(NO_FILES)
-    return Trained(learnt, documents.bad, tuple(notes))
+    return Trained(tokenizer, documents.bad, tuple(notes))
 
 
 class _CorpusReader:
@@ -77,14 +77,14 @@ class _CorpusReader:
                 documents, num_bytes = documents + 1, num_bytes + document.num_bytes
                 if time.monotonic() - last_report >= TELL_SECONDS:
                     last_report = time.monotonic()
-                    self._teller.doing(f"reading: {counted(documents, 'documents')}, {size(num_bytes)}")
+                    self._teller.set_stage(f"reading: {counted(documents, 'documents')}, {size(num_bytes)}")
                 yield document
         corpus = f"{counted(documents, 'documents')}, {size(num_bytes)}"
-        self._teller.doing(f"training {self._plan.vocab_size:,} entries on {corpus}")
+        self._teller.set_stage(f"training {self._plan.vocab_size:,} entries on {corpus}")
 
     def _skip(self, error: DataError) -> None:
         self.bad += 1
         if self.bad <= TOLD:
-            self._teller.say(f"passed over: {error.seen}")
+            self._teller.message(f"passed over: {error.seen}")
         if self.bad == TOLD:
-            self._teller.say("passed over: further ones are only counted")
+            self._teller.message("passed over: further ones are only counted")

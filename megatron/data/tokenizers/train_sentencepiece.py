@@ -40,7 +40,7 @@ class Sentences:
 
 
 def train_sentencepiece(
-    documents: Iterable[Document], vocab_size: int, model_type: str, most_sentences: int
+    documents: Iterable[Document], vocab_size: int, model_type: str, max_sentences: int
 ) -> tuple[Learnt, Sentences]:
     """Train a tokenizer of at most ``vocab_size`` pieces, including the 256 bytes, so that every text can be encoded.
 
@@ -51,7 +51,7 @@ def train_sentencepiece(
         documents: read once.
         vocab_size: number of pieces.
         model_type: ``bpe`` or ``unigram``.
-        most_sentences: number of lines to train on, kept in memory.
+        max_sentences: number of lines to train on, kept in memory.
 
     Returns:
         The tokenizer, and the lines it was trained on.
@@ -61,13 +61,13 @@ def train_sentencepiece(
     """
     check_size(vocab_size)
     texts = Texts(documents)
-    sentences = Sentences(texts, most_sentences)
+    sentences = Sentences(texts, max_sentences)
     content = _run_trainer(sentences.kept, vocab_size, model_type)
     tokenizer = SentencePieceTokenizer.of(content, Path(MODEL))
     tokens = tokenizer.encode_batch(texts.sample).ids.size
     files = {MODEL: content, **tokenizer.hugging_face_files()}
-    learnt = Learnt(files, tokenizer.vocab_size, texts.documents, texts.text_bytes, texts.sample_bytes, tokens)
-    return learnt, sentences
+    trained = Learnt(files, tokenizer.vocab_size, texts.documents, texts.text_bytes, texts.sample_bytes, tokens)
+    return trained, sentences
 
 
 def check_size(vocab_size: int) -> None:

@@ -11,7 +11,7 @@ from tools import generate_docs
 
 @pytest.fixture
 def page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The page that the tool writes, which is not there yet."""
+    """Return the path that the tool writes to."""
     monkeypatch.setattr(generate_docs, "ROOT", tmp_path)
     monkeypatch.setattr(generate_docs, "FLAGS", tmp_path / "flags.md")
     return tmp_path / "flags.md"

@@ -94,7 +94,7 @@ def test_ids_written_as_text(tmp_path: Path) -> None:
         ('{"text": ', [], "c.jsonl:5 is not JSON"),
         ('{"text": "\\ud800"}', [], "c.jsonl:5: 'text' is not Unicode: character 0 is an unpaired surrogate"),
         ('{"txt": "a"}', [], "c.jsonl:5 has no key 'text'"),
-        ("", ["--json-keys", "text", "text"], "a key is named twice"),
+        ("", ["--json-keys", "text", "text"], "a key is given twice"),
         ("", ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "c.jsonl:1: NullTokenizer reads ids 0..8"),
         ("", ["--input", "nothing.jsonl"], "--input nothing.jsonl: there is no such file"),
     ],
@@ -120,7 +120,7 @@ def test_a_mistake_is_told_in_a_sentence_and_leaves_no_files(
             "HuggingFaceTokenizer needs --tokenizer-model",
         ),
         (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"], "there is no nowhere"),
-        (["--tokenizer-model", "nowhere"], "ByteTokenizer reads no file"),
+        (["--tokenizer-model", "nowhere"], "ByteTokenizer does not use --tokenizer-model"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_made_is_a_wrong_flag(
@@ -415,7 +415,10 @@ def test_a_worker_that_is_killed_ends_it_with_a_sentence(long_corpus: Path, tmp_
     os.kill(workers[1], signal.SIGKILL)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert "preprocess_data: a worker process was killed by SIGKILL; it may have run out of memory\n  fix: --workers 1" in err
+    assert (
+        "preprocess_data: a worker process was killed by SIGKILL; it may have run out of memory\n  fix: --workers 1"
+        in err
+    )
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
     wait_until_gone(workers)

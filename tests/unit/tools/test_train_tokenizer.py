@@ -97,10 +97,16 @@ def test_a_sentencepiece_model_is_made_and_used(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--type", "sentencepiece", "--vocab-size", "258"], "a vocabulary of 258 is too small for the 256 bytes, <unk>"),
-        (["--sentencepiece-model-type", "bpe"], "--sentencepiece-model-type is of SentencePiece"),
-        (["--input-sentence-size", "9"], "--input-sentence-size is of SentencePiece\n  fix: --type sentencepiece"),
-        (["--type", "sentencepiece", "--input-sentence-size", "0"], "--input-sentence-size 0 is no number of lines"),
+        (
+            ["--type", "sentencepiece", "--vocab-size", "258"],
+            "a vocabulary of 258 is too small for the 256 bytes, <unk>",
+        ),
+        (["--sentencepiece-model-type", "bpe"], "--sentencepiece-model-type applies only to SentencePiece"),
+        (
+            ["--input-sentence-size", "9"],
+            "--input-sentence-size applies only to SentencePiece\n  fix: --type sentencepiece",
+        ),
+        (["--type", "sentencepiece", "--input-sentence-size", "0"], "--input-sentence-size 0 must be at least 1"),
     ],
 )
 def test_flags_that_cannot_be_are_told(
@@ -191,5 +197,5 @@ def test_a_tokenizer_that_is_there_stays(corpus: Path, tmp_path: Path, capsys: p
     assert train(corpus, tmp_path / "bpe") == 0
     before = {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()}
     assert train(corpus, tmp_path / "bpe", "--vocab-size", "280") == 2
-    assert "bpe is there already, with a tokenizer\n  fix: another --output" in capsys.readouterr().err
+    assert "bpe already exists and holds a tokenizer\n  fix: another --output" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()} == before

@@ -55,8 +55,8 @@ class Heard:
     def update(self, totals: Totals) -> None:
         self.updates += 1
 
-    def say(self, sentence: str) -> None:
-        self.said.append(sentence)
+    def message(self, text: str) -> None:
+        self.said.append(text)
 
 
 def run(plan: Plan) -> tuple[Totals, list[str]]:
