@@ -117,7 +117,7 @@ class Inspection:
         """Inspect a pair.
 
         Raises:
-            DataError: if one of its files is damaged, and as `Meaning.of`.
+            DataError: if one of its files is damaged, and as `IdMeaning.of`.
         """
         data = IndexedDataset(prefix, floats=True)
         meaning, findings = Meaning.of(prefix, args), None

@@ -41,7 +41,7 @@ MEANING = {
     "gpus_per_node": "also the ranks per node",
     "gpu_memory_gb": "of each GPU",
 }
-"""Help text of every field of :class:`Cluster`."""
+"""Help text of every field of :class:`ClusterSettings`."""
 
 CHOICES = {"network": ("infiniband", "ethernet")}
 """Allowed values of a field, if restricted."""
@@ -49,7 +49,7 @@ CHOICES = {"network": ("infiniband", "ethernet")}
 
 @dataclass(frozen=True)
 class Cluster:
-    """Settings of a cluster, explained in ``MEANING``; empty strings if not needed."""
+    """Settings of a cluster, explained in ``FIELD_HELP``; empty strings if not needed."""
 
     partition: str = ""
     account: str = ""

@@ -62,7 +62,7 @@ class EncodedBlock(NamedTuple):
     empty: int  # texts of all columns without ids
     text_bytes: int  # UTF-8 bytes of all texts
     bad: int  # documents not encoded
-    described: tuple[Bad, ...]  # the first `TOLD` of them
+    described: tuple[Bad, ...]  # the first `MAX_DESCRIBED` of them
     differs: Bad | None  # set if engine and tokenizer disagree
 
 

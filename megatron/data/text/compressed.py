@@ -14,7 +14,7 @@ from megatron.data.errors import DataError
 SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 PIECE_BYTES = 16 << 20  # approximate upper limit of the text yielded at once
 READ_BYTES = {".gz": 1 << 14, ".zst": 1 << 9, ".bz2": 1 << 14, ".xz": 1 << 14}
-"""Compressed bytes read at once. The libraries for .bz2 and .xz take `PIECE_BYTES` as a limit. For the others it
+"""Compressed bytes read at once. The libraries for .bz2 and .xz take `MAX_PIECE_BYTES` as a limit. For the others it
 follows from the highest compression: a factor of about 1000 for .gz, and 4 bytes for a block of 128 kB for .zst."""
 PADDING = b"\0"  # appended to .gz by tar and tape tools, and allowed in .xz
 
@@ -32,7 +32,7 @@ class _Decompressor(Protocol):
 
 
 def decompressed(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
-    """Yield the content of a file that ends in one of `SUFFIXES`. Concatenated streams are one text.
+    """Yield the content of a file that ends in one of `COMPRESSION_SUFFIXES`. Concatenated streams are one text.
 
     Raises:
         DamagedError: if the file is truncated or not in the format of its suffix.

@@ -35,7 +35,7 @@ class Plan:
     prefix: str  # path and beginning of the names of the token files
     choice: TokenizerChoice
     append_eod: bool = False  # append the end-of-document id to every text that is not empty
-    engine: str = "auto"  # one of `engine.WISHES`
+    engine: str = "auto"  # one of `engine.ENGINES`
     workers: int = 1  # processes that encode; 1 means this process
     skip_bad: bool = False  # skip invalid documents instead of failing
     block_bytes: int = BLOCK_BYTES  # bytes of text that a worker encodes at once
@@ -139,7 +139,7 @@ def _open_writer(prefix: str, tokenizer: Tokenizer) -> IndexedDatasetWriter:
 def sample_texts(files: Iterable[Path], keys: Sequence[str]) -> list[str]:
     """Return the first texts of the input, at most `SAMPLE_BYTES` of them, without invalid documents.
 
-    They are searched for in the first `SEARCHED_BYTES`, so that an input without valid texts fails soon.
+    They are searched for in the first `SAMPLE_SEARCH_BYTES`, so that an input without valid texts fails soon.
     """
     found: list[str] = []
     size = searched = 0

@@ -26,15 +26,15 @@ class Totals:
 
 
 class Progress:
-    """Show `Totals` and messages."""
+    """Show `PreprocessTotals` and messages."""
 
     def __init__(self, stream: TextIO, input_bytes: int, interval: int | None = None) -> None:
         """Write to ``stream``.
 
         Args:
             stream: a terminal, or a file.
-            input_bytes: final value of `Totals.stored_bytes`.
-            interval: documents between lines in a file; by default a line is written every `FILE_SECONDS`. 0 for none.
+            input_bytes: final value of `PreprocessTotals.stored_bytes`.
+            interval: documents between lines in a file; by default a line is written every `FILE_INTERVAL`. 0 for none.
         """
         self._stream = stream
         self._input_bytes = max(1, input_bytes)

@@ -59,7 +59,7 @@ def texts_of_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ..
 def texts_of_good_lines(content: bytes, keys: Sequence[str]) -> list[list[bytes]] | None:
     """Return for each key the texts of all lines, in UTF-8: a fast path for blocks without special cases.
 
-    None if a line is blank or may be invalid; `texts_of_line` then decides.
+    None if a line is blank or may be invalid; `parse_line` then decides.
     """
     if NUL in content:
         return None

@@ -40,7 +40,7 @@ class Stop:
 
 @contextmanager
 def signals_noted() -> Iterator[Stop]:
-    """Handle SIGTERM and SIGINT with a `Stop` inside the context."""
+    """Handle SIGTERM and SIGINT with a `StopSignal` inside the context."""
     stop = Stop()
     before = {number: signal.signal(number, stop.note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

@@ -182,7 +182,7 @@ def _unknown_type(tokenizer_type: str) -> DataError:
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """Add the tokenizer flags of a data tool; read them with `TokenizerChoice.from_args`."""
+    """Add the tokenizer flags of a data tool; read them with `TokenizerOptions.from_args`."""
     tokens = parser.add_argument_group("tokenizer")
     types = f"tokenizer class: {' or '.join(TOKENIZER_TYPES)}"
     tokens.add_argument("--tokenizer-type", required=required, metavar="TYPE", help=types)

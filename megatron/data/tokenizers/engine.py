@@ -1,7 +1,8 @@
 """Choose the library that encodes a corpus: gigatoken if it gives the same ids, else the tokenizer's own.
 
 gigatoken reimplements other libraries and is tens of times faster. Before it is used, its ids are compared with those
-of the tokenizer's own library on the beginning of the corpus, on texts around every added token, and on `ODD`.
+of the tokenizer's own library on the beginning of the corpus, on texts around every added token, and on
+`EDGE_CASE_TEXTS`.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], wish: str = "auto
     Args:
         tokenizer: defines the expected ids.
         sample: first texts of the corpus; about 1 MB makes a meaningful comparison.
-        wish: one of `WISHES`.
+        wish: one of `ENGINES`.
 
     Raises:
         DataError: if ``wish`` is unknown, or is ``gigatoken`` and that cannot be used.
@@ -218,7 +219,7 @@ def _texts_around(tokens: Sequence[str]) -> list[str]:
 
 
 def _overlaps(tokens: Sequence[str]) -> list[str]:
-    """Return up to `MOST_OVERLAPS` texts in which two tokens overlap, so that only one of them can match."""
+    """Return up to `MAX_OVERLAPS` texts in which two tokens overlap, so that only one of them can match."""
     by_prefix: dict[str, list[str]] = {}
     for token in tokens:
         for size in range(1, len(token)):

@@ -25,5 +25,5 @@ def failures_as(error_of: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def cannot_encode(library: str) -> Callable[[str], ValueError]:
-    """Return an ``error_of`` for `failures_as` that names the library."""
+    """Return an ``error_of`` for `convert_library_errors` that names the library."""
     return lambda message: ValueError(f"{library} cannot encode this text: {message}")

@@ -207,7 +207,7 @@ def tokenizer_files(tokenizer: tokenizers.Tokenizer) -> dict[str, bytes]:
 
 
 def byte_level_bpe(model: models.BPE, words: bool) -> tokenizers.Tokenizer:
-    """Return a byte-level BPE tokenizer around ``model``, whose vocabulary spells bytes as in `byte_letters`.
+    """Return a byte-level BPE tokenizer around ``model``, whose vocabulary spells bytes as in `bytes_to_unicode`.
 
     With ``words``, text is first split into words as in GPT-2.
     """
