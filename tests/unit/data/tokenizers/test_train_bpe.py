@@ -151,7 +151,7 @@ def test_a_saved_tokenizer_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("name", "message"), [("tokenizer.json", "holds a tokenizer"), ("x", "is not an empty")])
 def test_what_is_there_is_not_overwritten(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("mine")
-    with pytest.raises(DataError, match=f"is there already.* {message}"):
+    with pytest.raises(DataError, match=f"already exists and {message}"):
         save_files(FILES, tmp_path)
     assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
 
