@@ -123,7 +123,7 @@ def test_added_tokens_that_are_found_elsewhere_are_refused(
     engine = choose_engine(tokenizer, TEXT)
     assert engine.encode_batch == tokenizer.encode_batch
     assert engine.reason == f"this tokenizer {reason}"
-    with pytest.raises(DataError, match="this tokenizer looks for"):
+    with pytest.raises(DataError, match="this tokenizer matches"):
         build_engine(tokenizer, "gigatoken 0.10.0")
 
 

@@ -66,7 +66,7 @@ def encoded(tokenizer: Tokenizer, texts: list[str], engine: str = "hf") -> tuple
     job = Job(("text",), None, tokenizer.fingerprint, append_eod=False)  # type: ignore[arg-type]
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     done = BlockEncoder(job, tokenizer, build_engine(tokenizer, engine))(Lines(FILE, content, len(content), True, True))
-    return done.documents, [str(bad.of(0)) for bad in done.told]
+    return done.documents, [str(bad.of(0)) for bad in done.described]
 
 
 def test_a_word_that_is_not_known_is_told_with_its_document(tmp_path: Path) -> None:

@@ -147,7 +147,7 @@ def test_the_option_of_a_run_knows_the_same_names() -> None:
         (
             "BertWordPieceCase",
             None,
-            "Megatron-LM's BertWordPieceCase is not supported: it serves BERT; text is read by",
+            "Megatron-LM's BertWordPieceCase is not supported: it serves BERT",
         ),
         ("GPT2BPETokenizer", None, "needs two files\n  fix: --vocab-file vocab.json --merge-file merges.txt"),
         ("SentencePieceTokenizer", None, "needs --tokenizer-model\n  fix: --tokenizer-model FILE.model"),
