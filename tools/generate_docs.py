@@ -1,11 +1,12 @@
-"""Write the pages of docs/ that follow from the code: ``python tools/generate_docs.py``."""
+"""Generate docs/flags.md from the configuration classes: ``python tools/generate_docs.py``."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from megatron.config.megatron_flags import HARMLESS_VALUES, IGNORED, OTHER_DEFAULTS, REFUSED
@@ -110,12 +111,14 @@ def _row(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-def main() -> int:
+def main(argv: Sequence[str]) -> int:
     """Write docs/flags.md and return the exit status."""
+    parser = argparse.ArgumentParser("generate_docs.py", description="Write docs/flags.md from the code. No options.")
+    parser.parse_args(argv)
     FLAGS.write_text(flags_page())
     print(FLAGS.relative_to(ROOT))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -77,7 +77,7 @@ def test_without_a_record_the_flags_say_it(tmp_path: Path, mock: bool) -> None:
     assert vocabulary(DataConfig(mock_data=mock, data_path=path, tokenizer_type="NullTokenizer"), 99) == 99
     with pytest.raises(DataError, match="vocabulary size is unknown"):
         vocabulary(bare, None)
-    with pytest.raises(DataError, match="must be told"):
+    with pytest.raises(DataError, match="needs --vocab-size"):
         vocabulary(DataConfig(mock_data=mock, data_path=path, tokenizer_type="NullTokenizer"), None)
 
 

@@ -173,11 +173,11 @@ def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: there are torchrun and srun"),
-        ({"NETWORK": "roce"}, "NETWORK=roce: there are infiniband and ethernet"),
+        ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: must be torchrun or srun"),
+        ({"NETWORK": "roce"}, "NETWORK=roce: must be infiniband or ethernet"),
         ({"SPARES": "128"}, "SPARES=128 leaves no node to run on"),
-        ({"SPARES": "two"}, "SPARES=two: this is a number"),
-        ({"MIN_NODES": "-1"}, "MIN_NODES=-1: this is a number"),
+        ({"SPARES": "two"}, "SPARES=two: must be a number"),
+        ({"MIN_NODES": "-1"}, "MIN_NODES=-1: must be a number"),
         ({"VENV": "absent"}, "VENV=absent: there is no absent/bin/activate"),
         (
             {"CONTAINER": "absent.sif", "DRY_RUN": "", "SLURM_JOB_ID": "7"},

@@ -126,7 +126,7 @@ def test_weights_are_rounded_into_the_format_of_the_run(tmp_path: Path, capsys: 
         (["--prompt", "x", "--max-new-tokens", "40"], 2, "fix: --max-new-tokens 39"),
         (["--prompt", "x", "--max-new-tokens", "0"], 2, "must be at least 1"),
         (["--prompt", "x", "--top-k", "0"], 2, "fix: --top-k 50"),
-        (["--prompt", "x", "--greedy", "--top-k", "5"], 2, "change nothing"),
+        (["--prompt", "x", "--greedy", "--top-k", "5"], 2, "have no effect"),
         (["--prompt", "x", "--batch-size", "0"], 2, "--batch-size 0"),
         (["--prompt", "x", "--ckpt-step", "15"], 1, "a checkpoint of step 15"),
         (["--prompt", "x", "--ema"], 1, "has no average of the weights"),
