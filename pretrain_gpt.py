@@ -1,4 +1,4 @@
-"""Pretrain a GPT: ``python pretrain_gpt.py --help``, or under torchrun or srun for several processes."""
+"""Pretrain a GPT. Run with ``python``, or with torchrun or srun for several processes; see ``--help``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from megatron.training.preview import Preview, preview, recall
 from megatron.training.startup import StartUp
 
 SILENCE_SECONDS = 3.0
-"""How long a rank stays that has nothing to say of an error."""
+"""Delay before a rank that prints no error exits."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Check the flags, then train.
 
     Returns:
-        The exit status: 0 at the end, 1 after an error, 2 for flags or files that are refused before the first
-        step, 124 when ``exit_duration_in_mins`` is over, 128 + n after signal n.
+        The exit status: 0 at the end, 1 after an error, 2 if flags or files are refused before the first step,
+        124 after ``exit_duration_in_mins``, 128 + n after signal n.
 
     """
     startup = StartUp.of_process()
@@ -36,33 +36,33 @@ def main(argv: Sequence[str]) -> int:
     try:
         parsed = parse(argv, recall=recall)
         config = with_vocabulary(parsed.config)
-        seen = preview(config, parsed.world_size) if parsed.check_only else Preview()
-        begin = seen.iteration, seen.consumed_samples
-        data = data_rows(config, parsed.world_size, *begin) if parsed.check_only else []
+        start = preview(config, parsed.world_size) if parsed.check_only else Preview()
+        position = start.iteration, start.consumed_samples
+        data = data_rows(config, parsed.world_size, *position) if parsed.check_only else []
     except (UserError, DataError) as error:
         launch = Launch.read(os.environ)
-        # Flags are the same on all ranks; files may be missing on one machine only.
+        # All ranks have the same flags, so rank 0 reports errors in them; files may be missing on one machine only.
         if launch.rank == 0 or (isinstance(error, DataError) and launch.local_rank == 0):
             print(error, file=sys.stderr, flush=True)
-        else:  # a launcher ends all ranks as soon as one is gone: not before the one that speaks
+        else:  # a launcher kills all ranks once one exits: let the reporting rank print first
             time.sleep(SILENCE_SECONDS)
         return 2
     if parsed.check_only:
-        checked = Parsed(config, parsed.world_size, notes=(*parsed.notes, *seen.notes))
-        print(checked.summary(*begin, data), flush=True)
+        checked = Parsed(config, parsed.world_size, notes=(*parsed.notes, *start.notes))
+        print(checked.summary(*position, data), flush=True)
         if parsed.fake_rank is None:
             return 0
         return show_fake_world(config, parsed.world_size, parsed.fake_rank, startup.began)
-    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning threads starve each other on a busy machine
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # spinning OpenMP threads slow down a busy machine
     with startup("imports"):
-        from megatron.training.main import run  # torch takes seconds to import: only for flags known to be good
+        from megatron.training.main import run  # torch takes seconds to import: only after the flags passed
 
     startup.enter("other")
     return run(config, parsed.notes, startup)
 
 
 def show_fake_world(config: RunConfig, world_size: int, rank: int, started: float) -> int:
-    """Build one rank of a large run here and print what it is; returns the exit status, 2 for flags that do not do."""
+    """Build one rank of a large run without allocating memory and print a report; return 0, or 2 for invalid flags."""
     from megatron.training.fake_world import fake_world
 
     try:
@@ -74,7 +74,7 @@ def show_fake_world(config: RunConfig, world_size: int, rank: int, started: floa
 
 
 def with_vocabulary(config: RunConfig) -> RunConfig:
-    """The configuration with the vocabulary's size filled in from the data's tokenizer, where no flag gives it."""
+    """Return the configuration with the vocabulary size taken from the data's tokenizer if no flag gives it."""
     options = config.checkpoint
     weights = options.save if holds_checkpoints(options.save) else options.load
     size = vocabulary(config.data, config.model.vocab_size, weights)

@@ -90,7 +90,7 @@ class Ours:
                 init = trainer.specs[name].init
                 _ = master.fill_(init.value) if init.std is None else master.normal_(std=init.std)
         trainer.optimizer.begin()
-        trainer.begin_at(0, 0)
+        trainer.start_at(0, 0)
         batches, run = trainer.next_batches(), StepRunner(trainer)
         return lambda: run(batches, RATES).loss
 

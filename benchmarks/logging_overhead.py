@@ -122,7 +122,7 @@ def side_by_side(args: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         config = configuration(args, folder, *(flag for flags in SINKS.values() for flag in flags))
         trainer = build(config, 0, 1)
-        trainer.begin_at(0, 0)
+        trainer.start_at(0, 0)
         with quiet_log(config) as log:
             blocks = SideBySide(trainer, log, args.steps)
             seconds = take_turns({"bare": blocks.bare, "logged": blocks.logged}, args.repeats)

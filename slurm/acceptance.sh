@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Tries a cluster before it is trusted with a run: layouts against one process, a killed rank, a checkpoint in another
-# layout, bandwidths. The page to read, and to attach to a bug report, is acceptance.md in the job's folder below $RUN.
+# Test a cluster before a run: layouts against one process, a killed rank, a checkpoint loaded in another layout,
+# bandwidths. The report, also for bug reports, is acceptance.md in the job's folder below $RUN.
 #   sbatch slurm/acceptance.sh                              2 nodes with 8 GPUs; any number from 2 to 16 GPUs will do
 #   SMALL=1 sbatch --nodes=2 slurm/acceptance.sh            on CPUs
 # Flags of tools/acceptance.py may follow, such as: --parts machine bandwidth
@@ -13,10 +13,10 @@
 
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
 
-MAX_RESTARTS=0 # a rank that is killed ends the start, as the loss of a node does
-PORT='{port}'  # the tool makes many starts, each with a port of its own
+MAX_RESTARTS=0 # a killed rank ends the start, like the loss of a node
+PORT='{port}'  # replaced by the tool with another port for each start
 prepare
-device=cuda # a cluster on which no GPU is found has not passed
+device=cuda # a cluster without visible GPUs must fail
 [ -z "$SMALL" ] || device=cpu
 flags=(--out "$RUN/$JOB" --device "$device" --launch "$(printf '%q ' "${COMMAND[@]}")")
 start python tools/acceptance.py "${flags[@]}" "$@"

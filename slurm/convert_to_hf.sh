@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# The newest checkpoint of a run as a Hugging Face model.   RUN=runs/train_175b sbatch slurm/convert_to_hf.sh
-# One process without a GPU, tensor by tensor. More flags of convert_checkpoint.py may follow, such as --ckpt-step 5000, or
-# --no-check where the node's memory does not hold the model for a comparison with transformers.
-#   OUT   the folder to write ($RUN/hf); what is there already is never touched
+# Convert the newest checkpoint of a run to a Hugging Face model.   RUN=runs/train_175b sbatch slurm/convert_to_hf.sh
+# One process without a GPU, tensor by tensor. Flags of convert_checkpoint.py may follow, such as --ckpt-step 5000, or
+# --no-check if the model does not fit into the node's memory for the comparison with transformers.
+#   OUT   the folder to write ($RUN/hf); an existing one is never changed
 #SBATCH --job-name=convert_to_hf
 ##SBATCH --account=ACCOUNT
 ##SBATCH --partition=PARTITION
@@ -12,5 +12,5 @@
 
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
 [ -n "$DRY_RUN" ] || [ -d "$RUN/checkpoints" ] ||
-    refuse "$RUN is no run's folder: it has no checkpoints" "fix: RUN=runs/mine sbatch slurm/convert_to_hf.sh"
+    refuse "$RUN is not the folder of a run: it has no checkpoints" "fix: RUN=runs/mine sbatch slurm/convert_to_hf.sh"
 alone tools/convert_checkpoint.py --load "$RUN/checkpoints" --save-hf "${OUT:-$RUN/hf}" "$@"

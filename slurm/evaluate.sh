@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# What a run's newest checkpoint is worth: its loss on the validation and test data, and the tasks of lm-eval.
+# Evaluate the newest checkpoint of a run: loss on the validation and test data, and tasks of lm-eval.
 #   RUN=runs/train_175b sbatch slurm/evaluate.sh
-# Model, data and length are those of the run ($RUN/config.yaml); the layout below may be any. More flags may follow, such as
+# Model, data and length are those of the run ($RUN/config.yaml); the layout below may differ. Flags may follow, such as
 # --ckpt-step 5000.   ITERS: batches of each evaluation (10)
-# TASKS=hellaswag,arc_easy also runs lm-eval, where that is installed, on the model of slurm/convert_to_hf.sh ($RUN/hf).
+# TASKS=hellaswag,arc_easy also runs lm-eval, if installed, on the model of slurm/convert_to_hf.sh ($RUN/hf).
 #SBATCH --job-name=evaluate
 ##SBATCH --account=ACCOUNT
 ##SBATCH --partition=PARTITION
@@ -13,14 +13,14 @@
 
 source slurm/lib.sh || { echo "submit it from the root of the repository" >&2 && exit 2; }
 if [ -z "$DRY_RUN" ]; then
-    [ -f "$RUN/config.yaml" ] || refuse "$RUN is no run's folder" "fix: RUN=runs/mine sbatch slurm/evaluate.sh"
+    [ -f "$RUN/config.yaml" ] || refuse "$RUN is not the folder of a run" "fix: RUN=runs/mine sbatch slurm/evaluate.sh"
     [ -z "${TASKS:-}" ] || [ -d "$RUN/hf" ] || refuse "there is no $RUN/hf" "fix: RUN=$RUN sbatch slurm/convert_to_hf.sh"
 fi
 
 layout=(--tensor-model-parallel-size 8 --sequence-parallel --pipeline-model-parallel-size 8)
 [ -z "$SMALL" ] || layout=(--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 1)
 evaluation=(--skip-train --load "$RUN/checkpoints" --eval-iters "${ITERS:-10}" --run-dir "$RUN/evaluation")
-others=( # what else the run said is not for an evaluation
+others=( # reset options of the run that do not apply to an evaluation
     checkpoint.save=null checkpoint.save_interval=null checkpoint.keep_last=null checkpoint.keep_every=null
     checkpoint.async_save=false checkpoint.local_save=null checkpoint.local_save_interval=null
     training.stop_file=null parallel.pipeline_schedule=null parallel.expert_tensor_parallel_size=null

@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# On which nodes of a job the ranks run, and which nodes the job shall not get again. Sourced by lib.sh, in its order.
+# Choose the nodes of a job for the ranks, and the nodes to exclude when it is requeued. Sourced by lib.sh.
 
-# What an #SBATCH line of the recipe asks for.
+# Print the value of an option in the recipe's #SBATCH lines.
 asked() { sed -n "s/^#SBATCH.* --$1=\([^ ]*\).*/\1/p" "$0" | head -n 1; }
 
-# One a line. With --no-kill a job keeps the rest of its nodes when it loses some, so Slurm is asked each time.
+# Print the nodes, one per line. With --no-kill a job may lose some of them, so Slurm is queried each time.
 nodes_of_job() {
     if [ "$JOB" != 0 ]; then
         scontrol show hostnames "$(squeue --noheader --jobs="$SELF" --format=%N || echo "$SLURM_JOB_NODELIST")"
@@ -13,7 +13,7 @@ nodes_of_job() {
     fi
 }
 
-# The nodes to leave out for now. A line of bad_nodes is: node, until when (seconds since 1970), why.
+# Print the nodes currently excluded. A line of bad_nodes is: node, end of the exclusion (seconds since 1970), reason.
 bad_nodes() {
     local node until now
     printf -v now '%(%s)T' -1
@@ -22,10 +22,10 @@ bad_nodes() {
     done <"$STATE/bad_nodes"
 }
 
-# Whether line $1 is among the lines of $2.
+# Return whether line $1 is one of the lines of $2.
 among() { [[ $'\n'$2$'\n' == *$'\n'$1$'\n'* ]]; }
 
-# Ranks of one copy of the model, as the flags say; the last of equal flags counts.
+# Print the number of ranks of one model replica; the last of repeated flags counts.
 model_ranks() {
     local tp=1 pp=1 cp=1
     while [ $# -gt 1 ]; do
@@ -40,7 +40,7 @@ model_ranks() {
 }
 
 # shellcheck disable=SC2034 # lib.sh uses NODES
-# Set NODES, the first of which is the head; none when the job has too few left.
+# Set NODES, the first of which is the head node; empty if the job has too few left.
 choose_nodes() { # FLAG...
     local node all bad good=() failed=() needed count
     mapfile -t all < <(nodes_of_job)
@@ -61,7 +61,7 @@ choose_nodes() { # FLAG...
     if [ "${#good[@]}" -ge "$count" ]; then NODES=("${good[@]:0:count}"); else NODES=(); fi
 }
 
-# A rank that dies of its device says where, in failures.jsonl; lines after the first $1 are new.
+# Record the nodes of device failures in failures.jsonl after its first $1 lines.
 note_bad_nodes() {
     local line now
     printf -v now '%(%s)T' -1
@@ -72,8 +72,8 @@ note_bad_nodes() {
     done < <(tail -n "+$(($1 + 1))" "$RUN/failures.jsonl")
 }
 
-# Nodes that the next start shall not get: those that whoever submitted it has excluded, and those that failed, if enough
-# others are there to wait for. A line each.
+# Print the nodes to exclude from the next start, one per line: those excluded by the user, and those that failed, if
+# enough others exist.
 nodes_to_exclude() {
     local bad known said own='' left=0 node
     bad=$(bad_nodes) known=$(cut -d ' ' -f 1 "$STATE/bad_nodes") said=$(squeue --noheader --jobs="$SELF" --format=%x)

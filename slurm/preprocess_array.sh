@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Text to token files on many nodes at once: every task of the array takes its share of the files of a corpus, and when
-# all are done another job puts the parts together. From the root of the repository:   sbatch slurm/preprocess_array.sh
-# A file has a part of its own, so submitting it again does what is missing, with an array of any size.
+# Encode text into token files on many nodes: every task of the array encodes its share of the files of a corpus, and a
+# second job merges the parts. From the root of the repository:   sbatch slurm/preprocess_array.sh
+# Each file has its own part, so submitting it again, with an array of any size, encodes only what is missing.
 #   CORPUS     a folder of .jsonl and .txt files, also compressed        OUT   prefix of the result (data/corpus)
 #   TOKENIZER  a folder with a tokenizer.json                            KEY   where the text of an object is (text)
 # SMALL=1 sbatch --array=0-1 slurm/preprocess_array.sh tries it on the pages of docs/. More flags of preprocess_data.py may follow.
@@ -25,9 +25,9 @@ CORPUS=${CORPUS%/} PARTS=${OUT}_$KEY.parts
 kinds=".*\.($kinds)(\.(gz|zst|bz2|xz))?"
 mapfile -t files < <(find -L "$CORPUS" -type f -regextype posix-extended -regex "$kinds" | LC_ALL=C sort)
 name_part() { part=${1#"$CORPUS"/} && part=$PARTS/${part//\//__}; } # of a file
-is_done() { [ -e "${part}_${KEY}_document.idx" ]; } # which comes last
+is_done() { [ -e "${part}_${KEY}_document.idx" ]; } # the file written last
 
-if [ -n "${MERGE:-}" ]; then # the job after the array
+if [ -n "${MERGE:-}" ]; then # the second job
     for file in "${files[@]}"; do
         name_part "$file"
         is_done || refuse "$file has no part in $PARTS" "fix: sbatch slurm/preprocess_array.sh"
@@ -40,7 +40,7 @@ fi
 
 first=${SLURM_ARRAY_TASK_MIN:-0} step=${SLURM_ARRAY_TASK_STEP:-1} count=${SLURM_ARRAY_TASK_COUNT:-1} # of the array's numbers
 [ $((${SLURM_ARRAY_TASK_MAX:-$first} - first)) = $(((count - 1) * step)) ] ||
-    refuse "with gaps in its numbers, no task knows its share" "fix: the whole array once more does what is missing"
+    refuse "the numbers of the array must have no gaps" "fix: submit the whole array again"
 if [ "${SLURM_ARRAY_TASK_ID:-$first}" = "$first" ] && [ "${SLURM_RESTART_COUNT:-0}" = 0 ] && [ -z "$DRY_RUN" ]; then
     merge=(sbatch --array=0 --job-name=merge --dependency="afterok:${SLURM_ARRAY_JOB_ID:-$JOB}" --kill-on-invalid-dep=yes)
     merge+=(--partition="$SLURM_JOB_PARTITION" ${SLURM_JOB_ACCOUNT:+--account="$SLURM_JOB_ACCOUNT"})

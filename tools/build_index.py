@@ -1,9 +1,9 @@
-"""Lay out the samples of a run before it starts: ``python tools/build_index.py FLAGS --data-cache-path FOLDER``.
+"""Build the index caches of a run before it starts: ``python tools/build_index.py FLAGS --data-cache-path FOLDER``.
 
-FLAGS are those of pretrain_gpt.py, the same as for the run: which samples it reads depends on its data, length, batch,
-seed and splits. --world-size N says how many ranks it will have; only the default of --global-batch-size depends on it.
-The tables of every split go into FOLDER, where all ranks of the run find them and none has to build any. A run that
-would go on from a checkpoint gets the tables that it needs from there on.
+FLAGS are those of pretrain_gpt.py, the same as for the run: the samples depend on its data, sequence length, batch,
+seed and splits. --world-size N is the number of ranks; only the default of --global-batch-size depends on it. The index
+tables of every split are written to FOLDER, where all ranks of the run find them. A run that would resume from a
+checkpoint gets the tables that it needs from there on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Identity = tuple[str, int]
 
 
 class Row(NamedTuple):
-    """A line of the table, in people's words."""
+    """Row of the printed table."""
 
     split: str
     source: str
@@ -53,10 +53,10 @@ HEAD = Row("split", "source", "sequences", "tokens", "epochs", "samples", "MB", 
 
 
 def main(argv: Sequence[str]) -> int:
-    """Build what is missing and print what there is.
+    """Build the missing tables and print all of them.
 
     Returns:
-        The exit status: 1 when the folder does not hold all tables in the end, 2 for flags or data that are refused.
+        The exit status: 1 if FOLDER does not hold all tables in the end, 2 for invalid flags or data.
     """
     if {"-h", "--help"} & {*argv}:
         print(__doc__)
@@ -77,23 +77,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def cache_folder(config: RunConfig) -> Path:
-    """Where the tables go.
+    """Return the folder of the tables.
 
     Raises:
-        DataError: when nothing says it, or there are none to build.
+        DataError: if there is none, or no tables are needed.
     """
     if config.data.mock_data:
-        raise DataError("generated samples need no tables", "leave out --mock-data and say --data-path PREFIX")
+        raise DataError("--mock-data needs no tables", "replace --mock-data by --data-path PREFIX")
     if config.data.data_cache_path is None:
-        raise DataError("nothing says where the tables are kept", "--data-cache-path FOLDER")
+        raise DataError("the folder of the tables is not specified", "--data-cache-path FOLDER")
     return Path(config.data.data_cache_path)
 
 
 def laid_out(config: RunConfig, world_size: int) -> DataSource:
-    """The samples of a run with so many ranks, from where it will begin.
+    """Build the datasets of a run with ``world_size`` ranks, from where it will start.
 
     Raises:
-        UserError: when it would begin with a checkpoint that there is not.
+        UserError: if it would start from a checkpoint that does not exist.
         DataError: as `build_data`.
     """
     begin, stretches = begins(config.checkpoint)
@@ -103,7 +103,7 @@ def laid_out(config: RunConfig, world_size: int) -> DataSource:
 
 
 def begins(options: CheckpointConfig) -> tuple[tuple[int, int], Mapping[str, Sequence[int]] | None]:
-    """Steps and samples before the run, and how its data were laid out for them."""
+    """Return the steps and samples before the run, and the data segments they were read from."""
     origin = look(options)
     if not origin.paths or origin.mode == "weights-only":
         return (0, 0), None
@@ -112,15 +112,15 @@ def begins(options: CheckpointConfig) -> tuple[tuple[int, int], Mapping[str, Seq
 
 
 def rows_of(split: str, dataset: Dataset, before: Collection[Identity]) -> Iterator[Row]:
-    """Lines of a split; ``before`` are the entries that were there already."""
+    """Yield the rows of a split; ``before`` are the cache entries that existed already."""
     stretches = stretches_of(dataset)
-    told: set[int] = set()
+    shown: set[int] = set()
     for number, stretch in enumerate(stretches, 1):
         title = split if len(stretches) == 1 else f"{split} {number}/{len(stretches)}"
         for order in _orders(stretch):
-            if id(order) not in told:  # later stretches of a blend go on with the orders of earlier ones
-                told.add(id(order))
-                yield _alone(title, order, before)
+            if id(order) not in shown:  # later segments of a blend continue the orders of earlier ones
+                shown.add(id(order))
+                yield _source_row(title, order, before)
         if isinstance(stretch, BlendedDataset):
             size, state = _kept(stretch.index, before)
             name = f"blend of {len(stretch.datasets)}"
@@ -128,19 +128,19 @@ def rows_of(split: str, dataset: Dataset, before: Collection[Identity]) -> Itera
 
 
 def _orders(stretch: Dataset) -> Iterator[GPTDataset]:
-    """The sources' orders that a stretch reads."""
+    """Yield the sources' sample orders that a segment reads."""
     sources = stretch.datasets if isinstance(stretch, BlendedDataset) else (stretch,)
     yield from (order for source in sources for order in stretches_of(source) if isinstance(order, GPTDataset))
 
 
-def _alone(title: str, dataset: GPTDataset, before: Collection[Identity]) -> Row:
+def _source_row(title: str, dataset: GPTDataset, before: Collection[Identity]) -> Row:
     order = dataset.order
     sequences, tokens, epochs, samples = (f"{n:,}" for n in (len(order.part), order.tokens, order.epochs, len(dataset)))
     return Row(title, dataset.source, sequences, tokens, epochs, samples, *_kept(order.documents, before))
 
 
 def _kept(table: NDArray[Any], before: Collection[Identity]) -> tuple[str, str]:
-    """Megabytes of the entry that a table lies in, and whether it was there already."""
+    """Return the size in MB of a table's cache entry, and whether it existed already."""
     entry = entry_of(table)
     if entry is None:
         return "-", NOT_KEPT
@@ -149,12 +149,12 @@ def _kept(table: NDArray[Any], before: Collection[Identity]) -> tuple[str, str]:
 
 
 def identity(entry: Path) -> Identity:
-    """What tells an entry from one that replaces it."""
+    """Return what distinguishes a cache entry from one that replaces it."""
     return entry.name, entry.stat().st_mtime_ns
 
 
 def aligned(rows: Sequence[Row]) -> Iterator[str]:
-    """Lines with columns of equal width."""
+    """Yield lines with columns of equal width."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     for row in rows:
         cells = (cell.rjust(w) if i in NUMBERS else cell.ljust(w) for i, (cell, w) in enumerate(zip(row, widths)))

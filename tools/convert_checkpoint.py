@@ -1,4 +1,4 @@
-"""Checkpoints from and to Hugging Face.
+"""Convert checkpoints from and to Hugging Face.
 
 ``python tools/convert_checkpoint.py --load-hf HF_FOLDER --save CHECKPOINTS``
 ``python tools/convert_checkpoint.py --load CHECKPOINTS --save-hf HF_FOLDER``
@@ -21,38 +21,30 @@ if TYPE_CHECKING:
 
 UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 ONLY_OUT = ("ckpt_step", "dtype", "max_shard_size", "tokenizer", "ema")
-"""What makes sense only on the way to Hugging Face."""
+"""Options that apply only to --save-hf."""
 
 
 def size(text: str) -> int:
-    """Bytes of a size such as ``5GB``.
-
-    Raises:
-        ArgumentTypeError: when it is none.
-    """
+    """Parse a size such as ``5GB`` into bytes."""
     match = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(UNITS)})?", text.strip().upper())
     if match is None or float(match[1]) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 5GB or 200MB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 5GB or 200MB")
     return int(float(match[1]) * UNITS[match[2] or "B"])
 
 
 def folder(text: str) -> Path:
-    """A folder on a disk.
-
-    Raises:
-        ArgumentTypeError: when it is in an object store, where nothing can be looked at before it gets its name.
-    """
+    """Parse a path on a disk; object stores are rejected, because the result is renamed once it is complete."""
     path = location(text)
     if isinstance(path, RemotePath):
-        raise argparse.ArgumentTypeError(f"{text} is in an object store; write to a folder, and copy that")
+        raise argparse.ArgumentTypeError(f"{text} is in an object store; write to a local folder and copy it")
     return path
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the command-line parser."""
     parser = argparse.ArgumentParser(
         description="Turn a Hugging Face model into a checkpoint, or a checkpoint into a Hugging Face model.",
-        epilog="One CPU process, tensor by tensor. What transformers does not compute the same from is not kept.",
+        epilog="One CPU process, tensor by tensor. The result is not kept if transformers computes other values.",
         allow_abbrev=False,
     )
     source = parser.add_mutually_exclusive_group(required=True)
@@ -61,26 +53,26 @@ def build_parser() -> argparse.ArgumentParser:
         "--load", type=location, metavar="CKPT", help="--save folder of a run, or one checkpoint in it; s3://BUCKET/RUN"
     )
     target = parser.add_mutually_exclusive_group(required=True)
-    target.add_argument("--save", type=folder, metavar="CKPT", help="gets a checkpoint of step 0, weights only")
+    target.add_argument("--save", type=folder, metavar="CKPT", help="folder for a checkpoint of step 0, weights only")
     target.add_argument("--save-hf", type=folder, metavar="DIR", help="folder to write; must not exist, or be empty")
     parser.add_argument("--ckpt-step", type=int, metavar="N", help="which checkpoint of --load (the newest valid one)")
-    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (what the run computed in)")
-    parser.add_argument("--max-shard-size", type=size, metavar="SIZE", help="of a weights file (5GB)")
-    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="its files, instead of those in the checkpoint")
-    parser.add_argument("--ema", action="store_true", default=None, help="write the average that --ema-decay kept")
-    parser.add_argument("--no-check", action="store_true", help="do not compare with transformers")
+    parser.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), help="dtype of the weights (that of the run)")
+    parser.add_argument("--max-shard-size", type=size, metavar="SIZE", help="size of a weights file (5GB)")
+    parser.add_argument("--tokenizer", type=Path, metavar="DIR", help="tokenizer files, instead of the checkpoint's")
+    parser.add_argument("--ema", action="store_true", default=None, help="write the weight average of --ema-decay")
+    parser.add_argument("--no-check", action="store_true", help="skip the comparison with transformers")
     return parser
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
-    """The flags, those that would do nothing refused."""
+    """Parse the flags and reject those without effect."""
     parser = build_parser()
     args = parser.parse_args(argv)
     if (args.load_hf is None) == (args.save_hf is None):
         parser.error("--load-hf goes with --save, and --load with --save-hf")
-    idle = [f"--{name.replace('_', '-')}" for name in ONLY_OUT if getattr(args, name) is not None]
-    if args.load_hf is not None and idle:
-        parser.error(f"{', '.join(idle)}: only with --save-hf")
+    unused = [f"--{name.replace('_', '-')}" for name in ONLY_OUT if getattr(args, name) is not None]
+    if args.load_hf is not None and unused:
+        parser.error(f"{', '.join(unused)}: only with --save-hf")
     return args
 
 
@@ -88,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
     """Convert, and print what was written and how it was checked.
 
     Returns:
-        The exit status: 1 when something cannot be converted, 2 for wrong flags.
+        The exit status: 1 if the conversion fails, 2 for invalid flags.
     """
     args = parse(argv)
     from megatron.checkpoint.errors import CheckpointError
@@ -114,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def convert(args: argparse.Namespace) -> Converted:
-    """Do what the flags say."""
+    """Run the conversion of the flags."""
     from megatron.convert.checkpoint import open_checkpoint
     from megatron.convert.conversions import from_hf, to_hf
 
@@ -137,7 +129,7 @@ def convert(args: argparse.Namespace) -> Converted:
 
 
 class Percent:
-    """Prints a line to stderr whenever another tenth is written, of conversions that take a while."""
+    """Print progress in steps of 10 %, once a conversion takes more than a few seconds."""
 
     SILENT_SECONDS = 5.0
 
@@ -145,7 +137,7 @@ class Percent:
         self._tenths, self._started = 0, time.monotonic()
 
     def __call__(self, name: str, done: int, total: int) -> None:
-        """Take note of what was written last."""
+        """Report ``done`` of ``total`` bytes, the last of them in file ``name``."""
         if 10 * done // total > self._tenths:
             self._tenths = 10 * done // total
             if time.monotonic() - self._started > self.SILENT_SECONDS:

@@ -1,7 +1,7 @@
-"""Name the first option, step and sample in which two runs differ: ``python tools/diff_runs.py RUN_DIR RUN_DIR``.
+"""Find the first option, step and sample in which two runs differ: ``python tools/diff_runs.py RUN_DIR RUN_DIR``.
 
-Runs may be over, killed or going on. Options that only say how to compute, such as the layout, and the environment are
-told, as they may explain a difference, and are none themselves.
+The runs may be finished, killed or running. Differences in options that only affect how results are computed, such as
+the layout, and in the environment are printed as possible causes but not counted.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
 
 
 def main(argv: Sequence[str]) -> int:
-    """Compare and report; returns the exit status."""
-    made = parser()
-    arguments = made.parse_args(argv)
+    """Compare, print a report and return the exit status."""
+    command_line = parser()
+    arguments = command_line.parse_args(argv)
     if not arguments.tolerance >= 0.0:
-        made.error(f"--tolerance {arguments.tolerance}: must be at least 0")
+        command_line.error(f"--tolerance {arguments.tolerance}: must be at least 0")
     try:
         a, b = read_run(arguments.a), read_run(arguments.b)
     except ValueError as error:
@@ -52,23 +52,23 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    made = argparse.ArgumentParser(
+    """Return the command-line parser."""
+    command_line = argparse.ArgumentParser(
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="exit status: 0 equal, 1 different, 2 when there is nothing to compare",
     )
-    made.add_argument("a", type=Path, metavar="RUN_DIR", help="what a run was told with --run-dir")
-    made.add_argument("b", type=Path, metavar="RUN_DIR", help="the other run")
-    made.add_argument(
-        "--tolerance", type=float, default=0.0, metavar="X", help="relative difference that numbers may have (0: none)"
+    command_line.add_argument("a", type=Path, metavar="RUN_DIR", help="--run-dir of a run")
+    command_line.add_argument("b", type=Path, metavar="RUN_DIR", help="--run-dir of the other run")
+    command_line.add_argument(
+        "--tolerance", type=float, default=0.0, metavar="X", help="allowed relative difference of numbers (0)"
     )
-    made.add_argument("--no-data", dest="data", action="store_false", help="do not open the data")
-    return made
+    command_line.add_argument("--no-data", dest="data", action="store_false", help="do not open the data")
+    return command_line
 
 
 def told_options(a: RunFolder, b: RunFolder, changes: Sequence[Change]) -> Iterator[str]:
-    """Lines on the options."""
+    """Yield the report on options."""
     if a.options is None or b.options is None:
         yield "options: not compared, a config.yaml is missing"
         return
@@ -81,24 +81,24 @@ def told_options(a: RunFolder, b: RunFolder, changes: Sequence[Change]) -> Itera
 
 
 def told_steps(a: RunFolder, b: RunFolder, steps: StepComparison, tolerance: float) -> Iterator[str]:
-    """Lines on the log lines."""
+    """Yield the report on log lines."""
     lengths = [max(run.lines, default=0) for run in (a, b)]
-    equal = "to the bit" if tolerance == 0.0 else f"to {tolerance:g}"
+    precision = "to the bit" if tolerance == 0.0 else f"to {tolerance:g}"
     last = steps.before(steps.differs_at)
     if not steps.steps:
         yield f"steps: not compared, no log line is of the same step; the last are of {lengths[0]:,} | {lengths[1]:,}"
     elif steps.differs_at is None:
-        yield f"steps: equal {equal} up to step {last:,}, in {len(steps.steps):,} log lines"
+        yield f"steps: equal {precision} up to step {last:,}, in {len(steps.steps):,} log lines"
         if lengths[0] != lengths[1]:
             yield f"  the runs have {lengths[0]:,} | {lengths[1]:,} steps so far"
     else:
-        before = f"equal {equal} up to step {last:,}; " if last else ""
+        before = f"equal {precision} up to step {last:,}; " if last else ""
         yield f"steps: {before}the log line of step {steps.differs_at:,} is the first that differs"
         yield from (f"  {change}" for change in steps.changes)
 
 
 def told_samples(a: RunFolder, b: RunFolder, steps: StepComparison, may_open: bool) -> Iterator[str]:
-    """Lines on the samples: by the digests in the log lines, and where these differ, or are missing, by the data."""
+    """Yield the report on samples: by digests of the log lines, or by the data where these differ or are missing."""
     other, equal = steps.digest_differs_at, steps.before(steps.digest_differs_at)
     if not steps.steps:
         return
@@ -120,16 +120,16 @@ def told_samples(a: RunFolder, b: RunFolder, steps: StepComparison, may_open: bo
 
 
 def _samples(a: RunFolder, b: RunFolder, step: int) -> int:
-    """The samples that both runs had consumed after a step; none after step 0."""
+    """Return the number of samples that both runs had consumed after a step."""
     return min(int(run.lines[step]["consumed-samples"]) for run in (a, b)) if step else 0
 
 
 def told_facts(changes: Sequence[Change]) -> Iterator[str]:
-    """Lines on where the runs were made."""
+    """Yield the report on environment, source and data."""
     yield "environment, source and data: " + ("they differ" if changes else "equal")
     yield from (f"  {change}" for change in changes)
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly when nobody reads on
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit quietly when the reader of a pipe closes it
     sys.exit(main(sys.argv[1:]))

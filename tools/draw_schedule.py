@@ -1,8 +1,8 @@
-"""Draw what a pipeline schedule does: ``python tools/draw_schedule.py --schedule zb-v --pipeline 8 --microbatches 24``.
+"""Draw a pipeline schedule: ``python tools/draw_schedule.py --schedule zb-v --pipeline 8 --microbatches 24``.
 
-Without ``--out`` it is drawn as text. ``--compare all`` tells the numbers of every schedule of that size, and draws
-them on one clock; ``--measured FILE`` draws what a run with ``--profile-pipeline`` did, and above what it would take if
-every action took as long as most of its kind.
+Without ``--out`` it is drawn as text. ``--compare all`` prints the numbers of every schedule of that size and draws
+them on a common time axis. ``--measured FILE`` draws the trace of a run with ``--profile-pipeline`` below a simulation
+of it with the median duration of each action.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ ALL, FILE = "all", ".csv"
 INTERLEAVED = "interleaved"
 NAMES = (*SCHEDULES, SEARCHED)
 ABOUT = {name: recipe.about for name, recipe in SCHEDULES.items()} | {
-    SEARCHED: "The best found for given times and memory."
+    SEARCHED: "The best schedule found for given times and memory."
 }
 STATUS = "Exit status: 1 when a schedule is refused or a file cannot be read or written, 2 for wrong flags."
 SEVERAL = (INTERLEAVED, SEARCHED)
-"""Schedules that have two stages on a rank unless told otherwise; the others have as few as they can."""
+"""Schedules with two stages per rank by default; the others have as few as possible."""
 TIMES = {"f": 1.0, "i": 1.0, "w": 1.0, "latency": 0.0, "transfer": 0.0}
-"""Flags that say how long something takes, and what they say by default."""
+"""Defaults of the flags for durations."""
 SIZES = ("pipeline", "microbatches", "virtual", "group", "memory")
 HEAD = ("schedule", "stages/rank", "makespan", "span", "bubble", "of span", "memory", "for I", "for W")
 
 
 class Drawing(NamedTuple):
-    """Timelines by title; the one schedule that they are of, if it is one; the unit of time, if it is known."""
+    """Timelines to draw."""
 
-    panels: Mapping[str, Timeline]
-    schedule: Schedule | None
-    unit: str = ""
+    panels: Mapping[str, Timeline]  # by title
+    schedule: Schedule | None  # of the timelines, if they share one
+    unit: str = ""  # of time, if known
 
 
 def main(argv: Sequence[str]) -> int:
-    """Draw, and print the numbers; returns the exit status."""
+    """Draw, print the numbers and return the exit status."""
     parser = build_parser()
     arguments = parser.parse(argv)
-    wrong = mistake(arguments)
-    if wrong is not None:
-        parser.error(wrong)
+    problem = mistake(arguments)
+    if problem is not None:
+        parser.error(problem)
     try:
         finish(asked_for(arguments), arguments)
     except ScheduleError as error:
@@ -75,50 +75,52 @@ def main(argv: Sequence[str]) -> int:
 
 
 def tell(error: ScheduleError, about: str = "") -> None:
-    """Print why a schedule is refused, and what to do."""
+    """Print why a schedule is invalid, and fixes."""
     fixes = f"\n  fix: {' | '.join(error.fixes)}" if error.fixes else ""
     print(f"draw_schedule: {about}{error.sentence}{fixes}", file=sys.stderr)
 
 
 def build_parser() -> Parser:
-    """The command line. The names that a training run has for the same options work too."""
+    """Return the command-line parser, with the option names of a training run as aliases."""
     parser = Parser(
         "draw_schedule.py",
         description="Draw pipeline schedules: simulated, compared, or above what a run measured.",
         epilog=" ".join([*(f"{name}: {about}" for name, about in ABOUT.items()), STATUS]),
     )
-    what = parser.add_argument_group("what is drawn, one of the three")
+    what = parser.add_argument_group("what to draw, one of the three")
     names = f"{', '.join(NAMES)}, or a file of actions that ends in {FILE}"
     what.add_argument("--schedule", "--pipeline-schedule", metavar="NAME", help=names)
     what.add_argument("--compare", nargs="+", metavar="NAME", help=f"several of these, or {ALL}")
     what.add_argument("--measured", type=Path, metavar="FILE", help="the trace of a run with --profile-pipeline")
-    shape = parser.add_argument_group("size; a file brings its own")
+    shape = parser.add_argument_group("size; files contain their own")
     alias = "--num-virtual-stages-per-pipeline-rank"
     stages = f"stages on each rank, where a schedule takes any number (default: {' and '.join(SEVERAL)} 2, gpipe 1)"
     shape.add_argument("--pipeline", "--pipeline-model-parallel-size", type=count, metavar="P", help="ranks")
     shape.add_argument("--microbatches", type=count, metavar="M", help="micro-batches of a step")
     shape.add_argument("--virtual", alias, type=count, metavar="V", help=stages)
     alias = "--microbatch-group-size-per-virtual-pipeline-stage"
-    group = f"of {INTERLEAVED}: micro-batches that a stage takes in a row (default: P)"
+    group = f"of {INTERLEAVED}: consecutive micro-batches of a stage (default: P)"
     shape.add_argument("--group", alias, type=count, metavar="G", help=group)
-    memory = f"of {SEARCHED}: micro-batches of all its stages that a rank holds at most (default: any number)"
+    memory = f"of {SEARCHED}: limit of the micro-batches a rank holds, over all its stages (default: none)"
     shape.add_argument("--memory", type=amount, metavar="LIMIT", help=memory)
-    times = parser.add_argument_group("times in any unit; a trace brings its own")
-    long = "of a rank, all its stages together, for a micro-batch"
+    times = parser.add_argument_group("times in any unit; traces contain their own")
+    long = "of a micro-batch on a rank, for all its stages"
     times.add_argument("--f", type=amount, metavar="T", help=f"forward {long} (default: 1)")
-    times.add_argument("--i", type=amount, metavar="T", help=f"gradients of inputs {long} (default: 1)")
-    times.add_argument("--w", type=amount, metavar="T", help=f"gradients of weights {long} (default: 1)")
-    times.add_argument("--latency", type=amount, metavar="T", help="of each transfer, whatever its size (default: 0)")
-    times.add_argument("--transfer", type=amount, metavar="T", help="of each transfer, for its size (default: 0)")
-    written = parser.add_argument_group("what is written")
+    times.add_argument("--i", type=amount, metavar="T", help=f"input gradients {long} (default: 1)")
+    times.add_argument("--w", type=amount, metavar="T", help=f"weight gradients {long} (default: 1)")
+    times.add_argument(
+        "--latency", type=amount, metavar="T", help="of each transfer, independent of its size (default: 0)"
+    )
+    times.add_argument("--transfer", type=amount, metavar="T", help="of each transfer, due to its size (default: 0)")
+    written = parser.add_argument_group("output")
     written.add_argument("--out", type=Path, metavar="FILE", help="picture; .png, .pdf or .svg (default: text)")
     written.add_argument("--trace", type=Path, metavar="FILE", help="simulated times, for Chrome and Perfetto")
-    written.add_argument("--csv", type=Path, metavar="FILE", help="the schedule, to be edited and brought along")
+    written.add_argument("--csv", type=Path, metavar="FILE", help="the schedule, to be edited and passed to --schedule")
     return parser
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on."""
+    """Parse an integer >= 1."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")
@@ -126,63 +128,63 @@ def count(text: str) -> int:
 
 
 def amount(text: str) -> float:
-    """A finite number from 0 on."""
+    """Parse a finite number >= 0."""
     value = float(text)
     if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 0 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number >= 0")
     return value
 
 
 def mistake(arguments: argparse.Namespace) -> str | None:
-    """Why the flags do not go together, if they do not."""
-    said = {name: value for name, value in vars(arguments).items() if value is not None}
-    sources = [f"--{name}" for name in ("schedule", "compare", "measured") if name in said]
+    """Return why the flags are inconsistent, or None."""
+    given = {name: value for name, value in vars(arguments).items() if value is not None}
+    sources = [f"--{name}" for name in ("schedule", "compare", "measured") if name in given]
     if len(sources) != 1:
-        return f"{' and '.join(sources) or 'nothing'} to draw: say one of --schedule, --compare, --measured"
-    by_name = [name for name in _names(said) if not name.endswith(FILE)]
-    missing = [f"--{name}" for name in ("pipeline", "microbatches") if name not in said]
+        return f"{' and '.join(sources) or 'nothing'} to draw: use one of --schedule, --compare, --measured"
+    by_name = [name for name in _names(given) if not name.endswith(FILE)]
+    missing = [f"--{name}" for name in ("pipeline", "microbatches") if name not in given]
     unknown = [name for name in by_name if name not in NAMES]
     if unknown:
         guess = did_you_mean(unknown[0].lower(), NAMES)
         which = f"did you mean {guess}?" if guess else f"one is {', '.join(NAMES)}, or a file whose name ends in {FILE}"
         return f"there is no schedule {unknown[0]}: {which}"
     if by_name and missing:
-        return f"{by_name[0]} has no size of its own: add {' and '.join(missing)}"
-    for name, reason in _idle(said):
-        if name in said:
-            return f"--{name} says nothing here: {reason}"
-    zero = [f"--{name} 0" for name in "fiw" if said.get(name) == 0]
-    return f"{zero[0]}: every action takes some time" if zero else None
+        return f"the size of {by_name[0]} is not specified: add {' and '.join(missing)}"
+    for name, reason in _unused(given):
+        if name in given:
+            return f"--{name} has no effect here: {reason}"
+    zero = [f"--{name} 0" for name in "fiw" if given.get(name) == 0]
+    return f"{zero[0]}: must be above 0" if zero else None
 
 
-def _names(said: Mapping[str, Any]) -> Sequence[str]:
-    """The schedules that flags ask for."""
-    names = said.get("compare", [said["schedule"]] if "schedule" in said else [])
+def _names(given: Mapping[str, Any]) -> Sequence[str]:
+    """Return the requested schedules."""
+    names = given.get("compare", [given["schedule"]] if "schedule" in given else [])
     return NAMES if list(names) == [ALL] else names
 
 
-def _idle(said: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Flags that mean nothing beside what is said, and why."""
-    names = _names(said)
+def _unused(given: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield flags without effect beside the given ones, and the reason."""
+    names = _names(given)
     if all(name.endswith(FILE) for name in names):
-        yield from ((name, "the file has its size") for name in SIZES)
-    if "measured" in said:
-        yield from ((name, "what was measured is drawn above what it would take") for name in TIMES)
-    if "compare" in said:
-        yield from ((name, "it is of one schedule, which --schedule names") for name in ("trace", "csv"))
+        yield from ((name, "the file defines its size") for name in SIZES)
+    if "measured" in given:
+        yield from ((name, "the simulation uses the measured times") for name in TIMES)
+    if "compare" in given:
+        yield from ((name, "it applies to one schedule, given by --schedule") for name in ("trace", "csv"))
         if not {*SEVERAL} & {*names}:
             yield "virtual", f"none of {' and '.join(SEVERAL)} is compared"
     if INTERLEAVED not in names:
-        yield "group", f"it is of {INTERLEAVED}"
+        yield "group", f"it applies to {INTERLEAVED}"
     if SEARCHED not in names:
-        yield "memory", f"it is of {SEARCHED}"
+        yield "memory", f"it applies to {SEARCHED}"
 
 
 def asked_for(arguments: argparse.Namespace) -> Drawing:
-    """The timelines to draw.
+    """Return the timelines to draw.
 
     Raises:
-        ScheduleError: when a schedule is refused or a file cannot be read.
+        ScheduleError: if a schedule is invalid or a file cannot be read.
     """
     if arguments.measured:
         return beside_measured(read_trace(arguments.measured))
@@ -192,10 +194,10 @@ def asked_for(arguments: argparse.Namespace) -> Drawing:
 
 
 def compared(arguments: argparse.Namespace) -> dict[str, Timeline]:
-    """Each schedule's timeline; what is refused is told and left out.
+    """Return the timeline of each schedule; invalid ones are reported and left out.
 
     Raises:
-        ScheduleError: when nothing is left.
+        ScheduleError: if none is left.
     """
     panels: dict[str, Timeline] = {}
     for name in _names(vars(arguments)):
@@ -209,10 +211,10 @@ def compared(arguments: argparse.Namespace) -> dict[str, Timeline]:
 
 
 def alone(name: str, arguments: argparse.Namespace) -> Drawing:
-    """The timeline of one schedule; of a search its title tells which other one is the best, if one is.
+    """Return the timeline of one schedule. The title of a searched one includes the name of the schedule found.
 
     Raises:
-        ScheduleError: when there is no such schedule, or it does not come to its end.
+        ScheduleError: if the schedule does not exist or is invalid.
     """
     schedule = schedule_named(name, arguments)
     title = f"{name} ({schedule.name})" if name == SEARCHED != schedule.name else schedule.name
@@ -221,10 +223,10 @@ def alone(name: str, arguments: argparse.Namespace) -> Drawing:
 
 
 def schedule_named(name: str, arguments: argparse.Namespace) -> Schedule:
-    """A schedule from its file, or of the size that the flags say.
+    """Return a schedule from its file, or of the size given by the flags.
 
     Raises:
-        ScheduleError: when there is none.
+        ScheduleError: if there is none.
     """
     if name.endswith(FILE):
         return Schedule.load(Path(name))
@@ -236,7 +238,7 @@ def schedule_named(name: str, arguments: argparse.Namespace) -> Schedule:
 
 
 def stages_on_rank(name: str, arguments: argparse.Namespace) -> int:
-    """As many as the flags say, which in a comparison is for those that have several without being told."""
+    """Return the stages per rank. In a comparison, the flag applies only to schedules with several by default."""
     if arguments.virtual and (name in SEVERAL or not arguments.compare):
         return arguments.virtual
     known = SCHEDULES.get(name)
@@ -244,10 +246,10 @@ def stages_on_rank(name: str, arguments: argparse.Namespace) -> int:
 
 
 def simulated(schedule: Schedule, costs: Costs) -> Timeline:
-    """What the schedule does, proven to come to its end.
+    """Validate and simulate a schedule.
 
     Raises:
-        ScheduleError: when it does not.
+        ScheduleError: if it deadlocks.
     """
     program = add_communication(schedule)
     validate(program)
@@ -255,19 +257,19 @@ def simulated(schedule: Schedule, costs: Costs) -> Timeline:
 
 
 def costs_of(arguments: argparse.Namespace, ranks: int, stages: int) -> Costs:
-    """What the flags say of a rank, shared out equally among its stages, and so is what it holds."""
+    """Return the costs given by the flags, divided equally among the stages of a rank."""
     share = ranks / stages
     given = {name: getattr(arguments, name) for name in TIMES}
-    said = {name: TIMES[name] if value is None else value for name, value in given.items()}
-    forward, input, weight = ((share * said[name],) * stages for name in "fiw")
-    return Costs(forward, input, weight, said["latency"], said["transfer"], (share,) * stages, (share,) * stages)
+    times = {name: TIMES[name] if value is None else value for name, value in given.items()}
+    forward, input, weight = ((share * times[name],) * stages for name in "fiw")
+    return Costs(forward, input, weight, times["latency"], times["transfer"], (share,) * stages, (share,) * stages)
 
 
 def beside_measured(measured: Timeline) -> Drawing:
-    """A measured timeline under the simulated one of the same actions, each as long as most like it.
+    """Return a measured timeline and a simulation of the same actions with their median durations.
 
     Raises:
-        ScheduleError: when what was measured is no whole step.
+        ScheduleError: if the trace is not of a whole step.
     """
     schedule = Schedule(measured.name, tuple(tuple(i.action for i in rank) for rank in measured.intervals))
     share = (len(schedule.ranks) / schedule.stages,) * schedule.stages
@@ -279,9 +281,9 @@ def beside_measured(measured: Timeline) -> Drawing:
 
 
 def median_costs(measured: Timeline, stages: int) -> Costs:
-    """Seconds of each stage's actions, and of the transfers where they were measured: the median of each.
+    """Return the median duration of each stage's actions, and of transfers if measured, in seconds.
 
-    B takes what its halves take where a stage has all three.
+    If a stage has no separate input gradients, the duration of its backward passes is used.
     """
     seconds: dict[tuple[int, str], list[float]] = defaultdict(list)
     for rank in measured.intervals:
@@ -297,11 +299,11 @@ def median_costs(measured: Timeline, stages: int) -> Costs:
 
 
 def finish(drawing: Drawing, arguments: argparse.Namespace) -> None:
-    """Print the numbers and write what is to be written; without a picture, draw on the terminal.
+    """Print the numbers and write the output files; without ``--out``, draw on the terminal.
 
     Raises:
-        ValueError: when the picture cannot be drawn.
-        OSError: when something cannot be written.
+        ValueError: if the picture cannot be drawn.
+        OSError: if a file cannot be written.
     """
     print(table(drawing.panels))
     timelines = list(drawing.panels.values())
@@ -322,7 +324,7 @@ def finish(drawing: Drawing, arguments: argparse.Namespace) -> None:
 
 
 def table(panels: Mapping[str, Timeline]) -> str:
-    """A line of numbers for each timeline."""
+    """Return a row of numbers for each timeline."""
     rows = [HEAD, *((name, *numbers(timeline)) for name, timeline in panels.items())]
     widths = [max(map(len, column)) for column in zip(*rows)]
     lines = (
@@ -333,7 +335,7 @@ def table(panels: Mapping[str, Timeline]) -> str:
 
 
 def numbers(timeline: Timeline) -> tuple[str, ...]:
-    """The cells of a line: all peaks are those of the rank that holds the most."""
+    """Return the cells of a row. Peaks are those of the rank with the highest."""
     peaks = (timeline.peak_memory, timeline.peak_activations, timeline.peak_weights)
     return (
         str(max(chunks_of(timeline).values(), default=0) + 1),
@@ -346,5 +348,5 @@ def numbers(timeline: Timeline) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly when nobody reads on
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit quietly when the reader of a pipe closes it
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Let a model write: ``python tools/generate.py --load CHECKPOINTS --prompt "Once upon a time"``."""
+"""Generate text with a trained model: ``python tools/generate.py --load CHECKPOINTS --prompt "Once upon a time"``."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ TIMEOUT = timedelta(minutes=10)
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags."""
+    """Return the command-line parser."""
     parser = argparse.ArgumentParser(
-        description="Continue prompts with a trained model. Under torchrun its matrices are shared by all processes.",
-        epilog="Without --prompt and --prompts the prompt is what stands on standard input. An empty prompt begins a "
-        "document. The text goes to standard output, the speed to standard error.",
+        description="Continue prompts with a trained model. Under torchrun it is split among all processes.",
+        epilog="Without --prompt and --prompts the prompt is read from standard input. An empty prompt starts a "
+        "document. The text is written to standard output, the speed to standard error.",
         allow_abbrev=False,
     )
     model = parser.add_argument_group("model")
@@ -40,48 +40,49 @@ def build_parser() -> argparse.ArgumentParser:
         "--load", required=True, metavar="PATH", help="a folder of checkpoints, one of them, or hf:DIR of Hugging Face"
     )
     model.add_argument("--ckpt-step", type=int, metavar="N", help="step of the checkpoint (the newest valid one)")
-    model.add_argument("--ema", action="store_true", help="the average of the weights that --ema-decay kept")
+    model.add_argument("--ema", action="store_true", help="use the weight average of --ema-decay")
     dtypes, devices = (SETTINGS[name].option.choices or () for name in ("params_dtype", "device"))
+    model.add_argument("--params-dtype", choices=dtypes, help="dtype of weights and activations (as trained or stored)")
+    model.add_argument("--device", choices=devices, default="auto", help="device (auto)")
     model.add_argument(
-        "--params-dtype", choices=dtypes, help="format of weights and activations (as trained or stored)"
-    )
-    model.add_argument("--device", choices=devices, default="auto", help="where to compute (auto)")
-    model.add_argument(
-        "--tensor-model-parallel-size", type=int, metavar="N", help="processes that share the model: all that there are"
+        "--tensor-model-parallel-size", type=int, metavar="N", help="must equal the number of processes, its default"
     )
     text = parser.add_argument_group("text")
     source = text.add_mutually_exclusive_group()
     source.add_argument("--prompt", nargs="+", metavar="TEXT", help="texts to continue")
     source.add_argument("--prompts", type=Path, metavar="FILE", help="file with one prompt per line")
     text.add_argument(
-        "--max-new-tokens", type=int, metavar="N", help=f"tokens to write ({NEW_TOKENS}, or what the positions leave)"
+        "--max-new-tokens",
+        type=int,
+        metavar="N",
+        help=f"tokens to generate ({NEW_TOKENS}, or fewer if the positions run out)",
     )
     text.add_argument("--batch-size", type=int, default=8, metavar="N", help="prompts computed at once (8)")
-    text.add_argument("--no-stream", action="store_true", help="show a continuation when it is complete")
-    choice = parser.add_argument_group("choice of tokens")
+    text.add_argument("--no-stream", action="store_true", help="print each continuation when it is complete")
+    choice = parser.add_argument_group("sampling")
     how = choice.add_mutually_exclusive_group()
-    how.add_argument("--greedy", action="store_true", help="always take the likeliest token")
+    how.add_argument("--greedy", action="store_true", help="always choose the most probable token")
     how.add_argument("--temperature", type=float, default=1.0, metavar="T", help="divides the logits (1.0)")
-    choice.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens")
+    choice.add_argument("--top-k", type=int, metavar="K", help="sample from the K most probable tokens")
     choice.add_argument(
-        "--top-p", type=float, metavar="P", help="only the likeliest tokens that together have probability P"
+        "--top-p", type=float, metavar="P", help="sample from the most probable tokens with total probability P"
     )
-    choice.add_argument("--seed", type=int, default=1234, metavar="N", help="of the draws (1234)")
+    choice.add_argument("--seed", type=int, default=1234, metavar="N", help="random seed (1234)")
     return parser
 
 
 def read_prompts(args: argparse.Namespace, launch: Launch) -> list[str]:
-    """The texts to continue.
+    """Return the prompts.
 
     Raises:
-        InferenceError: when the file cannot be read, or a prompt is not text.
+        InferenceError: if the file cannot be read or a prompt is not text.
     """
     if args.prompt is None and args.prompts is None:
         return [_standard_input(launch)]
     try:
         texts: list[str] = args.prompt or args.prompts.read_text(encoding="utf-8").removesuffix("\n").split("\n")
         for text in texts:
-            text.encode()  # what the shell passed on may be no text
+            text.encode()  # arguments may contain bytes that are not UTF-8
     except OSError as error:
         raise InferenceError(f"--prompts {args.prompts} cannot be read: {error.strerror}") from error
     except UnicodeError as error:
@@ -102,13 +103,13 @@ def _standard_input(launch: Launch) -> str:
 
 
 class Speed:
-    """Counts tokens and seconds from the moment it is made."""
+    """Count tokens and measure time from construction on."""
 
     def __init__(self) -> None:
         self._start, self._first, self._tokens = time.monotonic(), 0.0, 0
 
     def token(self) -> None:
-        """Count one."""
+        """Count one token."""
         self._tokens += 1
         if self._tokens == 1:
             self._first = time.monotonic() - self._start
@@ -120,11 +121,11 @@ class Speed:
 
 
 def write(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> None:
-    """Load the model and continue the texts; rank 0 shows them.
+    """Load the model and print continuations of the texts on rank 0.
 
     Raises:
-        InferenceError, UserError: when the flags, the prompts and the model do not go together.
-        CheckpointError, OSError: when the model cannot be loaded.
+        InferenceError, UserError: if flags, prompts and model do not fit together.
+        CheckpointError, OSError: if the model cannot be loaded.
     """
     from megatron.inference.generate import check, generate
     from megatron.inference.load import check_layout, open_pretrained
@@ -145,21 +146,21 @@ def write(args: argparse.Namespace, texts: Sequence[str], launch: Launch) -> Non
     printer = Printer(out, model.codec, texts, prompts, model.stop_ids, not args.no_stream)
     speed = Speed()
 
-    def take(prompt: int, token: int, last: bool) -> None:
+    def on_token(prompt: int, token: int, last: bool) -> None:
         speed.token()
         printer.token(prompt, token, last)
 
-    generate(chunk, prompts, new_tokens, sampling, model.stop_ids, take, args.batch_size)
+    generate(chunk, prompts, new_tokens, sampling, model.stop_ids, on_token, args.batch_size)
     if launch.rank == 0:
         print(f"generate: {speed}", file=sys.stderr)
     leave_distributed()
 
 
 def make_sampling(args: argparse.Namespace) -> Sampling:
-    """How tokens are chosen, from flags that are checked.
+    """Return the sampling settings.
 
     Raises:
-        InferenceError: when a number is out of its range, or changes nothing.
+        InferenceError: if a value is out of range or has no effect.
     """
     from megatron.inference.sampling import Sampling
 
@@ -167,23 +168,23 @@ def make_sampling(args: argparse.Namespace) -> Sampling:
         raise InferenceError(f"--batch-size {args.batch_size}: must be at least 1", "--batch-size 8")
     sampling = Sampling(0.0 if args.greedy else args.temperature, args.top_k, args.top_p, args.seed)
     if sampling.greedy and (args.top_k is not None or args.top_p is not None):
-        seen = "the likeliest token is taken always, so --top-k and --top-p change nothing"
+        seen = "--top-k and --top-p have no effect if the most probable token is always chosen"
         raise InferenceError(seen, "drop --top-k and --top-p", "drop --greedy")
     return sampling
 
 
 def room(positions: int | None, prompts: Sequence[Sequence[int]]) -> int:
-    """How many tokens to write where nobody says it; at least 1."""
+    """Return the default number of tokens to generate, at least 1."""
     longest = max(map(len, prompts))
     return NEW_TOKENS if positions is None else max(1, min(NEW_TOKENS, positions - longest))
 
 
 def build(args: argparse.Namespace, model: Pretrained, launch: Launch) -> GPTChunk:
-    """The model on this rank; collective over all ranks.
+    """Build the model on this rank. Collective.
 
     Raises:
-        UserError: when the device is not there.
-        DamagedError: when weights are not what was written.
+        UserError: if the device does not exist.
+        DamagedError: if weights fail their checksums.
     """
     from megatron.config.parallel import ParallelConfig
     from megatron.parallel.build import DTYPES
@@ -200,11 +201,11 @@ def build(args: argparse.Namespace, model: Pretrained, launch: Launch) -> GPTChu
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the texts.
+    """Generate the texts.
 
     Returns:
-        The exit status: 1 when the model cannot be loaded or whoever reads the text has gone, 2 for flags and prompts
-        that cannot work, 130 after Ctrl-C.
+        The exit status: 1 if the model cannot be loaded or the output pipe is closed, 2 for invalid flags and prompts,
+        130 after Ctrl-C.
     """
     args = build_parser().parse_args(argv)
     launch = Launch.read(os.environ)
@@ -215,7 +216,7 @@ def main(argv: Sequence[str]) -> int:
         if launch.local_rank == 0:
             print(f"generate: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:  # whoever read our text has had enough of it
+    except BrokenPipeError:  # the reader closed the pipe
         sys.stdout = StringIO()
         return 1
     except (CheckpointError, OSError) as error:

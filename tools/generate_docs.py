@@ -1,14 +1,15 @@
-"""Write the pages of docs/ that follow from the code: ``python tools/generate_docs.py``."""
+"""Generate docs/flags.md from the configuration classes: ``python tools/generate_docs.py``."""
 
 from __future__ import annotations
 
+import argparse
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from megatron.config import megatron_flags
+from megatron.config.megatron_flags import HARMLESS_VALUES, IGNORED, OTHER_DEFAULTS, REFUSED
 from megatron.config.parser import metavar, shown_default
 from megatron.config.presets import PRESETS
 from megatron.config.settings import GROUPS, SETTINGS, Setting
@@ -20,19 +21,19 @@ INTRODUCTION = """# Flags
 
 Written by `python tools/generate_docs.py` from the classes in `megatron/config/`; a test keeps it up to date.
 
-Values are laid over one another in this order: the defaults below, the model of the checkpoint or of the
+Sources of options, from lowest to highest priority: the defaults below, the model of the checkpoint or of the
 `hf:DIR` that the run starts from, `--preset NAME`, `--config FILE...` (YAML, by group or flat), flags,
-`--set group.field=value`. A later source that says a length, or where tokens come from, in another way
-(`train_samples` after `train_iters`, `mock_data` after `data_path`) replaces the earlier one.
-`--check-config [--world-size N]` checks everything without a GPU, and without importing torch, and prints what the
-run would be, what it would read, and what the start would say of its checkpoint. `--fake-world --world-size N
-[--fake-rank R]` goes on and [builds one rank of it](operations.md#a-large-run-tried-on-one-machine).
+`--set group.field=value`. Setting one of several exclusive options in a higher source clears the others
+(`train_samples` replaces `train_iters`, `mock_data` replaces `data_path`).
+`--check-config [--world-size N]` checks the configuration without a GPU and without importing torch. It prints a
+summary of the run, the data it would read, and the checkpoint it would start from. `--fake-world --world-size N
+[--fake-rank R]` also [builds one rank of it](operations.md#a-large-run-tried-on-one-machine).
 Booleans take `--x` and `--no-x`. Flags cannot be abbreviated.
 """
 
 
 def flags_page() -> str:
-    """The text of docs/flags.md."""
+    """Return the text of docs/flags.md."""
     return "\n".join([INTRODUCTION, *_presets(), *_groups(), *_megatron()])
 
 
@@ -46,8 +47,8 @@ def _presets() -> Iterator[str]:
         count = f"{m.num_parameters():,}" if m.vocab_size else "by the tokenizer"
         cells = (m.num_layers, m.hidden_size, m.num_attention_heads, m.kv_groups, m.ffn, m.vocab_size or "tokenizer's")
         yield _row(f"`{name}`", *cells, config.training.seq_length, count)
-    yield "\nA preset also brings the optimizer settings of its paper and turns dropout off. It says nothing about"
-    yield "layout, precision, batch size or length.\n"
+    yield "\nA preset also sets the optimizer settings of its paper and turns dropout off. It does not set layout,"
+    yield "precision, batch size or run length.\n"
 
 
 def _groups() -> Iterator[str]:
@@ -87,35 +88,37 @@ def _meaning(setting: Setting) -> str:
 
 def _megatron() -> Iterator[str]:
     yield "## Flags of Megatron-LM\n"
-    yield "Flags above that Megatron-LM has too mean the same. These have another default:\n"
+    yield "Flags that exist in both have the same meaning. These have another default:\n"
     yield "| flag | Megatron-LM | here |"
     yield "|---|---|---|"
-    for flag, (default, why) in megatron_flags.OTHER_DEFAULTS.items():
+    for flag, (default, why) in OTHER_DEFAULTS.items():
         yield _row(f"`{flag}`", default, why)
-    yield "\nThese are accepted, do nothing, and say so at the start:\n"
-    yield "| flag | because |"
+    yield "\nThese are accepted and ignored, with a note at startup:\n"
+    yield "| flag | reason |"
     yield "|---|---|"
-    for flag, why in megatron_flags.IGNORED.items():
-        values = megatron_flags.HARMLESS_VALUES.get(flag)
+    for flag, why in IGNORED.items():
+        values = HARMLESS_VALUES.get(flag)
         yield _row(f"`{flag}`" + (f" (`{'`, `'.join(values)}`)" if values else ""), why)
-    yield "\nThese are refused, with what to do instead:\n"
-    yield "| flag | because | instead |"
+    yield "\nThese are refused:\n"
+    yield "| flag | reason | instead |"
     yield "|---|---|---|"
-    for flag, (why, fixes) in megatron_flags.REFUSED.items():
+    for flag, (why, fixes) in REFUSED.items():
         yield _row(f"`{flag}`", why, " or ".join(f"`{fix}`" if fix.startswith("--") else fix for fix in fixes))
-    yield "\nAll its other flags are refused by name.\n"
+    yield "\nAll other flags of Megatron-LM are refused by name.\n"
 
 
 def _row(*cells: object) -> str:
     return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
-def main() -> int:
-    """Write the pages; returns the exit status."""
+def main(argv: Sequence[str]) -> int:
+    """Write docs/flags.md and return the exit status."""
+    parser = argparse.ArgumentParser("generate_docs.py", description="Write docs/flags.md from the code. No options.")
+    parser.parse_args(argv)
     FLAGS.write_text(flags_page())
     print(FLAGS.relative_to(ROOT))
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

@@ -1,8 +1,7 @@
-"""Look into checkpoints: ``python tools/inspect_checkpoint.py ls SAVE | verify PATH | show PATH [PATTERN] | diff A B``.
+"""Inspect checkpoints: ``python tools/inspect_checkpoint.py ls SAVE | verify PATH | show PATH [PATTERN] | diff A B``.
 
 PATH is a checkpoint such as SAVE/iter_0000100, or a folder of them: then its newest complete one (all, for verify).
-Either may be in an object store: s3://BUCKET/RUN.
-Memory is that of a chunk or two, however large the checkpoint.
+Either may be in an object store: s3://BUCKET/RUN. Memory use is that of one or two chunks.
 """
 
 from __future__ import annotations
@@ -27,11 +26,11 @@ if TYPE_CHECKING:
 
 EQUAL, DIFFERENT, UNREADABLE = 0, 1, 2
 OF_A_RUN = ("run_id", "goodput")
-"""Numbers of a checkpoint that no two runs share."""
+"""State that differs between any two runs."""
 
 
 def listing(args: argparse.Namespace) -> int:
-    """Print the checkpoints of a folder, newest first; those that are not complete with the reason."""
+    """Print the checkpoints of a folder, newest first, and why incomplete ones are incomplete."""
     checkpoints = existing(args.folder)
     if checkpoints.is_checkpoint:
         raise CheckpointError(f"{args.folder} is a checkpoint itself", f"show {args.folder}")
@@ -46,14 +45,14 @@ def listing(args: argparse.Namespace) -> int:
 
 
 def written(path: Location) -> float:
-    """When a checkpoint was completed, or last changed; seconds since 1970."""
+    """Return when a checkpoint was completed or last changed, in seconds since 1970."""
     if not isinstance(path, RemotePath):
         return path.stat().st_mtime
     return (path / MARKER).modified() if is_complete(path) else time.time()
 
 
 def verify(args: argparse.Namespace) -> int:
-    """Read every byte and compare it with the checksums; of a folder, every checkpoint in it."""
+    """Verify the checksums of a checkpoint, or of every checkpoint in a folder."""
     checkpoints = existing(args.path)
     left = [path for path in checkpoints.leftovers if not is_complete(path)]
     for path in left:
@@ -67,7 +66,7 @@ def verify(args: argparse.Namespace) -> int:
 
 
 def verified(path: Location) -> int:
-    """Verify one checkpoint, and say what was found."""
+    """Verify one checkpoint and print the result."""
     from megatron.checkpoint.verify import damage
 
     try:
@@ -86,7 +85,7 @@ def verified(path: Location) -> int:
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print what a checkpoint holds; with a pattern, the values of the tensors that match it."""
+    """Print the contents of a checkpoint, or statistics of the tensors that match a pattern."""
     manifest = newest(args.path)
     if args.pattern is not None:
         return show_values(manifest, args.pattern)
@@ -105,7 +104,7 @@ def show(args: argparse.Namespace) -> int:
 
 
 def show_values(manifest: Manifest, pattern: str) -> int:
-    """Print the extremes and the root mean square of tensors whose names match."""
+    """Print minimum, maximum and root mean square of matching tensors."""
     from megatron.checkpoint.compare import summarize
     from megatron.checkpoint.reader import CheckpointReader
 
@@ -123,9 +122,9 @@ def show_values(manifest: Manifest, pattern: str) -> int:
 
 
 def diff(args: argparse.Namespace) -> int:
-    """Print in what two checkpoints differ: options, state, tensors.
+    """Print the differences of two checkpoints: options, state, tensors.
 
-    Options of one start of a run, such as where it saves, are told and not counted; nor is what no two runs share.
+    Options of a single start, such as the save folder, and state that always differs are printed but not counted.
     """
     from megatron.checkpoint.reader import CheckpointReader
     from megatron.config.compare import ROLES, Role
@@ -153,16 +152,16 @@ def diff(args: argparse.Namespace) -> int:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Name and both values of what two nested mappings do not share."""
+    """Yield names and both values of differing entries of two nested mappings."""
     left, right = dict(flat(a)), dict(flat(b))
     for key in sorted(left.keys() | right.keys()):
-        seen = [json.dumps(side[key]) if key in side else "(none)" for side in (left, right)]
-        if seen[0] != seen[1]:
-            yield key, " | ".join(seen)
+        values = [json.dumps(side[key]) if key in side else "(none)" for side in (left, right)]
+        if values[0] != values[1]:
+            yield key, " | ".join(values)
 
 
 def differing_tensor(a: CheckpointReader, b: CheckpointReader, name: str) -> str | None:
-    """How a tensor differs; None when it is identical to the bit."""
+    """Describe how a tensor differs; None if it is identical to the bit."""
     from megatron.checkpoint.compare import difference
 
     for here, there in ((a, b), (b, a)):
@@ -179,10 +178,10 @@ def differing_tensor(a: CheckpointReader, b: CheckpointReader, name: str) -> str
 
 
 def newest(path: Location) -> Manifest:
-    """A checkpoint, or the newest complete one of a folder of them; says which newer ones were passed over.
+    """Return a checkpoint, or the newest complete one of a folder, and report newer ones that were skipped.
 
     Raises:
-        CheckpointError: when there is none.
+        CheckpointError: if there is none.
     """
     manifest, passed_over = existing(path).newest()
     for found in passed_over:
@@ -191,10 +190,10 @@ def newest(path: Location) -> Manifest:
 
 
 def existing(path: Location) -> Checkpoints:
-    """A folder, looked at as one of checkpoints.
+    """Return a folder of checkpoints.
 
     Raises:
-        CheckpointError: when it does not exist.
+        CheckpointError: if it does not exist.
     """
     if not path.exists():
         raise CheckpointError(f"{path} does not exist")
@@ -202,7 +201,7 @@ def existing(path: Location) -> Checkpoints:
 
 
 def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Values of nested mappings under dotted names."""
+    """Yield the values of nested mappings with dotted names."""
     for key, value in data.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{key}.")
@@ -211,7 +210,7 @@ def flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]
 
 
 def amount(size: int) -> str:
-    """Bytes as people say them."""
+    """Format a number of bytes."""
     for unit, factor in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
         if size >= factor:
             return f"{size / factor:.3g} {unit}"
@@ -219,7 +218,7 @@ def amount(size: int) -> str:
 
 
 def ago(seconds: float) -> str:
-    """A stretch of time as people say it."""
+    """Format an age."""
     for unit, factor in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= factor:
             return f"{seconds / factor:.0f} {unit} ago"
@@ -227,16 +226,16 @@ def ago(seconds: float) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the command-line parser."""
     top = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser(
-        "ls", help="list a folder of checkpoints; complete: all files in full length (bytes: verify)"
+        "ls", help="list a folder of checkpoints; complete means that all files have their full length"
     )
     command.add_argument("folder", type=location, metavar="SAVE")
     command.set_defaults(run=listing)
     command = commands.add_parser(
-        "verify", help="every byte against the checksums; exit status 1 when damaged, 2 when there is nothing to read"
+        "verify", help="check every byte against the checksums; exit status 1 if damaged, 2 if there is nothing to read"
     )
     command.add_argument("path", type=location, metavar="PATH")
     command.set_defaults(run=verify)
@@ -244,7 +243,7 @@ def parser() -> argparse.ArgumentParser:
     command.add_argument("path", type=location, metavar="PATH")
     command.add_argument("pattern", nargs="?", metavar="PATTERN", help="whole names, such as 'layers.0.*' or '*bias'")
     command.set_defaults(run=show)
-    command = commands.add_parser("diff", help="compare two; exit status 1 when they differ, 2 when one is unreadable")
+    command = commands.add_parser("diff", help="compare two; exit status 1 if they differ, 2 if one is unreadable")
     command.add_argument("a", type=location, metavar="A")
     command.add_argument("b", type=location, metavar="B")
     command.set_defaults(run=diff)
@@ -252,7 +251,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run a command; returns the exit status."""
+    """Run a command and return the exit status."""
     arguments = parser().parse_args(argv)
     try:
         return int(arguments.run(arguments))
@@ -262,5 +261,5 @@ def main(argv: Sequence[str]) -> int:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # ends quietly when nobody reads on: ``ls SAVE | head``
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit quietly in ``ls SAVE | head``
     sys.exit(main(sys.argv[1:]))

@@ -1,4 +1,4 @@
-"""Look into token files: ``python tools/inspect_dataset.py PREFIX --verify --samples 3 --histogram lengths.png``."""
+"""Inspect token files: ``python tools/inspect_dataset.py PREFIX --verify --samples 3 --histogram lengths.png``."""
 
 from __future__ import annotations
 
@@ -35,44 +35,42 @@ SHOWN_IDS = 12
 
 
 def build_parser() -> Parser:
-    """The command line."""
+    """Return the command-line parser."""
     parser = Parser(
         "inspect_dataset.py",
-        description="Say what pairs of .bin and .idx hold. Every pointer is checked in any case.",
-        epilog="Exit status: 1 when something is wrong with one of the pairs, 2 for wrong flags.",
+        description="Describe pairs of .bin and .idx. Every pointer in an .idx is always checked.",
+        epilog="Exit status: 1 if one of the pairs is invalid, 2 for wrong flags.",
     )
     parser.add_argument("prefixes", nargs="+", metavar="PREFIX", help="pairs without .bin/.idx")
-    parser.add_argument("--verify", action="store_true", help="read every id: is it below the vocabulary's size")
+    parser.add_argument("--verify", action="store_true", help="check that every id is below the vocabulary size")
     parser.add_argument("--samples", type=int, default=0, metavar="N", help="show N documents, from first to last")
     parser.add_argument("--top", type=int, default=0, metavar="K", help="show the K most frequent ids (with --verify)")
     parser.add_argument("--histogram", type=Path, metavar="FILE", help="draw lengths of documents; .png, .pdf or .svg")
     parser.add_argument("--json", action="store_true", help="one JSON object per pair and line instead of text")
-    parser.add_argument("--eod-id", type=int, metavar="N", help="the id that ends a document, where no record says it")
+    parser.add_argument("--eod-id", type=int, metavar="N", help="end-of-document id of data without a record")
     add_tokenizer_flags(parser, required=False)
     return parser
 
 
 def check_flags(args: argparse.Namespace) -> None:
-    """Whether the flags go together.
-
-    Raises:
-        DataError: when they do not.
-    """
+    """Raise DataError if the flags are inconsistent."""
     if args.samples < 0 or args.top < 0:
-        raise DataError("--samples and --top are numbers of things to show", "--samples 3")
+        raise DataError("--samples and --top must be at least 0", "--samples 3")
     if args.top and not args.verify:
-        raise DataError("--top counts ids, which only --verify reads", f"--verify --top {args.top}")
+        raise DataError("--top needs --verify, which reads the ids", f"--verify --top {args.top}")
     if args.histogram is not None and args.histogram.suffix not in PICTURES:
-        seen = f"--histogram {args.histogram}: pictures end in {', '.join(PICTURES)}"
+        seen = f"--histogram {args.histogram}: the suffix must be one of {', '.join(PICTURES)}"
         raise DataError(seen, f"--histogram {args.histogram.with_suffix('.png')}")
     given = [name for name in ("tokenizer_model", "vocab_file", "merge_file") if getattr(args, name) is not None]
     if given and args.tokenizer_type is None:
-        raise DataError(f"--{given[0].replace('_', '-')} says no type", "--tokenizer-type HuggingFaceTokenizer")
+        raise DataError(
+            f"--{given[0].replace('_', '-')} needs --tokenizer-type", "--tokenizer-type HuggingFaceTokenizer"
+        )
 
 
 @dataclass(frozen=True)
 class Meaning:
-    """What is known of the ids of a pair; None for what nobody says."""
+    """What is known about the ids of a pair; None if unknown."""
 
     record: TokenizerRecord | None
     tokenizer: Tokenizer | None
@@ -81,21 +79,21 @@ class Meaning:
 
     @classmethod
     def of(cls, prefix: str, args: argparse.Namespace) -> Meaning:
-        """From the flags, else from the record beside the pair; its tokenizer is only read where it is needed.
+        """Return what the flags say, else the record. The tokenizer is only read if needed.
 
         Raises:
-            DataError: when record or tokenizer are damaged, or the flags name another tokenizer than the record.
+            DataError: if the record or the tokenizer is damaged, or the flags name another tokenizer than the record.
         """
         record, tokenizer = read_record(prefix), None
         if args.tokenizer_type is not None:
             tokenizer = build_tokenizer(TokenizerChoice.from_args(args))
             if record is not None and not wrote(prefix, tokenizer):
-                seen = f"{prefix} was written with another {record.tokenizer_type} than the flags name"
-                raise DataError(seen, "leave out the flags of the tokenizer: its files lie beside the pair")
+                seen = f"{prefix} was written with another {record.tokenizer_type} than the one given by the flags"
+                raise DataError(seen, "leave out the tokenizer flags: its files lie beside the pair")
         elif args.samples or args.verify:
             tokenizer = recorded_tokenizer(prefix)
-        says = tokenizer or record
-        vocab_size, eod = (says.vocab_size, says.eod) if says else (None, None)
+        source = tokenizer or record
+        vocab_size, eod = (source.vocab_size, source.eod) if source else (None, None)
         return cls(
             record,
             tokenizer,
@@ -106,7 +104,7 @@ class Meaning:
 
 @dataclass(frozen=True)
 class Inspection:
-    """What was found in one pair."""
+    """Findings on one pair."""
 
     data: IndexedDataset
     meaning: Meaning
@@ -116,10 +114,10 @@ class Inspection:
 
     @classmethod
     def of(cls, prefix: str, args: argparse.Namespace) -> Inspection:
-        """Look at a pair.
+        """Inspect a pair.
 
         Raises:
-            DataError: when a file of it is damaged, and as `Meaning.of`.
+            DataError: if one of its files is damaged, and as `IdMeaning.of`.
         """
         data = IndexedDataset(prefix, floats=True)
         meaning, findings = Meaning.of(prefix, args), None
@@ -129,9 +127,9 @@ class Inspection:
         return cls(data, meaning, summarize(data), findings, samples(data, args.samples, meaning.tokenizer))
 
     def problem(self, args: argparse.Namespace) -> str | None:
-        """The sentence of what is wrong; None when nothing is known to be."""
+        """Return a sentence on what is wrong, or None."""
         if args.verify and self.findings is None:
-            return f"{self.data.prefix}: {self.data.dtype} are no ids, and training refuses them"
+            return f"{self.data.prefix}: values of type {self.data.dtype} are not ids and cannot be trained on"
         if self.findings is not None and self.findings.wrong:
             below = "" if self.meaning.vocab_size is None else f" or not below {self.meaning.vocab_size}"
             return (
@@ -142,7 +140,7 @@ class Inspection:
 
 
 def facts(found: Inspection, args: argparse.Namespace) -> dict[str, Any]:
-    """What ``--json`` prints."""
+    """Return the output of ``--json``."""
     record, findings = found.meaning.record, found.findings
     result = {
         "prefix": found.data.prefix,
@@ -166,14 +164,14 @@ def facts(found: Inspection, args: argparse.Namespace) -> dict[str, Any]:
 
 
 def statistics(summary: Summary) -> dict[str, float]:
-    """Of the tokens of a document that is not empty."""
+    """Return statistics of the lengths of nonempty documents, in tokens."""
     lengths = summary.lengths
     shares = {name: lengths.quantile(share) for name, share in SHARES.items()}
     return {"min": lengths.quantile(0), **shares, "max": lengths.quantile(1), "mean": round(lengths.mean, 1)}
 
 
 def tell(found: Inspection, args: argparse.Namespace) -> None:
-    """Print what people want to know."""
+    """Print the findings as text."""
     s, record = found.summary, found.meaning.record
     print(found.data.prefix)
     print(f"  documents  {s.documents:,} ({s.empty_documents:,} empty)")
@@ -182,10 +180,10 @@ def tell(found: Inspection, args: argparse.Namespace) -> None:
     print(f"  bytes      {s.bin_bytes:,} .bin, {s.idx_bytes:,} .idx")
     lengths = ", ".join(f"{name} {value:,}" for name, value in statistics(s).items())
     print(f"  tokens of a document that is not empty: {lengths}")
-    said = record and f"{record.tokenizer_type}, {record.vocab_size:,} ids, {record.eod} ends a document"
+    tokenizer = record and f"{record.tokenizer_type}, {record.vocab_size:,} ids, {record.eod} ends a document"
     parsed = record is not None and record.parses_special_tokens
     how = "; special tokens spelled out in texts became their ids" if parsed else ""
-    print(f"  tokenizer  {said or 'no record'}{how}")
+    print(f"  tokenizer  {tokenizer or 'no record'}{how}")
     if found.findings is not None:
         tell_findings(found, found.findings, args.top)
     for sample in found.samples:
@@ -193,13 +191,13 @@ def tell(found: Inspection, args: argparse.Namespace) -> None:
 
 
 def tell_findings(found: Inspection, findings: Findings, top: int) -> None:
-    """Print what ``--verify`` found; what is wrong is said elsewhere."""
+    """Print the findings of ``--verify``, except the problem."""
     size, eod, documents = found.meaning.vocab_size, found.meaning.eod, found.summary.lengths.total
     different = f"{len(findings.ids.values):,} different ids"
-    unknown = "nobody says how many the vocabulary has (--vocab-size N)"
+    unknown = "the vocabulary size is unknown (--vocab-size N)"
     print(f"  ids        {different}; {unknown if size is None else f'the vocabulary has {size:,}'}")
     if findings.ended is None:
-        print("  ends       nobody says which id ends a document (--eod-id N)")
+        print("  ends       the end-of-document id is unknown (--eod-id N)")
     else:
         share = f"{findings.ended:,} of {documents:,} ({findings.ended / max(documents, 1):.1%})"
         print(f"  ends       {share} of the documents that are not empty end with {eod}")
@@ -220,14 +218,14 @@ def tell_sample(sample: Sample, found: Inspection) -> None:
     if sample.text is not None:
         print(f"    text {json.dumps(sample.text, ensure_ascii=False)}")
     elif found.meaning.tokenizer is not None:
-        print("    text none: the tokenizer does not have all of these ids")
+        print("    text none: some ids are not in the tokenizer")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Say what the pairs hold.
+    """Inspect the pairs.
 
     Returns:
-        The exit status: 1 when something is wrong with one of them, 2 for wrong flags.
+        The exit status: 1 if one of them is invalid, 2 for wrong flags.
     """
     args = build_parser().parse(argv)
     try:
@@ -270,6 +268,6 @@ def _fail(problem: object, status: int) -> int:
 
 if __name__ == "__main__":
     for ending in (signal.SIGPIPE, signal.SIGINT):
-        signal.signal(ending, signal.SIG_DFL)  # ends quietly when nobody reads on, and on Ctrl-C
+        signal.signal(ending, signal.SIG_DFL)  # exit quietly on Ctrl-C and when the reader of a pipe closes it
     sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     sys.exit(main(sys.argv[1:]))

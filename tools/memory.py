@@ -1,7 +1,7 @@
-"""What ZeRO saves: ``python tools/memory.py --preset llama2-7b --bf16 --world-size 4``.
+"""Show the memory saved by ZeRO: ``python tools/memory.py --preset llama2-7b --bf16 --world-size 4``.
 
-Takes the flags of a training run. Prints, for each stage of ZeRO, what the rank that has most holds for the whole run:
-the bytes that a run allocates, alignment included, not those of a textbook. Activations come on top of it.
+Takes the flags of a training run. Prints, for each ZeRO stage, the bytes allocated for the whole run on the rank that
+has most, including alignment. Activations come on top of it.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ NEEDED = {
     ("--mock-data",): ("--data-path", "--data-args-path", "--train-data-path", "--per-split-data-args-path"),
     ("--train-iters", "1"): ("--train-samples",),
 }
-"""What a run must be told and memory does not depend on, and flags that say it otherwise; a file may say all."""
+"""Flags required of a run that do not affect memory, and alternatives to each. A --config file may contain any."""
 
 GB = 2**30
 
 
 def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
-    """Print the table; returns the exit status."""
+    """Print the table and return the exit status."""
     if {"-h", "--help"} & {*argv}:
         print(__doc__)
         return 0
     try:
         parsed = parse(["--check-config", *completed(argv)], environ)
         if parsed.config.model.vocab_size is None:
-            raise UserError([Problem("E104", "nothing says how large the vocabulary is", ("--vocab-size 50257",))])
+            raise UserError([Problem("E104", "the vocabulary size is not specified", ("--vocab-size 50257",))])
         print("\n".join(table(parsed.config, parsed.world_size)))
     except UserError as error:
         print(error, file=sys.stderr)
@@ -43,14 +43,14 @@ def main(argv: Sequence[str], environ: Mapping[str, str] = os.environ) -> int:
 
 
 def completed(argv: Sequence[str]) -> list[str]:
-    """The flags, and those without which there is no run."""
-    said = {word.partition("=")[0] for word in argv}
-    missing = (flag for flag, others in NEEDED.items() if not {flag[0], "--config", *others} & said)
+    """Return the flags, completed by those that every run requires."""
+    given = {word.partition("=")[0] for word in argv}
+    missing = (flag for flag, others in NEEDED.items() if not {flag[0], "--config", *others} & given)
     return [*argv, *(word for flag in missing for word in flag)]
 
 
 def table(config: RunConfig, world_size: int) -> Iterator[str]:
-    """The lines that are printed."""
+    """Yield the lines of the output."""
     p = config.parallel
     stages = [sharded(config, name) for name in STAGES]
     held = [state_bytes(stage, world_size) for stage in stages]
@@ -72,7 +72,7 @@ def table(config: RunConfig, world_size: int) -> Iterator[str]:
 
 
 def sharded(config: RunConfig, strategy: str) -> RunConfig:
-    """The same run, with what data-parallel ranks cut among themselves as the strategy says."""
+    """Return the configuration with another ZeRO stage."""
     parallel = replace(
         config.parallel,
         use_distributed_optimizer=False,
@@ -83,12 +83,12 @@ def sharded(config: RunConfig, strategy: str) -> RunConfig:
 
 
 def gigabytes(count: int) -> str:
-    """Bytes, in the unit of the table."""
+    """Format bytes in the unit of the table."""
     return f"{count / GB:,.2f}"
 
 
 def row(name: str, cells: Sequence[str]) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     return f"{name:<17}" + "".join(f"{cell:>10}" for cell in cells)
 
 

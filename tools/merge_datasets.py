@@ -1,4 +1,4 @@
-"""Put token files end to end: ``python tools/merge_datasets.py --input DIR --output-prefix data/all``."""
+"""Concatenate token files: ``python tools/merge_datasets.py --input DIR --output-prefix data/all``."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from megatron.data.files.output import check_new
 
 
 def build_parser() -> Parser:
-    """The flags, spelled as Megatron-LM's merging spells them."""
+    """Return the command-line parser, with Megatron-LM's flag names."""
     parser = Parser(
         "merge_datasets.py",
-        description="Put pairs of .bin and .idx end to end, as if all their text had been preprocessed at once.",
-        epilog="The pairs of a folder are taken in the order of their names. All must have been written with one "
-        "tokenizer. Where the share of each corpus matters, leave them apart: pretrain_gpt.py --data-path W PREFIX ...",
+        description="Concatenate pairs of .bin and .idx, as if all their text had been preprocessed at once.",
+        epilog="The pairs of a folder are merged in the order of their names. All must have been written with one "
+        "tokenizer. To weight the corpora, do not merge them: pretrain_gpt.py --data-path W PREFIX ...",
     )
     parser.add_argument(
         "--input", required=True, nargs="+", metavar="DIR|PREFIX", help="folders of pairs, or pairs without .bin/.idx"
     )
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX", help="path of the merged pair, no suffix")
-    parser.add_argument("--overwrite", action="store_true", help="take the place of a pair that is there")
-    parser.add_argument("--multimodal", action="store_true", help="refused: the modes of multimodal data are not read")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing pair")
+    parser.add_argument("--multimodal", action="store_true", help="refused: multimodal data are not supported")
     return parser
 
 
 def main(argv: Sequence[str]) -> int:
-    """Write the pair and print what and where it is.
+    """Merge the pairs.
 
     Returns:
-        The exit status: 1 when the parts do not go together or the disk refuses, 2 for wrong flags or where something
-        is there already, 128 and the signal's number after SIGINT and SIGTERM.
+        The exit status: 1 if the parts do not fit together or a file cannot be written, 2 for wrong flags or an
+        existing output, 128 plus the signal number after SIGINT and SIGTERM.
     """
     args = build_parser().parse(argv)
     if args.multimodal:
-        return _fail("--multimodal: the modes of multimodal data are not read; text pairs only", 2)
+        return _fail("--multimodal: multimodal data are not supported; merge text pairs only", 2)
     try:
         check_new((args.output_prefix,), args.overwrite)
     except DataError as error:
@@ -49,11 +49,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Write the pair and print what and where it is.
+    """Merge the pairs and print the result.
 
     Raises:
-        DataError: when the parts do not go together.
-        OSError: when the disk refuses.
+        DataError: if the parts do not fit together.
+        OSError: if a file cannot be written.
     """
     parts = [Part.of(prefix) for prefix in find_prefixes(args.input)]
     check_parts(parts)

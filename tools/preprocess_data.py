@@ -1,4 +1,4 @@
-"""Turn text into token files: ``python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus``."""
+"""Encode text to token files: ``python tools/preprocess_data.py --input corpus.jsonl --output-prefix data/corpus``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.data.command_line import Parser, StoppedError, refused, size
+from megatron.config.numbers import format_bytes
+from megatron.data.command_line import Parser, StoppedError, refused
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import id_dtype
 from megatron.data.files.output import check_new
@@ -27,50 +28,50 @@ HARMLESS = {
     "--keep-sequential-samples": (False, "documents always keep their order"),
     "--keep-newlines": (False, "documents are not split, so newlines are kept"),
     "--lang": (True, "documents are not split into sentences, so their language does not matter"),
-    "--use-gigatoken": (False, "--engine auto uses gigatoken where its ids are proven to be the same"),
-    "--legacy-tokenizer": (False, "there is one way to make each tokenizer"),
+    "--use-gigatoken": (False, "--engine auto uses gigatoken if its ids are equal"),
+    "--legacy-tokenizer": (False, "there is one implementation of each tokenizer"),
     "--tokenizer-hf-no-use-fast": (False, "a tokenizer.json gives the same ids whatever reads it"),
 }
-"""Megatron-LM's flags that change nothing here: whether each has a value, and why."""
+"""Megatron-LM's flags without effect here: whether each takes a value, and the reason."""
 
 REFUSED = {
-    "--split-sentences": "sentences are for BERT and T5; the models of this project read documents",
-    "--find-optimal-num-workers": "--workers is the number of cores unless it is given, and more is never faster",
-    "--workers-to-check": "--workers is the number of cores unless it is given, and more is never faster",
+    "--split-sentences": "sentences are for BERT and T5; GPT is trained on documents",
+    "--find-optimal-num-workers": "--workers defaults to the number of cores, and more is never faster",
+    "--workers-to-check": "--workers defaults to the number of cores, and more is never faster",
     "--max-documents": "all documents are read; `head -n N` makes a smaller input",
-    "--performance-dir": "the speed is printed, and not kept in a file",
+    "--performance-dir": "the speed is printed, not written to a file",
     "--vocab-extra-ids": "ids without text are for T5; add tokens to the tokenizer.json instead",
-    "--tokenizer-metadata": "the type is said with --tokenizer-type, and where it is with --tokenizer-model",
+    "--tokenizer-metadata": "use --tokenizer-type and --tokenizer-model",
     "--null-tokenizer-eod-id": "NullTokenizer ends documents with its last id, --vocab-size less one",
-    "--trust-remote-code": "code that comes with a model is not run; give a folder with a tokenizer.json",
+    "--trust-remote-code": "code that comes with a model is not run; use a folder with a tokenizer.json",
 }
-"""Megatron-LM's flags that ask for what is not done here, and what to do instead."""
+"""Megatron-LM's unsupported flags: the reason and the alternative."""
 
 
 def build_parser() -> Parser:
-    """The flags, spelled as Megatron-LM's preprocessing spells them."""
+    """Return the command-line parser, with Megatron-LM's flag names."""
     parser = Parser(
         "preprocess_data.py",
-        description="Turn text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
+        description="Encode text into the token files PREFIX_KEY_document.{bin,idx} that training reads.",
         epilog="Files ending in .jsonl, .json or .ndjson, and .gz, .zst, .bz2 or .xz after it, hold one JSON object "
-        "per line; any other file is one document. The files are the same for any number of workers and any engine. "
+        "per line; any other file is one document. The output does not depend on --workers and --engine. "
         "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)
     add_tokenizer_flags(parser)
     write = parser.add_argument_group("output")
-    write.add_argument("--append-eod", action="store_true", help="end every document that is not empty with an end id")
+    write.add_argument("--append-eod", action="store_true", help="append the end-of-document id to nonempty documents")
     write.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="path and beginning of the files' names"
     )
-    write.add_argument("--overwrite", action="store_true", help="take the place of what is there under this prefix")
-    run = parser.add_argument_group("work")
-    run.add_argument("--workers", type=int, metavar="N", help="processes that encode (the cores of this process)")
+    write.add_argument("--overwrite", action="store_true", help="replace existing files of this prefix")
+    run = parser.add_argument_group("performance")
+    run.add_argument("--workers", type=int, metavar="N", help="encoding processes (the available cores)")
     run.add_argument(
         "--engine",
         choices=WISHES,
         default="auto",
-        help="the library that encodes: gigatoken where it is proven to give the same ids (auto), or one of the two",
+        help="encoding library: gigatoken, the tokenizer's own (hf), or gigatoken if its ids are equal (auto)",
     )
     run.add_argument(
         "--log-interval",
@@ -78,17 +79,17 @@ def build_parser() -> Parser:
         metavar="N",
         help="documents between progress lines in a file (a line every 10 seconds); 0 for none",
     )
-    theirs = parser.add_argument_group("of Megatron-LM, without effect")
+    ignored = parser.add_argument_group("flags of Megatron-LM without effect")
     for flag, (has_value, why) in HARMLESS.items():
         if has_value:
-            theirs.add_argument(flag, metavar="X", help=why)
+            ignored.add_argument(flag, metavar="X", help=why)
         else:
-            theirs.add_argument(flag, action="store_const", const=True, help=why)
+            ignored.add_argument(flag, action="store_const", const=True, help=why)
     return parser
 
 
 def cores() -> int:
-    """How many cores this process may keep busy: of those that it is bound to, as many as its control group allows."""
+    """Return the number of cores available to this process, limited by its affinity and control group."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
@@ -98,7 +99,7 @@ def cores() -> int:
 
 
 def useful_workers(files: Sequence[Path], wanted: int | None) -> int:
-    """As many processes as were asked for, or as there are cores and blocks for them; at least one."""
+    """Return the number of workers wanted, or by default that of cores, but not more than there are blocks."""
     if wanted is not None:
         return wanted
     blocks = 1 + sum(file.stat().st_size for file in files) // BLOCK_BYTES
@@ -106,23 +107,23 @@ def useful_workers(files: Sequence[Path], wanted: int | None) -> int:
 
 
 def summary(plan: Plan, totals: Totals, dtype: str, engine: str, seconds: float) -> str:
-    """What was read and written, in a few lines."""
+    """Return the statistics of the run, in a few lines."""
     ratio = totals.text_bytes / totals.tokens
     return (
         f"files: {len(plan.files):,}, documents: {totals.documents:,}, empty texts: {totals.empty:,}, "
         f"passed over: {totals.bad:,}\n"
         f"text bytes: {totals.text_bytes:,}, tokens: {totals.tokens:,} ({dtype}), bytes per token: {ratio:.2f}\n"
-        f"time: {seconds:.1f}s, {size(totals.text_bytes / seconds)}/s, "
+        f"time: {seconds:.1f}s, {format_bytes(totals.text_bytes / seconds)}/s, "
         f"{short(totals.tokens / seconds)} tokens/s, workers: {plan.workers}, engine: {engine}"
     )
 
 
 def run(args: argparse.Namespace, tokenizer: Tokenizer, stop: Stop) -> None:
-    """Write the files and print what and where they are.
+    """Write the files and print a summary.
 
     Raises:
-        DataError: when the input is not what it should be.
-        OSError: when a file cannot be read or written.
+        DataError: if the input is invalid.
+        OSError: if a file cannot be read or written.
     """
     started = time.monotonic()
     stop.wait_for_checks()
@@ -138,7 +139,7 @@ def run(args: argparse.Namespace, tokenizer: Tokenizer, stop: Stop) -> None:
         args.on_bad_line == "skip",
     )
     if plan.workers == 1:
-        os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the libraries that encode would start one per core
+        os.environ.setdefault("RAYON_NUM_THREADS", "1")  # the default of Rust libraries is one thread per core
     progress = Progress(sys.stderr, sum(file.stat().st_size for file in files), args.log_interval)
     try:
         totals, engine = write_dataset(plan, tokenizer, progress, stop.check)
@@ -153,16 +154,16 @@ def run(args: argparse.Namespace, tokenizer: Tokenizer, stop: Stop) -> None:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Turn text into token files.
+    """Encode text into token files.
 
     Returns:
-        The exit status: 1 when the input is not what it should be or the disk refuses, 2 for wrong flags, 128 and the
-        signal's number after SIGINT and SIGTERM.
+        The exit status: 1 if the input is invalid or a file cannot be written, 2 for wrong flags, 128 plus the signal
+        number after SIGINT and SIGTERM.
     """
     parser = build_parser()
-    theirs = next((flag for flag in REFUSED if any(a.split("=")[0] == flag for a in argv)), None)
-    if theirs is not None:
-        parser.error(f"{theirs}: {REFUSED[theirs]}")
+    refused_flag = next((flag for flag in REFUSED if any(word.split("=")[0] == flag for word in argv)), None)
+    if refused_flag is not None:
+        parser.error(f"{refused_flag}: {REFUSED[refused_flag]}")
     args = parser.parse(argv)
     if args.workers is not None and args.workers < 1:
         parser.error(f"--workers is {args.workers}, must be at least 1")
@@ -177,7 +178,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _write(args: argparse.Namespace, stop: Stop) -> int:
-    """The exit status of a run that no signal ends."""
+    """Return the exit status of a run not ended by a signal."""
     try:
         check_new((output_prefix(args.output_prefix, key) for key in args.json_keys), args.overwrite)
         tokenizer = build_tokenizer(TokenizerChoice.from_args(args))

@@ -1,10 +1,10 @@
 # Sourced by scripts that need the Python environment:   source tools/setup_env.sh [dev]
 #
-# Makes .venv at the root of the repository with the pinned packages (dev: the test tools too), installs this package
-# in it and puts it first in PATH. Does nothing more once .venv is what the pins say. Exits the calling script on error.
+# Creates .venv at the root of the repository with the pinned packages (dev: and the test tools), installs this package
+# in it and puts it first in PATH. Does nothing if .venv is up to date. Exits the calling script on error.
 #
-#   PYTHON=...           the interpreter to build on; default: the first of python3, python3.13, .12, .11 that is >= 3.11
-#   TORCH_INDEX_URL=...  where pip finds torch, and only torch; default: where it finds everything else
+#   PYTHON=...           interpreter for .venv; default: the first of python3, python3.13, .12, .11 that is >= 3.11
+#   TORCH_INDEX_URL=...  package index for torch only; default: pip's
 
 setup_root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 setup_venv=$setup_root/.venv
@@ -16,14 +16,14 @@ setup_fail() {
 
 setup_pip() {
     PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 "$setup_venv/bin/python" -m pip install --quiet "$@" </dev/null && return
-    setup_fail "pip install $* failed; its reason is above." \
+    setup_fail "pip install $* failed; see above." \
         "fix: check the network; behind a mirror set PIP_INDEX_URL (and TORCH_INDEX_URL for torch), then run this again"
 }
 
 setup_find_python() {
     local newest name
     local check='import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, int(sys.argv[1])))'
-    for newest in 13 99; do # the pins are made for 3.11 to 3.13; a newer Python is tried when there is no other
+    for newest in 13 99; do # the pins support 3.11 to 3.13; a newer Python is the last resort
         for name in ${PYTHON:-python3 python3.13 python3.12 python3.11}; do
             if "$name" -c "$check" "$newest" >/dev/null 2>&1; then
                 echo "$name"
@@ -35,7 +35,7 @@ setup_find_python() {
         "fix: install one, or name it: PYTHON=python3.12 bash $0"
 }
 
-# What an environment was made from. The path is part of it: the scripts in a virtual environment name their place.
+# Print what an environment is built from, including its path, which is written into the scripts of a virtual environment.
 setup_stamp() {
     echo "$setup_root"
     (cd "$setup_root" && cat pyproject.toml tools/setup_env.sh "$@")
@@ -51,12 +51,12 @@ setup_create() {
     local python
     python=$(setup_find_python) || exit 1
     if [ -e "$setup_venv" ] && [ ! -e "$setup_venv/.made-by-setup" ]; then
-        setup_fail "$setup_venv was not made by this script, which would replace it." "fix: mv .venv .venv-mine"
+        setup_fail "$setup_venv was not created by this script and would be replaced." "fix: mv .venv .venv-mine"
     fi
     echo "setup: creating .venv with $("$python" --version) (once)"
     if ! "$python" -m venv --clear "$setup_venv"; then
         rm -rf "$setup_venv"
-        setup_fail "$python could not make a virtual environment; its reason is above." \
+        setup_fail "$python could not create a virtual environment; see above." \
             "fix: install Python's venv module (Debian, Ubuntu: apt install python3-venv)"
     fi
     touch "$setup_venv/.made-by-setup"
@@ -66,7 +66,7 @@ setup_install_run() {
     local torch
     torch=$(grep '^torch==' "$setup_root/requirements.txt")
     setup_create
-    echo "setup: installing $torch (minutes without a word; README: how to avoid the CUDA download)"
+    echo "setup: installing $torch (takes minutes without output; README: how to avoid the CUDA download)"
     setup_pip ${TORCH_INDEX_URL:+--index-url "$TORCH_INDEX_URL"} "$torch"
     echo "setup: installing requirements.txt (a minute or two)"
     setup_pip -r "$setup_root/requirements.txt"

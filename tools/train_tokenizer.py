@@ -1,4 +1,4 @@
-"""A tokenizer from text: ``python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output bpe``."""
+"""Train a tokenizer: ``python tools/train_tokenizer.py --input corpus.jsonl --vocab-size 4096 --output bpe``."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from megatron.data.command_line import Parser, ended, size
+from megatron.config.numbers import format_bytes
+from megatron.data.command_line import Parser, ended
 from megatron.data.errors import DataError
 from megatron.data.text.child import in_child
 from megatron.data.text.corpus import add_input_flags, find_files
@@ -24,64 +25,61 @@ MOST_SENTENCES = 2_000_000
 
 
 def build_parser() -> Parser:
-    """The flags; those of the input are spelled as in preprocess_data, those of SentencePiece as its own."""
+    """Return the command-line parser. Input flags are those of preprocess_data.py."""
     parser = Parser(
         "train_tokenizer.py",
-        description="Make a tokenizer from text, for preprocess_data and the Hugging Face libraries.",
+        description="Train a tokenizer on text, for preprocess_data.py and the Hugging Face libraries.",
         epilog="Files ending in .jsonl or .json hold one JSON object per line; any other file is one document. "
         "Exit status: 0 written, 1 not written, 2 wrong flags, 130 or 143 stopped.",
     )
     add_input_flags(parser)
     write = parser.add_argument_group("tokenizer")
-    kinds = "a byte-level BPE as GPT-2's (bpe, the default), or a SentencePiece model as Llama's"
+    kinds = "byte-level BPE like GPT-2's (bpe, the default), or SentencePiece model like Llama's"
     write.add_argument("--type", choices=tuple(SIZES), default="bpe", help=kinds)
-    entries = "entries, with the 256 bytes and the special tokens"
+    entries = "entries, including the 256 bytes and the special tokens"
     write.add_argument("--vocab-size", type=int, required=True, metavar="N", help=entries)
     write.add_argument("--output", required=True, metavar="DIR", help="new folder for the tokenizer's files")
-    how = f"how SentencePiece cuts text ({' or '.join(MODEL_TYPES)}; bpe)"
+    how = f"algorithm of SentencePiece ({' or '.join(MODEL_TYPES)}; bpe)"
     write.add_argument("--sentencepiece-model-type", choices=MODEL_TYPES, help=how)
-    most = f"lines that SentencePiece learns from and keeps in memory; of more it takes a sample ({MOST_SENTENCES:,})"
+    most = f"lines that SentencePiece is trained on, kept in memory; sampled if there are more ({MOST_SENTENCES:,})"
     write.add_argument("--input-sentence-size", type=int, metavar="N", help=most)
     return parser
 
 
-def report(trained: Trained, files: int, asked: int) -> str:
-    """What was read and made, in a few lines."""
-    learnt = trained.learnt
-    fewer = "" if learnt.entries == asked else f" (not {asked:,}: the text has no more pairs that occur twice)"
-    ratio = learnt.sample_bytes / learnt.sample_tokens
-    sample = size(learnt.sample_bytes)
+def report(trained: Trained, files: int, vocab_size: int) -> str:
+    """Return the statistics of the training, in a few lines."""
+    tokenizer = trained.tokenizer
+    full = tokenizer.entries == vocab_size
+    fewer = "" if full else f" (not {vocab_size:,}: the text has no more pairs that occur twice)"
+    ratio = tokenizer.sample_bytes / tokenizer.sample_tokens
+    sample = format_bytes(tokenizer.sample_bytes)
     bad = f", passed over: {trained.bad:,}" if trained.bad else ""
     return "\n".join(
         (
-            f"files: {files:,}, documents: {learnt.documents:,}, text bytes: {learnt.text_bytes:,}{bad}",
-            f"entries: {learnt.entries:,}{fewer}, bytes per token: {ratio:.2f} in the first {sample}",
+            f"files: {files:,}, documents: {tokenizer.documents:,}, text bytes: {tokenizer.text_bytes:,}{bad}",
+            f"entries: {tokenizer.entries:,}{fewer}, bytes per token: {ratio:.2f} in the first {sample}",
             *trained.notes,
         )
     )
 
 
 def check(args: argparse.Namespace) -> None:
-    """Refuse flags that cannot be.
-
-    Raises:
-        DataError: when they cannot.
-    """
+    """Raise DataError for invalid flags."""
     SIZES[args.type](args.vocab_size)
     for flag in ("sentencepiece_model_type", "input_sentence_size"):
         if args.type != "sentencepiece" and getattr(args, flag) is not None:
-            raise DataError(f"--{flag.replace('_', '-')} is of SentencePiece", "--type sentencepiece")
+            raise DataError(f"--{flag.replace('_', '-')} applies only to SentencePiece", "--type sentencepiece")
     if args.input_sentence_size is not None and args.input_sentence_size < 1:
-        raise DataError(f"--input-sentence-size {args.input_sentence_size} is no number of lines", "leave it out")
+        raise DataError(f"--input-sentence-size {args.input_sentence_size} must be at least 1", "leave it out")
     check_folder(Path(args.output))
 
 
 def main(argv: Sequence[str]) -> int:
-    """Make the tokenizer, write it, and print what it is.
+    """Train the tokenizer, save it and print a summary.
 
     Returns:
-        The exit status: 1 when the input is not what it should be, 2 for wrong flags, 128 and the
-        signal's number after SIGINT and SIGTERM.
+        The exit status: 1 if the input is invalid, 2 for wrong flags, 128 plus the signal number after SIGINT and
+        SIGTERM.
     """
     args = build_parser().parse(argv)
     try:
@@ -92,11 +90,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run(args: argparse.Namespace) -> None:
-    """Make the tokenizer, in a process that can be ended at any moment: libraries do not heed signals.
+    """Train in a process that can be killed at any moment, because the libraries do not react to signals.
 
     Raises:
-        DataError: when the input is not what it should be.
-        OSError: when a file cannot be read or written.
+        DataError: if the input is invalid.
+        OSError: if a file cannot be read or written.
     """
     files = find_files(args.input, args.suffix, args.exclude)
     is_bpe = args.type == "bpe"
@@ -110,7 +108,7 @@ def run(args: argparse.Namespace) -> None:
     )
     with closing(Stages(sys.stderr)) as stages:
         trained = in_child(train, plan, stages)
-    save_files(trained.learnt.files, Path(args.output))
+    save_files(trained.tokenizer.files, Path(args.output))
     print(report(trained, len(files), args.vocab_size))
     kind = "HuggingFaceTokenizer" if is_bpe else "SentencePieceTokenizer"
     print(f"for the next step, preprocess_data.py: --tokenizer-type {kind} --tokenizer-model {args.output}")

@@ -2,8 +2,8 @@
 
     python tools/verify_parallel.py --world-size 4 --preset tiny-llama --tensor-model-parallel-size 2
 
-Runs the first steps twice on CPUs, once on one process and once on ``--world-size`` of them, and compares the loss, the
-gradient norm and every parameter's gradient. The first parameter that differs is named.
+Runs the first steps on CPUs in one process and in ``--world-size`` processes, and compares loss, gradient norm and
+every parameter's gradient. The first parameter that differs is reported.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ MISSING = {
     "E501": ("--mock-data",),
     "E104": ("--vocab-size", "257"),
 }
-"""What to assume where the flags say nothing, by the code of the problem that this would be."""
+"""Flags assumed if missing, by the code of the error that would be reported otherwise."""
 
 TOLERANCE = {"fp64": 1e-10, "fp32": 1e-5}
 FLOOR = {"fp64": 1e-5, "fp32": 1e-2}
-"""A gradient counts as at least this share of all gradients: some are zero in exact arithmetic and rounding here."""
+"""Lower bound of a gradient's norm relative to all gradients, because some gradients are only rounding errors."""
 
 COUNTED = (
     "num_layers_per_virtual_pipeline_stage",
@@ -51,40 +51,33 @@ COUNTED = (
     "account_for_embedding_in_pipeline_split",
     "account_for_loss_in_pipeline_split",
 )
-"""Options of a pipeline that fit no other number of layers."""
+"""Pipeline options that fix the number of layers."""
 
 LARGE = 20_000_000
-"""Parameters above which a person may wonder whether anything happens."""
+"""Number of parameters above which --shrink is suggested."""
 
 
 @dataclass(frozen=True)
 class Check:
-    """What is compared.
+    """Runs to compare."""
 
-    Attributes:
-        layout: the configuration on ``world_size`` ranks.
-        reference: the same run on one.
-        notes: what differs from the flags, a line each.
-    """
-
-    layout: RunConfig
-    reference: RunConfig
+    layout: RunConfig  # on ``world_size`` ranks
+    reference: RunConfig  # on one
     world_size: int
     steps: int
-    notes: tuple[str, ...]
+    notes: tuple[str, ...]  # changes to the flags
 
 
 def main(argv: Sequence[str], launch: Launcher | None = None) -> int:
-    """Compare and report; ``launch`` replaces the way in which the ranks are run.
+    """Compare and report; ``launch`` replaces `run_processes` in tests.
 
     Returns:
-        0 when everything agrees, 1 when something differs or fails, 2 for flags that cannot work.
-
+        0 if everything agrees, 1 if something differs or fails, 2 for invalid flags.
     """
     own, flags = build_parser().parse_known_args(list(argv))
     try:
         if own.steps < 1:
-            raise UserError([Problem("E002", f"--steps {own.steps}: at least one step is compared", ("--steps 1",))])
+            raise UserError([Problem("E002", f"--steps {own.steps}: must be at least 1", ("--steps 1",))])
         check = prepare(flags, own.world_size, own.steps, own.dtype, own.shrink)
     except (UserError, DataError) as error:
         print(error, file=sys.stderr)
@@ -93,13 +86,13 @@ def main(argv: Sequence[str], launch: Launcher | None = None) -> int:
         print(f"note: {note}")
     try:
         return compare(check, launch or run_processes)
-    except Exception as error:  # a rank failed: its own output says more
+    except Exception as error:  # of a rank, whose output has the details
         print(f"verify_parallel: {type(error).__name__}: {error}", file=sys.stderr)
         return 1
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The flags of this tool alone."""
+    """Return the parser of this tool's own flags."""
     parser = argparse.ArgumentParser(
         description="Check that a parallel layout computes what one process computes.",
         epilog="All other flags are those of pretrain_gpt.py.",
@@ -111,19 +104,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--shrink",
         action="store_true",
-        help="at most 2 layers, samples of 64 tokens and 2 micro-batches per rank; in a pipeline a layer per stage, "
-        "and twice as many micro-batches as ranks",
+        help="use at most 2 layers, samples of 64 tokens and 2 micro-batches per rank; in a pipeline one layer per "
+        "stage and twice as many micro-batches as ranks",
     )
     return parser
 
 
 def prepare(flags: Sequence[str], world_size: int, steps: int, dtype: str, shrink: bool) -> Check:
-    """Turn the user's flags into the two runs.
+    """Return the two runs to compare.
 
     Raises:
-        UserError: for flags that cannot work.
-        DataError: when the vocabulary is not known.
-
+        UserError: for invalid flags.
+        DataError: if the vocabulary size is unknown.
     """
     config, assumed = read(flags, world_size)
     notes = [f"not given, so assumed: {' '.join(flag)}" for flag in assumed]
@@ -151,11 +143,10 @@ def prepare(flags: Sequence[str], world_size: int, steps: int, dtype: str, shrin
 
 
 def read(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[tuple[str, ...]]]:
-    """The checked configuration, and the flags added for what was not given.
+    """Return the checked configuration, and the flags added for missing ones.
 
     Raises:
-        UserError: for flags that cannot work.
-
+        UserError: for invalid flags.
     """
     assumed: dict[str, tuple[str, ...]] = {}
     while True:
@@ -173,14 +164,14 @@ def read(flags: Sequence[str], world_size: int) -> tuple[RunConfig, list[tuple[s
 
 
 def started_here(problem: Problem) -> Problem:
-    """The problem with fixes for a tool that starts the ranks itself."""
+    """Rewrite fixes for a tool that starts the ranks itself."""
     launch = re.compile(r"torchrun --nproc-per-node (\d+)|start (\d+) ranks")
     fixes = (launch.sub(lambda found: f"--world-size {found[1] or found[2]}", fix) for fix in problem.fixes)
     return replace(problem, fixes=tuple(fixes))
 
 
 def shrunk(config: RunConfig, world_size: int) -> list[str]:
-    """Assignments that make the run short where it is long; widths, and so how they are cut, stay as they are."""
+    """Return assignments that shorten the run. Widths, and thus the sharding, are unchanged."""
     training, parallel = config.training, config.parallel
     tp, dp = parallel.tensor_model_parallel_size, parallel.data_parallel_size(world_size)
     small = {"seq_length": (training.seq_length, -(-64 // tp) * tp)}
@@ -196,7 +187,7 @@ def shrunk(config: RunConfig, world_size: int) -> list[str]:
 
 
 def compare(check: Check, launch: Launcher) -> int:
-    """Run both, print a table and a verdict; returns the exit status."""
+    """Run both, print a table and a verdict, and return the exit status."""
     from megatron.training.setup import build  # torch: only for flags known to be good
     from megatron.training.verify import compare as differences
     from megatron.training.verify import join, trace_steps
@@ -222,7 +213,7 @@ def compare(check: Check, launch: Launcher) -> int:
 
 
 def described(parallel: ParallelConfig, world_size: int) -> str:
-    """``PP 2 x VPP 2 (interleaved) x DP 1 x TP 2 + sequence parallel``."""
+    """Describe a layout, as ``PP 2 x VPP 2 (interleaved) x DP 1 x TP 2 + sequence parallel``."""
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.num_virtual_stages_per_pipeline_rank or 1
     chunks = f" x VPP {vpp}" if vpp > 1 else ""
     pipeline = f"PP {pp}{chunks} ({schedule_name(parallel, vpp)}) x " if pp * vpp > 1 else ""
@@ -232,7 +223,7 @@ def described(parallel: ParallelConfig, world_size: int) -> str:
 
 
 def row(got: StepTrace, found: Sequence[Difference]) -> str:
-    """A line of the table."""
+    """Format a row of the table."""
     loss, norm, *gradients = found
     worst = max(gradients, key=lambda d: d.error)
     return (
@@ -242,7 +233,7 @@ def row(got: StepTrace, found: Sequence[Difference]) -> str:
 
 
 def verdict(bad: Sequence[Difference], drifted: Sequence[str], tolerance: float) -> str:
-    """What differs first, in the order in which forward uses the parameters."""
+    """Describe the first difference, in the order in which the forward pass uses the parameters."""
     lines = []
     if bad:
         first = next((d for d in bad if d.kind == "gradient"), bad[0])
@@ -255,7 +246,7 @@ def verdict(bad: Sequence[Difference], drifted: Sequence[str], tolerance: float)
 
 
 def run_processes(config: RunConfig, world_size: int, steps: int) -> list[list[RankTrace]]:
-    """Run every rank in a process of its own; the traces in rank order."""
+    """Run each rank in its own process and return the traces in rank order."""
     context = get_context("forkserver")
     context.set_forkserver_preload(["megatron.training.verify", "torch._dynamo"])
     with socket.socket() as probe:
@@ -270,7 +261,7 @@ def run_processes(config: RunConfig, world_size: int, steps: int) -> list[list[R
 
 
 def run_rank(config: RunConfig, rank: int, world_size: int, steps: int, port: int) -> list[RankTrace]:
-    """One rank; leaves the others' connections closed when it fails, so that they fail too."""
+    """Run one rank; closes its connections if it fails, so that the other ranks fail too."""
     import torch
 
     from megatron.parallel.mesh import leave_distributed

@@ -1,4 +1,4 @@
-"""The course of an acceptance: part after part, each bounded in time, none ended by another's failure."""
+"""Run the parts of a cluster check, each with a time limit; a failure in one does not stop the others."""
 
 from __future__ import annotations
 
@@ -15,106 +15,87 @@ from megatron.acceptance.interruption import Plan, Trial
 from megatron.acceptance.launcher import Launcher
 from megatron.acceptance.layouts import layouts
 from megatron.acceptance.report import OK, SKIPPED, WARNING, Check, Part, Report
+from megatron.data.command_line import counted
 
 PROGRAM = "tools/acceptance.py"
-TRIES = 3
-"""How often the layouts that are left are started again after one that failed."""
+TRIES = 3  # starts of the remaining layouts after one has failed
+# A rank waits this long for the others' files: the first import of torch from a network file system takes minutes.
 VISIBLE_SECONDS = 300.0
-"""How long a rank waits for the others' files: the first import of torch from a network file system takes minutes."""
+# With less than this share of the InfiniBand ports' rate between nodes, traffic most likely takes another route.
 FABRIC_SHARE = 0.25
-"""Of what the InfiniBand ports of a node carry: with less between nodes, the traffic most likely takes another way."""
-BETWEEN = "between nodes"
-"""As benchmarks/bandwidth.py calls it."""
-CLOCKS_APART = 1.0
-"""Seconds from which logs of several nodes are hard to read together."""
+BETWEEN = "between nodes"  # the name in benchmarks/bandwidth.py
+CLOCKS_APART = 1.0  # seconds; beyond, logs of several nodes are hard to read together
 
 
 @dataclass
 class Course:
-    """What all parts share.
+    """A cluster check: its settings, and what it knows of the cluster so far."""
 
-    Attributes:
-        launcher: starts programs on all ranks.
-        folder: of the report; all nodes have it.
-        device: ``auto``, ``cpu`` or ``cuda``; known better once the machines were looked at.
-        seconds: that a program may take.
-        formats: in which layouts are compared.
-        most: layouts that are tried; None for all.
-        steps: of the run that is killed.
-        seed: of the moment at which it is.
-        ranks: of the cluster, as far as they were heard of.
-        per_node: of them, on every node.
-        fabric: what the InfiniBand ports of a node carry, 10^9 bytes a second; 0 for one node, or without.
-        about: the cluster, in a line.
-        parts: so far.
-    """
-
-    launcher: Launcher
-    folder: Path
-    device: str
-    seconds: float
-    formats: Sequence[str]
-    most: int | None
-    steps: int
-    seed: int
-    ranks: int = 0
-    per_node: int = 0
-    fabric: float = 0.0
-    about: str = "nothing is known of the machines"
-    parts: list[Part] = field(default_factory=list)
+    launcher: Launcher  # starts programs on all ranks
+    folder: Path  # of the report, shared by all nodes
+    device: str  # auto, cpu or cuda; auto is replaced once the machines are known
+    seconds: float  # time limit of each program
+    formats: Sequence[str]  # in which layouts are compared
+    most: int | None  # layouts to compare; None for all
+    steps: int  # of the run that is killed
+    seed: int  # draws the moment at which it is killed
+    ranks: int = 0  # world size; 0 until it is known
+    per_node: int = 0  # ranks per node
+    fabric: float = 0.0  # rate of a node's InfiniBand ports, 10^9 bytes a second; 0 for one node, or without
+    about: str = "the machines are unknown"  # the cluster in one line
+    parts: list[Part] = field(default_factory=list)  # parts run so far
 
     def run(self, names: Sequence[str], command: str) -> Report:
-        """Go through the parts of these names, after the machines, without which nothing is known."""
-        todo: dict[str, Callable[[Part], None]] = {
+        """Run the selected parts, always starting with ``machine``, and write the report after each."""
+        available: dict[str, Callable[[Part], None]] = {
             "machine": self.machine,
             "layouts": self.layouts,
             "interruption": self.interruption,
             "bandwidth": self.bandwidth,
         }
-        chosen = [name for name in todo if name == "machine" or name in names]
-        unasked = [name for name in todo if name not in chosen]
+        chosen = [name for name in available if name == "machine" or name in names]
+        unasked = [name for name in available if name not in chosen]
         for number, name in enumerate(chosen, 1):
-            self._go(name, todo[name])
+            self._run_part(name, available[name])
             report = Report(self.about, command, self.parts, chosen[number:], unasked)
             report.write(self.folder)
         return report
 
-    def _go(self, name: str, act: Callable[[Part], None]) -> None:
+    def _run_part(self, name: str, run: Callable[[Part], None]) -> None:
         part = Part(name)
         self.parts.append(part)
         print(f"{time.strftime('%H:%M:%S')} {name} ...", flush=True)
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             if name != "machine" and self.ranks == 0:
                 part.checks.append(Check(name, SKIPPED, "no rank has started"))
             elif name in ("layouts", "bandwidth") and self.ranks == 1:
-                part.checks.append(Check(name, SKIPPED, "one rank alone has nobody to communicate with"))
+                part.checks.append(Check(name, SKIPPED, "needs more than one rank"))
             else:
-                act(part)
-        except Exception as error:  # what nobody foresaw in one part must not end the others
+                run(part)
+        except Exception as error:  # an unexpected error in one part must not end the others
             part.add(name, False, f"{type(error).__name__}: {error}")
-        part.seconds = time.monotonic() - begun
+        part.seconds = time.monotonic() - start
         for check in part.checks:
             if check.verdict not in (OK, SKIPPED):
                 print(f"         {check.verdict} {check.what}: {check.told}", flush=True)
 
     def machine(self, part: Part) -> None:
-        """Installed versions, machines, file system."""
+        """Check installed versions, machines and the file system."""
         folder = self._folder("machine")
         wait = min(VISIBLE_SECONDS, self.seconds / 2)
         outcome = self.launcher.run(
             "machine", [PROGRAM, "rank", "machine", folder, self.device, str(wait)], self.seconds
         )
-        told = machine.examine(part, folder)
+        facts_by_rank = machine.examine(part, folder)
         if outcome.status != 0:
-            part.add("the launcher's end", False, outcome.ended)
+            part.add("launcher", False, outcome.ended)
             part.log = outcome.tail()
-        if not told:
-            return
-        nodes = [told[rank] for rank in sorted(told) if told[rank]["local_rank"] == 0]
+        nodes = [facts for _, facts in sorted(facts_by_rank.items()) if facts["local_rank"] == 0]
         if not nodes:
             return
-        self.ranks, self.per_node = nodes[0]["size"], max(Counter(facts["host"] for facts in told.values()).values())
+        self.ranks = nodes[0]["size"]
+        self.per_node = max(Counter(facts["host"] for facts in facts_by_rank.values()).values())
         self.fabric = min(map(machine.fabric_rate, nodes)) if len(nodes) > 1 else 0.0
         first = nodes[0]
         machine.have_gpus(part, nodes, self.device)
@@ -124,25 +105,23 @@ class Course:
             gpus = f"{first['gpus'][0]}, CUDA {first['cuda']}, NCCL {first['nccl']}"
         kind = filesystem.kind(self.folder)
         part.facts["file system"] = kind
-        count = (
-            f"{self.ranks} rank{'' if self.ranks == 1 else 's'} on {len(nodes)} node{'' if len(nodes) == 1 else 's'}"
-        )
+        count = f"{counted(self.ranks, 'ranks')} on {counted(len(nodes), 'nodes')}"
         commit = f"commit {first['commit'][:12]}" if first["commit"] else "no git checkout"
         when = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())
         self.about = f"{count}: {gpus}; torch {first['torch']}; {kind or 'an unknown'} file system; {commit}; {when}."
 
     def layouts(self, part: Part) -> None:
-        """Layouts against one process, in every format."""
+        """Compare layouts with one process, in every format."""
         cases = layouts(self.ranks, self.per_node)[: self.most]
         for dtype in self.formats:
             folder, left = self._folder("layouts"), cases
             for number in range(TRIES):
-                words = [",".join(str(cases.index(case)) for case in left), str(self.per_node)]
-                program: list[str | Path] = [PROGRAM, "rank", "layouts", folder, dtype, self.device, *words]
+                args = [",".join(str(cases.index(case)) for case in left), str(self.per_node)]
+                program: list[str | Path] = [PROGRAM, "rank", "layouts", folder, dtype, self.device, *args]
                 outcome = self.launcher.run(f"layouts-{dtype}", program, self.seconds)
                 done = [matrix.is_done(folder, case, dtype, self.ranks) for case in left]
                 if all(done):
-                    if not part.add(f"ranks end well, {dtype}", outcome.status == 0, outcome.ended):
+                    if not part.add(f"ranks exit cleanly, {dtype}", outcome.status == 0, outcome.ended):
                         part.log = outcome.tail()
                     break
                 part.log = outcome.tail()
@@ -152,35 +131,35 @@ class Course:
                 if not left:
                     break
                 if number == TRIES - 1:
-                    matrix.not_tried(part, left, dtype, "too many others have failed")
+                    matrix.not_tried(part, left, dtype, "skipped after too many failures")
             matrix.examine(part, folder, dtype, cases, self.ranks)
 
     def interruption(self, part: Part) -> None:
-        """A rank killed and the run resumed; a checkpoint loaded in another layout."""
+        """Kill a rank and resume the run; load a checkpoint in another layout."""
         plan = Plan.draw(self.steps, self.ranks, self.seed)
         part.facts["seed"] = self.seed
-        trial = Trial(self.launcher, self._folder("runs"), self.device, self.ranks, plan, self.seconds)
-        if trial.undisturbed(part):
-            trial.interrupted(part)
-            trial.elsewhere(part)
+        test = Trial(self.launcher, self._folder("runs"), self.device, self.ranks, plan, self.seconds)
+        if test.undisturbed(part):
+            test.interrupted(part)
+            test.elsewhere(part)
 
     def bandwidth(self, part: Part) -> None:
-        """What the collectives carry, and how far the nodes' clocks are apart."""
+        """Measure the collectives' bandwidth and the offset between the nodes' clocks."""
         path = self.folder / "bandwidth.json"
         program: list[str | Path] = ["benchmarks/bandwidth.py", "--device", self.device, "--json", path]
         outcome = self.launcher.run("bandwidth", program, self.seconds)
-        if not part.add("collectives give right results", outcome.status == 0, outcome.ended):
+        if not part.add("collectives give correct results", outcome.status == 0, outcome.ended):
             part.log = outcome.tail()
             return
-        told = json.loads(path.read_text())
-        part.facts |= told
-        apart = told["clocks_apart"]
+        results = json.loads(path.read_text())
+        part.facts |= results
+        apart = results["clocks_apart"]
         part.add("clocks", apart < CLOCKS_APART, f"apart by {1000 * apart:.0f} ms at most", otherwise=WARNING)
         if self.fabric and self.device == "cuda":
-            carried = carried_between(told["figures"], self.per_node)
+            carried = carried_between(results["figures"], self.per_node)
             sentence = f"{carried:.3g} of {self.fabric:.3g} GB/s that a node's InfiniBand ports carry at best"
             part.add("fabric between nodes", carried >= FABRIC_SHARE * self.fabric, sentence, otherwise=WARNING)
-        part.tables = bandwidth_tables(told["figures"])
+        part.tables = bandwidth_tables(results["figures"])
 
     def _folder(self, name: str) -> Path:
         folder = self.folder / name
@@ -189,23 +168,23 @@ class Course:
 
 
 def carried_between(figures: Sequence[dict[str, Any]], per_node: int) -> float:
-    """10^9 bytes a second that leave a node, at the best of the measured figures.
+    """Return the best rate at which a node sends to other nodes, in 10^9 bytes a second.
 
-    Between nodes, as many groups as a node has ranks are at it at the same time; all ranks together are one ring.
+    Between nodes, as many groups as a node has ranks are measured at the same time; all ranks together form one ring.
     """
     between = [per_node * figure["bus"] for figure in figures if figure["where"] == BETWEEN]
     return max(between or [figure["bus"] for figure in figures])
 
 
 def bandwidth_tables(figures: Sequence[dict[str, Any]]) -> dict[str, list[Sequence[str]]]:
-    """Bus bandwidths by operation and size, a table for each kind of group."""
+    """Return bus bandwidths by operation and size, a table for each kind of group."""
     tables: dict[str, list[Sequence[str]]] = {}
     for where in dict.fromkeys(figure["where"] for figure in figures):
         here = [figure for figure in figures if figure["where"] == where]
         sizes = list(dict.fromkeys(figure["megabytes"] for figure in here))
-        by = {(figure["operation"], figure["megabytes"]): f"{figure['bus']:.3g}" for figure in here}
+        rates = {(figure["operation"], figure["megabytes"]): f"{figure['bus']:.3g}" for figure in here}
         rows: list[Sequence[str]] = [("", *(f"{size:g} MB" for size in sizes))]
-        rows += [(name, *(by[name, size] for size in sizes)) for name in dict.fromkeys(f["operation"] for f in here)]
-        ways = " (send/receive: one way after the other)" if here[0]["ranks"] == 2 else ""
-        tables[f"Bus bandwidth (nccl-tests), GB/s, {where}, groups of {here[0]['ranks']}{ways}"] = rows
+        rows += [(name, *(rates[name, size] for size in sizes)) for name in dict.fromkeys(f["operation"] for f in here)]
+        note = " (send/receive: one way after the other)" if here[0]["ranks"] == 2 else ""
+        tables[f"Bus bandwidth (nccl-tests), GB/s, {where}, groups of {here[0]['ranks']}{note}"] = rows
     return tables

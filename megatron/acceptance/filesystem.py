@@ -1,7 +1,6 @@
-"""Whether the file system of the run's folder does what checkpoints rely on, tried by all ranks at once.
+"""Test the shared file system for what checkpoints rely on, on all ranks at once.
 
-The ranks speak to each other through the folder alone: what is tried is the very thing by which they do, and it works
-where no collective does.
+Ranks communicate only through files in the folder under test, so it also works where collectives fail.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from pathlib import Path
 from typing import Any
 
 HELD, FREE, NONE = "held", "free", "none"
-"""What a rank sees of a lock that another has: it works, it ends at the machine, or there are no locks."""
+"""A lock that another node holds is respected, is invisible here, or locks are not supported."""
 
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL)
-"""What a file system answers that has none."""
+"""Errors of a file system without locks."""
 
 PAGE_BYTES, REPLACEMENTS = 20_000, 100
 POLL = 0.02
@@ -28,45 +27,36 @@ POLL = 0.02
 
 @dataclass(frozen=True)
 class Prober:
-    """One rank's part of the trial.
+    """One rank's part of the test."""
 
-    Attributes:
-        folder: shared, for this trial alone.
-        rank: of ``size``.
-        size: ranks.
-        host: name of the machine.
-        first: whether this is the first rank of its machine; only those try more than being seen.
-        seconds: it waits for the others.
-    """
-
-    folder: Path
+    folder: Path  # shared by all ranks, used for this test only
     rank: int
     size: int
-    host: str
-    first: bool
-    seconds: float
+    host: str  # name of this machine
+    first: bool  # whether this is the first rank of its machine; only these run all tests
+    seconds: float  # time limit of waiting for the others
 
     def probe(self, megabytes: int) -> dict[str, Any]:
-        """Try everything; what this rank saw, as data. A rank that does not see the others tries nothing."""
-        begun = time.monotonic()
+        """Run all tests and return what this rank saw. A rank that does not see all others tests nothing more."""
+        start = time.monotonic()
         self.put("here", {"first": self.first})
-        seen = self.wait_for("here", self.size)
-        told: dict[str, Any] = {"missing": sorted(set(range(self.size)) - seen.keys())}
-        told["visible_after"] = time.monotonic() - begun
-        nodes = sum(entry["first"] for entry in seen.values())
-        if told["missing"] or not self.first:
-            return told
-        told["lock"] = self._lock(nodes)
-        told["torn"] = self._rename(nodes)
-        told["write_mb_per_s"] = self._write(megabytes)
-        return told
+        ranks = self.wait_for("here", self.size)
+        results: dict[str, Any] = {"missing": sorted(set(range(self.size)) - ranks.keys())}
+        results["visible_after"] = time.monotonic() - start
+        nodes = sum(entry["first"] for entry in ranks.values())
+        if results["missing"] or not self.first:
+            return results
+        results["lock"] = self._lock(nodes)
+        results["torn"] = self._rename(nodes)
+        results["write_mb_per_s"] = self._write(megabytes)
+        return results
 
     def put(self, topic: str, value: object) -> None:
-        """Leave a value for the others."""
+        """Write a value for the others."""
         write_whole(self.folder / f"{topic}.{self.rank}", json.dumps(value))
 
     def wait_for(self, topic: str, count: int) -> dict[int, Any]:
-        """What ``count`` ranks have left, by rank; of fewer where the time is over."""
+        """Wait for the values of ``count`` ranks and return them by rank; fewer after the time limit."""
         deadline = time.monotonic() + self.seconds
         while True:
             names = [name for name in os.listdir(self.folder) if name.startswith(f"{topic}.") and name[-1].isdigit()]
@@ -75,68 +65,65 @@ class Prober:
             time.sleep(POLL)
 
     def _lock(self, nodes: int) -> str:
-        """Rank 0 holds a lock; what the others find."""
+        """Rank 0 holds a lock; return what this rank sees of it."""
         file = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
         try:
             if self.rank == 0:
-                found = take(file)
-                self.put("locked", found)
+                state = take(file)
+                self.put("locked", state)
                 self.wait_for("tried", nodes - 1)
-                return NONE if found == NONE else HELD
+                return NONE if state == NONE else HELD
             self.wait_for("locked", 1)
-            found = take(file)
-            self.put("tried", found)
-            return found
+            state = take(file)
+            self.put("tried", state)
+            return state
         finally:
             os.close(file)
 
     def _rename(self, nodes: int) -> int:
-        """Rank 0 replaces a file again and again; how often another found it torn or gone."""
+        """Rank 0 replaces a file repeatedly; return how often this rank found it torn or missing."""
         path = self.folder / "page"
         if self.rank == 0:
             for number in range(REPLACEMENTS):
-                fresh = path.with_suffix(".new")
-                fresh.write_bytes(bytes([number]) * PAGE_BYTES)
-                fresh.replace(path)
+                new = path.with_suffix(".new")
+                new.write_bytes(bytes([number]) * PAGE_BYTES)
+                new.replace(path)
                 if number == 0:
                     self.put("page-begun", None)
             self.put("page-done", None)
             self.wait_for("page-read", nodes - 1)
             return 0
         self.wait_for("page-begun", 1)
-        torn, over = 0, False
-        while not over:
-            over = bool(self._now("page-done"))  # looked at first: so the last page is read too
+        torn, done = 0, False
+        while not done:
+            done = (self.folder / "page-done.0").exists()  # before the read, so that the last page is read too
             torn += is_torn(path)
         self.put("page-read", torn)
         return torn
 
-    def _now(self, topic: str) -> bool:
-        return (self.folder / f"{topic}.0").exists()
-
     def _write(self, megabytes: int) -> float:
-        """MB (2^20 bytes) a second that this machine writes while the others do, until it is on the disk."""
+        """Return MB (2^20 bytes) per second written and synced by this machine while the others write too."""
         path, block = self.folder / f"data.{self.rank}.bin", os.urandom(2**20)
-        begun = time.monotonic()
+        start = time.monotonic()
         with path.open("wb") as file:
             for _ in range(megabytes):
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-        rate = megabytes / (time.monotonic() - begun)
+        rate = megabytes / (time.monotonic() - start)
         path.unlink()
         return rate
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that others may read at any time: they find all of it or none."""
+    """Write a file atomically."""
     new = path.with_suffix(path.suffix + ".new")
     new.write_text(text, encoding="utf-8")
     new.replace(path)
 
 
 def take(file: int) -> str:
-    """Try to lock an open file: ``FREE`` when it could be had."""
+    """Try to lock an open file; return ``FREE`` if the lock was obtained."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -149,49 +136,52 @@ def take(file: int) -> str:
 
 
 def is_torn(path: Path) -> bool:
-    """Whether a page that is replaced all the time is not whole when it is read."""
+    """Return True if a file that is being replaced was read incomplete or missing."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
         return True
     except OSError as error:
-        if error.errno != errno.ESTALE:  # a network file system may say so of a file that was replaced: then again
+        if error.errno != errno.ESTALE:  # stale handle of a file that was just replaced: not torn
             raise
         return False
     return len(content) != PAGE_BYTES or len(set(content)) != 1
 
 
 def kind(folder: Path, mounts: Callable[[], str] = Path("/proc/self/mounts").read_text) -> str:
-    """Type of the file system that a folder lies on, such as ``nfs4`` or ``lustre``; empty where nobody says."""
+    """Return the type of a folder's file system, such as ``nfs4`` or ``lustre``; empty if unknown."""
     try:
         entries = [line.split() for line in mounts().splitlines()]
     except OSError:
         return ""
-    place = folder.resolve()
-    around = [(len(entry[1]), entry[2]) for entry in entries if place.is_relative_to(entry[1])]
-    return max(around, default=(0, ""))[1]
+    path = folder.resolve()
+    mounts_above = [(len(entry[1]), entry[2]) for entry in entries if path.is_relative_to(entry[1])]
+    return max(mounts_above, default=(0, ""))[1]
 
 
-def verdicts(told: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[tuple[str, bool, str]]:
-    """What is to be said of what the ranks saw: what, whether it is well, and a sentence."""
-    blind = {hosts[rank]: entry["missing"] for rank, entry in told.items() if entry["missing"]}
-    if blind:
-        host, missing = next(iter(blind.items()))
-        sentence = f"{host} does not see what ranks {', '.join(map(str, missing))} write: give a folder all nodes share"
+def verdicts(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> list[tuple[str, bool, str]]:
+    """Judge what the ranks saw: (check, whether it passed, a sentence) for each check."""
+    missing_by_host = {hosts[rank]: entry["missing"] for rank, entry in results.items() if entry["missing"]}
+    if missing_by_host:
+        host, missing = next(iter(missing_by_host.items()))
+        ranks = ", ".join(map(str, missing))
+        sentence = f"{host} does not see files written by ranks {ranks}: give a folder that all nodes share"
         return [("folder shared by all ranks", False, sentence)]
-    latest = max(entry["visible_after"] for entry in told.values())
-    out = [("folder shared by all ranks", True, f"all see each other's files within {latest:.1f} s of their start")]
-    torn = sum(entry.get("torn", 0) for entry in told.values())
-    sentence = f"{torn} reads found a file torn or gone while it was replaced" if torn else "no read found a torn file"
-    out.append(("rename replaces a file at once", torn == 0, sentence))
-    return out
+    latest = max(entry["visible_after"] for entry in results.values())
+    checks = [("folder shared by all ranks", True, f"files of all ranks are visible to all after {latest:.1f} s")]
+    torn = sum(entry.get("torn", 0) for entry in results.values())
+    sentence = (
+        f"{torn} reads found a file torn or missing while it was replaced" if torn else "no read found a torn file"
+    )
+    checks.append(("rename replaces a file at once", torn == 0, sentence))
+    return checks
 
 
-def lock_sentence(told: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[bool, str]:
-    """Whether locks reach from node to node, in a sentence."""
-    found = {hosts[rank]: entry["lock"] for rank, entry in told.items() if "lock" in entry}
-    if NONE in found.values():
-        return False, "the file system has no locks: nothing but their epochs keeps two runs apart in one folder"
-    if free := [host for host, lock in found.items() if lock == FREE]:
+def lock_sentence(results: Mapping[int, Mapping[str, Any]], hosts: Mapping[int, str]) -> tuple[bool, str]:
+    """Judge whether locks work between nodes: (whether they do, a sentence)."""
+    locks = {hosts[rank]: entry["lock"] for rank, entry in results.items() if "lock" in entry}
+    if NONE in locks.values():
+        return False, "the file system has no locks: only the run folder's epochs keep two runs in one folder apart"
+    if free := [host for host, lock in locks.items() if lock == FREE]:
         return False, f"a lock that rank 0 holds does not reach {', '.join(free)}: mount with locks (flock, local_lock)"
-    return True, "a lock that one node holds is held for the others" if len(found) > 1 else "there are locks"
+    return True, "a lock held by one node excludes the others" if len(locks) > 1 else "locks are supported"

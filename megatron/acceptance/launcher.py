@@ -1,4 +1,4 @@
-"""Starting Python programs on all ranks, each in bounded time."""
+"""Start Python programs on all ranks, each with a time limit."""
 
 from __future__ import annotations
 
@@ -14,63 +14,50 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 FIRST_PORT = 29600
-AGENT = "torch/distributed/elastic/"
-"""Where torchrun begins to tell of a failure."""
+AGENT = "torch/distributed/elastic/"  # marks the first line of torchrun's failure report
 TAIL_LINES = 25
 
-GRACE = 45.0
-"""Seconds that a launcher gets to end its ranks: torchrun gives those that hang 30 before it kills them."""
+GRACE = 45.0  # seconds a launcher gets to end its ranks; torchrun gives hanging ones 30 before it kills them
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a program ended.
+    """How a program ended."""
 
-    Attributes:
-        status: of the launcher; None where the time was over.
-        seconds: it took.
-        log: what it wrote.
-    """
-
-    status: int | None
+    status: int | None  # exit status of the launcher; None if it timed out
     seconds: float
-    log: Path
+    log: Path  # its output
 
     @property
     def ended(self) -> str:
-        """In words."""
-        return f"not over after {self.seconds:.0f} s" if self.status is None else f"exit status {self.status}"
+        """The exit status, or that it timed out, in words."""
+        return f"timed out after {self.seconds:.0f} s" if self.status is None else f"exit status {self.status}"
 
     def tail(self) -> str:
-        """The end of what the ranks wrote, without what torchrun has to add: no more than that they failed."""
+        """Return the end of the ranks' output, without torchrun's own report, which adds nothing."""
         lines = self.log.read_text(errors="replace").splitlines()
-        own = (i for i, line in enumerate(lines) if AGENT in line)
-        return "\n".join(lines[: next(own, len(lines))][-TAIL_LINES:])
+        reports = (i for i, line in enumerate(lines) if AGENT in line)
+        return "\n".join(lines[: next(reports, len(lines))][-TAIL_LINES:])
 
 
 @dataclass
 class Launcher:
-    """Starts programs one after the other.
+    """Starts programs one after the other."""
 
-    Attributes:
-        command: words that start a Python file on every rank, as they stand before its path; ``{port}`` is replaced
-            by a port that no start before has used.
-        logs: folder for what the programs write.
-        starts: how many there were.
-    """
-
+    # Command that starts a Python file on every rank, up to the file's path; ``{port}`` is replaced by a new port at
+    # every start.
     command: Sequence[str]
-    logs: Path
-    starts: int = field(default=0)
+    logs: Path  # folder of the programs' output
+    starts: int = field(default=0)  # programs started so far
 
     def run(self, name: str, program: Sequence[str | Path], seconds: float) -> Outcome:
-        """Start ``program``, a Python file of the repository and its arguments, and wait for its end."""
+        """Run ``program``, a Python file of the repository and its arguments, on all ranks; wait for its end."""
         self.starts += 1
         port = str(FIRST_PORT + (os.getpid() * 16 + self.starts) % 2000)
         words = [word.replace("{port}", port) for word in self.command]
         command = [*words, str(ROOT / program[0]), *map(str, program[1:])]
         log = self.logs / f"{self.starts:02d}-{name}.log"
-        begun = time.monotonic()
+        start = time.monotonic()
         with log.open("w") as file:
             file.write(f"$ {shlex.join(command)}\n")
             file.flush()
@@ -88,19 +75,19 @@ class Launcher:
                 status = None
             finally:
                 end(process)
-        return Outcome(status, time.monotonic() - begun, log)
+        return Outcome(status, time.monotonic() - start, log)
 
 
 def environment(port: str) -> dict[str, str]:
-    """For the programs: they find the library, and each other where the launcher itself does not say how."""
+    """Return the programs' environment: the library's path, and the rendezvous port for launchers that set none."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return {"OMP_NUM_THREADS": "1"} | os.environ | {"PYTHONPATH": path, "MASTER_PORT": port}
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a launcher that still runs, and all that it started on this machine."""
+    """Terminate a launcher that still runs, and every process of its session on this machine."""
     if process.poll() is None:
-        process.send_signal(signal.SIGTERM)  # it ends its ranks, those on other machines too
+        process.send_signal(signal.SIGTERM)  # the launcher forwards it to ranks on other machines too
         with suppress(subprocess.TimeoutExpired):
             process.wait(GRACE)
     with suppress(ProcessLookupError):

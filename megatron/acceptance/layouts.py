@@ -1,4 +1,4 @@
-"""Which layouts a cluster is tried with: a handful that fits the ranks and makes them communicate in every way."""
+"""The layouts that a cluster check compares: a few that fit the ranks and use every kind of communication."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ SIZE = (
     "--mock-data --vocab-size 512 --num-layers 4 --hidden-size 128 --ffn-hidden-size 256 --num-attention-heads 8 "
     "--seq-length 64 --max-position-embeddings 64 --init-method-std 0.05 --seed 1234"
 )
-"""A model that takes milliseconds a step, and whose heads and layers many layouts divide."""
+"""A model that takes milliseconds per step, with heads and layers that many layouts divide."""
 
 EXPERTS = "--num-experts 4 --moe-router-topk 4 --moe-ffn-hidden-size 64 --disable-bias-linear"
-"""What makes a mixture of experts of it. Every token has all experts: where rounding could choose between two, a layout
-would not be right or wrong by its errors."""
+"""Make the model a mixture of experts. Every token uses all experts: if rounding could choose between two, correct
+layouts would differ."""
 
 ZERO_1, ZERO_2 = "--use-distributed-optimizer", "--data-parallel-sharding-strategy optim_grads --overlap-param-gather"
 TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
@@ -22,21 +22,15 @@ WIDEST = 8
 
 @dataclass(frozen=True)
 class LayoutCase:
-    """One layout.
+    """One parallel layout."""
 
-    Attributes:
-        name: of the report.
-        flags: that make it.
-        experts: whether the model is a mixture of experts.
-    """
-
-    name: str
-    flags: str
-    experts: bool = False
+    name: str  # in the report
+    flags: str  # command-line flags
+    experts: bool = False  # whether the model is a mixture of experts
 
 
 def layouts(ranks: int, per_node: int) -> list[LayoutCase]:
-    """Those that fit ``ranks``, of which every node has ``per_node``; none for one rank alone."""
+    """Return the layouts for ``ranks`` ranks, ``per_node`` on every node; none for a single rank."""
     if ranks == 1:
         return []
     tp, half = widest_divisor(per_node), f"{PIPELINE} 2"
@@ -63,7 +57,7 @@ def layouts(ranks: int, per_node: int) -> list[LayoutCase]:
 
 
 def widest_divisor(ranks: int) -> int:
-    """The largest tensor-parallel size for neighbours on a node: at most all of them, and ``WIDEST``."""
+    """Return the largest tensor-parallel size of at most ``WIDEST`` that divides the ranks of a node."""
     return max(size for size in (1, 2, 4, WIDEST) if ranks % size == 0)
 
 
@@ -72,5 +66,5 @@ def _dp(size: int) -> str:
 
 
 def batch(ranks: int) -> str:
-    """A global batch that all layouts of so many ranks divide, and pipelines into enough micro-batches."""
+    """Return a global batch size that all layouts divide and that gives pipelines enough micro-batches."""
     return f"--global-batch-size {2 * ranks}"

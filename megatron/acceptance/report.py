@@ -1,4 +1,4 @@
-"""What the acceptance of a cluster found, as a page to read and as JSON to attach."""
+"""Results of a cluster check, as a Markdown page and as JSON."""
 
 from __future__ import annotations
 
@@ -12,107 +12,84 @@ from megatron.acceptance.filesystem import write_whole
 
 OK, WARNING, SKIPPED, FAILED = "ok", "warning", "skipped", "FAILED"
 SEVERITY = (SKIPPED, OK, WARNING, FAILED)
-"""Verdicts, the worst last: a part has that of its worst check."""
+"""Verdicts, the worst last."""
 
 MARKDOWN, JSON = "acceptance.md", "acceptance.json"
-VERSION = 1
-"""Of the JSON: raised when a name in it goes or gets another meaning."""
+VERSION = 1  # of the JSON: increased when a key is removed or changes its meaning
 
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that was looked at.
+    """The result of one check."""
 
-    Attributes:
-        what: it.
-        verdict: ``OK``; ``WARNING`` for what a run can live with; ``FAILED``; ``SKIPPED``, where ``told`` says why.
-        told: what was seen, and what it means.
-    """
-
-    what: str
-    verdict: str
-    told: str
+    what: str  # name
+    verdict: str  # OK; WARNING: a run can live with it; FAILED; SKIPPED: ``told`` has the reason
+    told: str  # what was measured, and what it means
 
 
 @dataclass
 class Part:
-    """One part of the acceptance.
+    """The results of one part of the cluster check."""
 
-    Attributes:
-        name: a word.
-        checks: what was found, in the order in which it was looked at.
-        tables: titles, and rows of cells of which the first is the head.
-        facts: everything as data, for the JSON alone.
-        seconds: it took.
-        log: end of what the launched programs wrote, where something failed.
-    """
-
-    name: str
-    checks: list[Check] = field(default_factory=list)
+    name: str  # one word
+    checks: list[Check] = field(default_factory=list)  # in the order of execution
+    # rows of cells by title; the first row is the header
     tables: dict[str, list[Sequence[str]]] = field(default_factory=dict)
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)  # everything as data, only for the JSON
     seconds: float = 0.0
-    log: str = ""
+    log: str = ""  # end of the launched programs' output, if something failed
 
     @property
     def verdict(self) -> str:
-        """That of the worst check."""
+        """The worst verdict of its checks."""
         return max((check.verdict for check in self.checks), key=SEVERITY.index, default=SKIPPED)
 
-    def add(self, what: str, good: bool, told: str, otherwise: str = FAILED) -> bool:
-        """Note a check, which has the verdict ``otherwise`` where it is not ``good``; returns ``good``."""
-        self.checks.append(Check(what, OK if good else otherwise, told))
+    def add(self, what: str, good: bool, detail: str, otherwise: str = FAILED) -> bool:
+        """Record a check, with verdict ``otherwise`` if it is not ``good``; return ``good``."""
+        self.checks.append(Check(what, OK if good else otherwise, detail))
         return good
 
 
 @dataclass(frozen=True)
 class Report:
-    """All of it.
+    """The results of all parts."""
 
-    Attributes:
-        about: the line that says of what.
-        command: how it was started.
-        parts: so far.
-        left: names of parts that are still to come.
-        unasked: names of parts that nobody asked for.
-    """
-
-    about: str
-    command: str
-    parts: Sequence[Part]
-    left: Sequence[str] = ()
-    unasked: Sequence[str] = ()
+    about: str  # one line about the cluster
+    command: str  # the command line
+    parts: Sequence[Part]  # finished parts
+    left: Sequence[str] = ()  # names of parts still to run
+    unasked: Sequence[str] = ()  # names of parts not selected
 
     @property
     def failed(self) -> bool:
-        """Whether something is not as it must be."""
+        """Whether a check failed."""
         return any(part.verdict == FAILED for part in self.parts)
 
     @property
     def without(self) -> list[str]:
-        """Names of parts that say nothing of the cluster."""
+        """Names of parts that did not run."""
         return [*(part.name for part in self.parts if part.verdict == SKIPPED), *self.unasked]
 
     @property
     def verdict(self) -> str:
-        """In a word, or what keeps it from being one: a page that was cut short must not look like a good one."""
+        """The overall verdict. An unfinished check says so, so that its page is not mistaken for a pass."""
         if self.left:
             so_far = f", {FAILED} already" if self.failed else ""
-            return f"not over, {', '.join(self.left)} still to come{so_far}"
+            return f"unfinished, {', '.join(self.left)} still to come{so_far}"
         if self.failed:
             return FAILED
         return f"passed, without {', '.join(self.without)}" if self.without else "passed"
 
     def write(self, folder: Path) -> None:
-        """Write both files, each whole or not at all."""
-        told = {"version": VERSION, "verdict": self.verdict, "failed": self.failed, "over": not self.left}
-        told |= {"without": self.without, "about": self.about, "command": self.command}
+        """Write both files, each atomically."""
+        values = {"version": VERSION, "verdict": self.verdict, "failed": self.failed, "over": not self.left}
+        values |= {"without": self.without, "about": self.about, "command": self.command}
         parts = [{"verdict": part.verdict} | asdict(part) for part in self.parts]
-        write_whole(folder / JSON, json.dumps(told | {"parts": parts}, indent=1) + "\n")
+        write_whole(folder / JSON, json.dumps(values | {"parts": parts}, indent=1) + "\n")
         write_whole(folder / MARKDOWN, self.markdown())
 
     def markdown(self) -> str:
-        """The page: the verdict, what is not well, then part by part."""
+        """Return the page: the verdict, a table of the parts, then each part's checks."""
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterator[str]:
@@ -127,11 +104,11 @@ class Report:
             for title, content in part.tables.items():
                 yield from ("", *([f"{title}:", ""] if title else []), *table(content))
             if part.log:
-                yield from ("", "The end of what it wrote:", "", "```", *part.log.splitlines(), "```")
+                yield from ("", "The end of its output:", "", "```", *part.log.splitlines(), "```")
 
 
 def headline(part: Part) -> str:
-    """The first check that has the part's verdict, or how many there are where all is well."""
+    """Return the first check with the part's verdict, or the number of checks if all passed."""
     if part.verdict == OK:
         count = len(part.checks)
         return f"{count} check{'' if count == 1 else 's'}"
@@ -139,12 +116,11 @@ def headline(part: Part) -> str:
 
 
 def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
-    """A table in Markdown; the first row is its head."""
-    head, *body = rows
-    for cells in (head, ["---"] * len(head), *body):
+    """Yield the lines of a Markdown table; the first row is its header."""
+    header, *body = rows
+    for cells in (header, ["---"] * len(header), *body):
         yield "| " + " | ".join(_line(cell).replace("|", "\\|") for cell in cells) + " |"
 
 
 def _line(text: str) -> str:
-    """In one line: errors may have more."""
-    return " ".join(text.split())
+    return " ".join(text.split())  # errors may have several lines

@@ -1,8 +1,8 @@
-"""How a checkpoint comes and goes in an object store, where nothing can be renamed or replaced piece by piece.
+"""Publish checkpoints in an object store, where objects cannot be renamed.
 
-Every attempt to save puts its files under a name that no other ever has, ``iter_0000100/attempt-5f3a90c1d2e4/``. The
-marker ``iter_0000100/COMPLETE`` is put last, as one object: it names the attempt and proves its manifest. Without it
-there is no checkpoint; a new one of the same step takes its place in that moment.
+Every save uploads its files under a new unique name, ``iter_0000100/attempt-5f3a90c1d2e4/``. The marker
+``iter_0000100/COMPLETE`` is written last, as one object: it names the upload and holds the checksum of its manifest.
+Writing it publishes the checkpoint, and replaces an older one of the same step, atomically.
 """
 
 from __future__ import annotations
@@ -17,51 +17,51 @@ from megatron.checkpoint.remote import RemotePath
 ATTEMPT = "attempt-"
 
 
-def begin(final: RemotePath) -> RemotePath:
-    """Where the files of a new attempt to save the checkpoint ``final`` go."""
+def new_upload(final: RemotePath) -> RemotePath:
+    """Return a new unique folder for the files of the checkpoint ``final``."""
     return final / f"{ATTEMPT}{secrets.token_hex(6)}"
 
 
-def publish(attempt: RemotePath, manifest: bytes) -> None:
-    """Make an attempt whose files are all there the checkpoint.
+def publish_upload(upload: RemotePath, manifest: bytes) -> None:
+    """Write the manifest and the marker of a complete upload.
 
     Raises:
-        OSError: when the store refuses or does not answer.
+        OSError: if the store fails or does not answer.
     """
-    (attempt / MANIFEST).write_bytes(manifest)
-    (attempt.parent / MARKER).write_bytes(marker(manifest, attempt.name))
+    (upload / MANIFEST).write_bytes(manifest)
+    (upload.parent / MARKER).write_bytes(marker(manifest, upload.name))
 
 
-def abandon(attempt: RemotePath) -> None:
-    """After a failed save: remove what was uploaded, as far as the store lets us.
+def discard_upload(upload: RemotePath) -> None:
+    """Delete the files of a failed upload, as far as possible.
 
-    Not once it has a manifest: the marker may have been put nevertheless, by a request whose answer was lost.
+    Kept once it has a manifest: the marker may have been written by a request whose answer was lost.
     """
     with suppress(OSError):
-        if not (attempt / MANIFEST).exists():
-            attempt.remove_all()
+        if not (upload / MANIFEST).exists():
+            upload.remove_all()
 
 
-def leftovers(path: RemotePath) -> list[RemotePath]:
-    """What of the place of a checkpoint belongs to none: attempts that were cut off or replaced.
+def stale_uploads(path: RemotePath) -> list[RemotePath]:
+    """Return interrupted and replaced uploads in the folder of a checkpoint, or the folder itself if it has no marker.
 
     Raises:
-        OSError: when the store does not say.
+        OSError: if the store fails or does not answer.
     """
     if not (path / MARKER).exists():
         return [path]
     try:
         inside = Manifest.described(path).inside
-    except CheckpointError:  # damaged: nobody knows which attempt it was
+    except CheckpointError:  # damaged: the published upload is unknown
         return []
     return [folder for folder in path.folders() if folder.name.startswith(ATTEMPT) and folder.name != inside]
 
 
-def remove(path: RemotePath) -> None:
-    """Delete a checkpoint or a leftover; the marker first, so that what is left on the way is no checkpoint.
+def delete_remote(path: RemotePath) -> None:
+    """Delete a checkpoint or a leftover; the marker first, so that an interruption leaves no checkpoint.
 
     Raises:
-        OSError: when the store refuses or does not answer.
+        OSError: if the store fails or does not answer.
     """
     (path / MARKER).remove()
     path.remove_all()

@@ -1,4 +1,4 @@
-"""What lets training go on while a checkpoint is written: a copy in the host's memory, and a thread."""
+"""Asynchronous saving: copy tensors to host memory, then write them in a thread while training continues."""
 
 from __future__ import annotations
 
@@ -9,90 +9,85 @@ from threading import Thread
 from typing import TypeVar
 
 import torch
-from torch import Tensor
 
 from megatron.checkpoint.parts import GlobalTensor, Part
 from megatron.parallel.ownership import round_up
 
 ALIGNMENT = 64
-"""Bytes: every part starts at a multiple."""
+"""Bytes; every part starts at a multiple."""
 
 T = TypeVar("T")
 
 
 class Staging:
-    """Memory of the host for a copy of a rank's parts: as many bytes as they have, taken once and kept."""
+    """A host buffer, allocated once, that holds a copy of all parts of a rank."""
 
     def __init__(self, tensors: Mapping[str, GlobalTensor], pinned: bool = False) -> None:
-        """Take the memory for these, and touch it, so that the first copy is as fast as any other.
+        """Allocate the buffer and touch its pages, so that the first copy is as fast as later ones.
 
         Args:
-            tensors: with parts of the sizes that are going to be copied.
-            pinned: lock it, so that a GPU writes to it directly.
+            tensors: whose parts have the sizes that will be copied.
+            pinned: page-lock the buffer, so that GPUs copy into it directly.
 
         Raises:
-            RuntimeError: when there is not so much memory, or it cannot be locked.
+            RuntimeError: if the memory cannot be allocated or locked.
         """
-        size = sum(_room(part, tensor.dtype) for tensor in tensors.values() for part in tensor.parts)
+        size = sum(_padded_bytes(part, tensor.dtype) for tensor in tensors.values() for part in tensor.parts)
         self._memory = torch.empty(size, dtype=torch.uint8).fill_(0)
-        if pinned and size:  # torch's own pinned memory comes in powers of two
+        if pinned and size:  # torch rounds its own pinned allocations up to a power of two
             locked = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), size, 0)
             torch.cuda.check_error(int(locked))
 
     @property
     def bytes(self) -> int:
-        """Its size: that of the parts, each rounded up to ``ALIGNMENT``."""
+        """Size of the buffer: that of all parts, each rounded up to ``ALIGNMENT``."""
         return self._memory.numel()
 
     @torch.no_grad()
     def copy(self, tensors: Mapping[str, GlobalTensor]) -> dict[str, GlobalTensor]:
-        """The same tensors with parts that are copies; they hold until the next call.
+        """Return the same tensors with parts copied into the buffer; the copies are valid until the next call.
 
         Raises:
-            ValueError: when the parts do not have the sizes that the memory was taken for.
+            ValueError: if the parts do not fit the buffer.
         """
         at, copies, on_gpu = 0, {}, False
         for name, tensor in tensors.items():
             parts = []
             for part in tensor.parts:
-                room = _room(part, tensor.dtype)
-                if at + room > self.bytes:
-                    raise ValueError(f"{name} does not fit into the memory that was taken for the copy")
-                source, target = part.resolve(), self._at(at, part, tensor.dtype)
+                padded = _padded_bytes(part, tensor.dtype)
+                if at + padded > self.bytes:
+                    raise ValueError(f"{name} does not fit into the host buffer")
+                source = part.resolve()
+                flat = self._memory[at : at + part.box.numel * tensor.dtype.itemsize]
+                target = flat.view(tensor.dtype).view(part.box.size)
                 target.copy_(source, non_blocking=source.is_cuda)
                 on_gpu |= source.is_cuda
                 parts.append(Part(part.box, target))
-                at += room
+                at += padded
             copies[name] = replace(tensor, parts=tuple(parts))
         if on_gpu:
             torch.cuda.current_stream().synchronize()
         return copies
 
-    def _at(self, offset: int, part: Part, dtype: torch.dtype) -> Tensor:
-        """The place of a part, in its shape."""
-        flat = self._memory[offset : offset + part.box.numel * dtype.itemsize]
-        return flat.view(dtype).view(part.box.size)
 
-
-def _room(part: Part, dtype: torch.dtype) -> int:
-    """Bytes that a part takes."""
+def _padded_bytes(part: Part, dtype: torch.dtype) -> int:
     return round_up(part.box.numel * dtype.itemsize, ALIGNMENT)
 
 
 def in_background(work: Callable[[], T], name: str) -> Future[T]:
-    """What ``work`` returns or raises, once it is done in a thread of that name.
+    """Run ``work`` in a daemon thread and return its future.
 
-    Nothing waits for the thread at the end of the process, as it may wait for ranks that are gone.
+    The interpreter does not join the thread at exit, because it may be blocked in a collective with a dead rank.
     """
     future: Future[T] = Future()
 
-    def act() -> None:
+    def run() -> None:
         try:
             result = work()
-        except BaseException as error:  # whoever asks for the result gets it
+        except BaseException as error:  # raised by future.result()
             future.set_exception(error)
         else:
             future.set_result(result)
 
-    Thread(target=act, name=name, daemon=True).start()
+    Thread(target=run, name=name, daemon=True).start()
     return future

@@ -1,7 +1,6 @@
-"""Arithmetic of boxes of a tensor: intersect them, cut them small, prove that they make up the whole.
+"""Arithmetic of boxes of a tensor: intersect, split, and check that they partition the tensor.
 
-The proof is needed because nothing below it notices: torch.distributed.checkpoint drops boxes that are written twice
-and leaves holes as they are.
+The partition check is necessary: torch.distributed.checkpoint silently drops duplicate boxes and ignores holes.
 """
 
 from __future__ import annotations
@@ -17,17 +16,17 @@ View = tuple[int, ...]
 
 
 def whole(view: View) -> Box:
-    """The box that is all of a tensor of shape ``view``."""
+    """Return the box that covers a tensor of shape ``view``."""
     return Box((0,) * len(view), view)
 
 
 def ends(box: Box) -> tuple[int, ...]:
-    """First index after the box, per dimension."""
+    """Return the exclusive end index of the box, per dimension."""
     return tuple(start + size for start, size in zip(box.start, box.size))
 
 
 def is_inside(box: Box, view: View) -> bool:
-    """Whether a box is one of a tensor of shape ``view``."""
+    """Return True if the box is valid for a tensor of shape ``view``."""
     return (
         len(box.start) == len(box.size) == len(view)
         and all(start >= 0 and size >= 0 for start, size in zip(box.start, box.size))
@@ -36,16 +35,16 @@ def is_inside(box: Box, view: View) -> bool:
 
 
 def intersect(a: Box, b: Box) -> Box | None:
-    """What two boxes of one tensor share; None when that is no element."""
+    """Return the intersection of two boxes; None if it is empty."""
     start = tuple(map(max, a.start, b.start))
     size = tuple(min(end_a, end_b) - first for end_a, end_b, first in zip(ends(a), ends(b), start))
     return Box(start, size) if all(n > 0 for n in size) else None
 
 
 class BoxIndex:
-    """Finds those of many boxes of a tensor that share elements with another one, without comparing it with all.
+    """An index over boxes of a tensor that finds those intersecting a given box without comparing all pairs.
 
-    They are sorted by where they begin along the first dimension, along which tensors are cut first.
+    Boxes are sorted by their start along the first dimension, along which tensors are split first.
     """
 
     def __init__(self, boxes: Iterable[Box]) -> None:
@@ -55,7 +54,7 @@ class BoxIndex:
         self._longest = max((end - start for start, end in rows), default=0)
 
     def shared(self, box: Box) -> Iterator[tuple[int, Box]]:
-        """What ``box`` shares with each of them: its number, counted as they were given, and the elements."""
+        """Yield the position (in the order given) of each box that intersects ``box``, and the intersection."""
         start, end = _rows(box)
         candidates = slice(bisect_right(self._starts, start - self._longest), bisect_left(self._starts, end))
         for number, other in self._sorted[candidates]:
@@ -65,17 +64,17 @@ class BoxIndex:
 
 
 def _rows(box: Box) -> tuple[int, int]:
-    """First index along the first dimension, and first index after it; a scalar is one row."""
+    """Return start and end along the first dimension; a scalar counts as one row."""
     return (box.start[0], box.start[0] + box.size[0]) if box.start else (0, 1)
 
 
 def relative(box: Box, outer: Box) -> Box:
-    """The same elements counted from the first corner of ``outer``."""
+    """Return ``box`` in coordinates relative to the start of ``outer``."""
     return Box(tuple(a - b for a, b in zip(box.start, outer.start)), box.size)
 
 
 def cut(box: Box, limit: int) -> Iterator[Box]:
-    """Boxes of at most ``limit`` elements (at least one each) that make up ``box``, in row-major order."""
+    """Split ``box`` into boxes of at most ``limit`` elements (at least one each), in row-major order."""
     if box.numel <= limit:
         if box.numel:
             yield box
@@ -89,10 +88,10 @@ def cut(box: Box, limit: int) -> Iterator[Box]:
 
 
 def partition_problem(view: View, boxes: Sequence[Box]) -> str | None:
-    """Why ``boxes`` are not a partition of a tensor of shape ``view``: a sentence, or None when they are one.
+    """Return why ``boxes`` are not a partition of a tensor of shape ``view``; None if they are.
 
-    Sweeps along the first dimension; between two neighbouring edges the boxes that are there must partition the
-    dimensions left. Near linear in the number of boxes where they are cut along few dimensions, as all layouts do.
+    Sweeps along the first dimension: between two neighbouring edges, the boxes present must partition the remaining
+    dimensions. Near linear in the number of boxes if they are split along few dimensions, as in all layouts.
     """
     for box in boxes:
         if not is_inside(box, view):
@@ -101,16 +100,16 @@ def partition_problem(view: View, boxes: Sequence[Box]) -> str | None:
 
 
 Span = tuple[View, View]
-"""First index of a box, and first index after it: what the sweep compares again and again."""
+"""Start and exclusive end of a box; precomputed because the sweep compares them repeatedly."""
 
 
 def _sweep(view: View, spans: Sequence[Span], low: View, high: View) -> str | None:
-    """The first hole or overlap among ``spans``, which all reach across the column ``low..high`` swept so far."""
+    """Return the first hole or overlap among ``spans``, which all cover the column ``low..high`` swept so far."""
     dim = len(low)
     if len(spans) == 1 and not any(spans[0][0][dim:]) and spans[0][1][dim:] == view[dim:]:
         return None
     if dim == len(view) or not spans:
-        return _blame(spans, (*low, *(0 for _ in view[dim:])), (*high, *view[dim:]))
+        return _column_problem(spans, (*low, *(0 for _ in view[dim:])), (*high, *view[dim:]))
     edges = {0, view[dim], *(start[dim] for start, _ in spans), *(end[dim] for _, end in spans)}
     waiting = sorted(spans, key=lambda span: span[0][dim], reverse=True)
     active: list[Span] = []
@@ -124,28 +123,28 @@ def _sweep(view: View, spans: Sequence[Span], low: View, high: View) -> str | No
     return None
 
 
-def _blame(spans: Sequence[Span], low: View, high: View) -> str | None:
-    """What to say of a column that no span, or more than one, reaches across."""
-    column = _spanned(low, high)
+def _column_problem(spans: Sequence[Span], low: View, high: View) -> str | None:
+    """Return the message for a column that is covered by no span or by several."""
+    column = _span_box(low, high)
     if not column.numel:
         return None
     if not spans:
-        return f"nothing holds {describe(column)}"
-    a, b, *_ = (describe(_spanned(*span)) for span in spans)
+        return f"{describe(column)} is not covered"
+    a, b, *_ = (describe(_span_box(*span)) for span in spans)
     return f"{a} and {b} overlap in {describe(column)}"
 
 
-def _spanned(start: View, end: View) -> Box:
+def _span_box(start: View, end: View) -> Box:
     return Box(start, tuple(b - a for a, b in zip(start, end)))
 
 
 def describe(box: Box) -> str:
-    """A box as people index: ``[0:4, 2:3]``."""
+    """Format a box as an index expression: ``[0:4, 2:3]``."""
     return "[" + ", ".join(f"{start}:{end}" for start, end in zip(box.start, ends(box))) + "]"
 
 
 def folding(shape: View, view: View) -> tuple[slice, ...] | None:
-    """Which dimensions of ``view`` make up each dimension of ``shape``; None when it does not refine the shape.
+    """Return the dimensions of ``view`` that make up each dimension of ``shape``; None if it does not refine ``shape``.
 
     >>> folding((12, 5), (2, 6, 5))
     (slice(0, 2, None), slice(2, 3, None))
@@ -163,10 +162,10 @@ def folding(shape: View, view: View) -> tuple[slice, ...] | None:
 
 
 def folded(box: Box, shape: View, view: View) -> Iterator[tuple[Box, Box]]:
-    """A box of the view as boxes of the stored shape: pairs (part of ``box``, the same elements in ``shape``).
+    """Yield the boxes of the stored shape that make up a box of the view, as pairs (part of ``box``, box in ``shape``).
 
     Raises:
-        ValueError: when the view does not refine the shape.
+        ValueError: if ``view`` does not refine ``shape``.
     """
     groups = folding(shape, view)
     if groups is None:
@@ -177,7 +176,7 @@ def folded(box: Box, shape: View, view: View) -> Iterator[tuple[Box, Box]]:
 
 
 def _runs(start: View, size: View, view: View) -> Iterator[tuple[Box, int]]:
-    """The runs of neighbouring elements in a box: (the run as a box, its first element counted row by row)."""
+    """Yield the contiguous runs of elements in a box, each with the row-major index of its first element."""
     strides = [*accumulate(reversed(view[1:]), lambda a, b: a * b, initial=1)][::-1]
     inner = len(view) - 1
     while inner and size[inner] == view[inner]:

@@ -1,4 +1,4 @@
-"""Chunks of a checkpoint, read from the disk and proved by their checksums."""
+"""Read the chunks of a checkpoint and verify their checksums."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from megatron.checkpoint.retries import tell
 from megatron.checkpoint.tensorfile import DTYPES
 
 PROOFS = 3
-"""How often what comes from an object store is asked for until it is what was written: the way may have changed it."""
+"""Reads of a chunk from an object store before a wrong checksum counts as damage: transfers may corrupt data."""
 
 
 class Source(Protocol):
-    """A file that is open: where blocks of it come from, and how large they should be."""
+    """An open file that is read block by block."""
 
-    block: int
+    block: int  # preferred bytes of a read
 
     def read(self, offset: int, buffer: memoryview) -> int:
-        """Fill ``buffer``, or its beginning, from ``offset`` on; returns how many bytes, 0 at the end of the file."""
+        """Read from ``offset`` into ``buffer`` and return the number of bytes read, 0 at the end of the file."""
 
     def close(self) -> None:
-        """Give it back."""
+        """Release the file."""
 
 
 class DiskFile:
@@ -40,21 +40,21 @@ class DiskFile:
 
     def __init__(self, path: str) -> None:
         self._file = FileIO(path)
-        if hasattr(os, "posix_fadvise"):  # the system reads further ahead, while the checksum is taken
+        if hasattr(os, "posix_fadvise"):  # larger read-ahead by the kernel
             os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
     def read(self, offset: int, buffer: memoryview) -> int:
-        """A block of it."""
+        """Read at most ``len(buffer)`` bytes."""
         self._file.seek(offset)
         return self._file.readinto(buffer) or 0
 
     def close(self) -> None:
-        """Close it."""
+        """Close the file."""
         self._file.close()
 
 
 class RemoteObject:
-    """An object in a store. Small chunks, which lie one after the other, come many in one request."""
+    """An object in a store. Small consecutive chunks are fetched together, ahead of their use."""
 
     block = RANGE * RANGES
 
@@ -63,7 +63,7 @@ class RemoteObject:
         self._ahead, self._start = memoryview(b""), 0
 
     def read(self, offset: int, buffer: memoryview) -> int:
-        """A block of it, all of what was asked for."""
+        """Fill ``buffer``."""
         if len(buffer) >= BLOCK:
             self._path.read_into(offset, buffer)
             return len(buffer)
@@ -76,11 +76,14 @@ class RemoteObject:
         return len(buffer)
 
     def close(self) -> None:
-        """Nothing: every request stands alone."""
+        """Do nothing: requests are independent."""
 
 
 class ChunkReader:
-    """Reads chunks one after the other. Plain reads, not a map: a disk that fails raises an error, no signal."""
+    """Reads and verifies chunks one at a time.
+
+    Uses plain reads rather than a memory map: a failing disk raises an OSError instead of a signal.
+    """
 
     def __init__(self, manifest: Manifest) -> None:
         self._manifest = manifest
@@ -90,18 +93,18 @@ class ChunkReader:
         self._held: Chunk | None = None
 
     def dtype(self, name: str) -> torch.dtype:
-        """Stored type of a tensor."""
+        """Return the stored type of a tensor."""
         return DTYPES[self._manifest.tensors[name].dtype]
 
     def load(self, name: str, chunk: Chunk) -> Tensor:
-        """A chunk of tensor ``name``, of shape ``chunk.box.size``; its memory is used again for the next one.
+        """Return a chunk of tensor ``name``, shape ``chunk.box.size``; its memory is reused by the next call.
 
         Raises:
-            DamagedError: when it cannot be read or does not match its checksum.
-            UnreachableError: when an object store does not answer.
+            DamagedError: if it cannot be read or its checksum differs.
+            UnreachableError: if an object store does not answer.
         """
         if len(self._memory) < chunk.bytes:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # the old one goes first
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
             self._memory = torch.empty(chunk.bytes, dtype=torch.uint8)
         tensor = self._memory[: chunk.bytes].view(self.dtype(name)).view(chunk.box.size)
         if self._held is not chunk:
@@ -111,27 +114,27 @@ class ChunkReader:
         return tensor
 
     def load_into(self, name: str, chunk: Chunk, out: Tensor) -> None:
-        """Read a chunk into a contiguous tensor of the same type and size on the CPU.
+        """Read a chunk into a contiguous CPU tensor of the same type and size.
 
         Raises:
-            DamagedError: when it cannot be read or does not match its checksum; ``out`` may hold anything then.
+            DamagedError: if it cannot be read or its checksum differs; the content of ``out`` is then undefined.
         """
         buffer = out.detach().reshape(-1).view(torch.uint8).numpy().data
         self._read(chunk.file, chunk.offset, chunk.bytes, buffer, chunk.xxh3, f"tensor {name}")
 
     def prove(self, name: str, chunk: Chunk) -> None:
-        """Check a chunk of tensor ``name`` against its checksum, a block at a time.
+        """Verify the checksum of a chunk of tensor ``name``, one block at a time.
 
         Raises:
-            DamagedError: when it cannot be read or does not match.
+            DamagedError: if it cannot be read or its checksum differs.
         """
         self._read(chunk.file, chunk.offset, chunk.bytes, None, chunk.xxh3, f"tensor {name}")
 
     def prove_head(self, file: str) -> None:
-        """Check the bytes of a file that belong to no chunk; once.
+        """Verify, once per file, the bytes that belong to no chunk.
 
         Raises:
-            DamagedError: when they are not those that were written.
+            DamagedError: if their checksum differs.
         """
         if file not in self._proved:
             record = self._manifest.files[file]
@@ -139,7 +142,7 @@ class ChunkReader:
             self._proved.add(file)
 
     def close(self) -> None:
-        """Close the file that is open; done too when nobody needs the reader any more."""
+        """Close the open file; also called on deletion."""
         if self._open is not None:
             self._open[1].close()
         self._open = None
@@ -151,27 +154,25 @@ class ChunkReader:
             self.close()
             path = self._path(name)
             try:
-                self._open = name, self._source(path, self._manifest.files[name].bytes)
+                size = self._manifest.files[name].bytes
+                self._open = name, RemoteObject(path, size) if isinstance(path, RemotePath) else DiskFile(str(path))
             except OSError as error:
                 raise DamagedError(f"{path} is missing or cannot be read: {error.strerror}") from error
         return self._open[1]
 
-    def _source(self, path: Location, size: int) -> Source:
-        return RemoteObject(path, size) if isinstance(path, RemotePath) else DiskFile(str(path))
-
     def _read(self, file: str, offset: int, length: int, buffer: memoryview | None, expected: str, what: str) -> None:
-        """Prove ``length`` bytes of a file, and keep them if there is a ``buffer`` for them."""
+        """Read ``length`` bytes of a file, into ``buffer`` unless it is None, and verify their checksum."""
         path = self._path(file)
-        for proof in range(1, (PROOFS if isinstance(path, RemotePath) else 1) + 1):
+        for attempt in range(1, (PROOFS if isinstance(path, RemotePath) else 1) + 1):
             if self._digest(file, offset, length, buffer, what) == expected:
                 return
-            self.close()  # with what was read ahead
-            if proof < PROOFS and isinstance(path, RemotePath):
-                tell(f"{path}: {what} came with flipped bytes; it is asked for again, time {proof + 1} of {PROOFS}")
+            self.close()  # discards data read ahead
+            if attempt < PROOFS and isinstance(path, RemotePath):
+                tell(f"{path}: {what} arrived with flipped bytes; reading it again, attempt {attempt + 1} of {PROOFS}")
         raise DamagedError(f"{path} has flipped bytes ({what})")
 
     def _digest(self, file: str, offset: int, length: int, buffer: memoryview | None, what: str) -> str:
-        """Checksum of ``length`` bytes of a file, which go to ``buffer`` if there is one."""
+        """Return the checksum of ``length`` bytes of a file, read into ``buffer`` unless it is None."""
         source, digest, done = self._file(file), xxhash.xxh3_64(), 0
         scratch = memoryview(bytearray(min(length, source.block) if buffer is None else 0))
         while done < length:

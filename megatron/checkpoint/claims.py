@@ -1,4 +1,7 @@
-"""Who holds a folder of checkpoints: the claim of a start, and how it is found to have been superseded. See `lock`."""
+"""Leases on a folder of checkpoints: which start holds the folder, and how it detects that it was superseded.
+
+See :mod:`megatron.checkpoint.folder` for the protocol.
+"""
 
 from __future__ import annotations
 
@@ -23,137 +26,128 @@ from megatron.config.launch import Start
 from megatron.config.problems import Problem
 
 CLAIM = "claim.json"
-"""The file that holds it: in the workshop of the start; of a place in an object store, in that place."""
+"""The lease file: in the staging folder of the start on disk, in the checkpoint folder itself in an object store."""
 
 NO_LOCKS = (*UNSUPPORTED, errno.ENOSYS, errno.ENOLCK)
-"""What a file system answers that has no locks."""
+"""Errno values of a file system without locks."""
 
 TOO_LATE = (errno.ENOTEMPTY, errno.EEXIST, errno.ENOENT)
-"""What is answered to a claim when there is one of that epoch, or a later start has removed this one."""
+"""Errno values meaning that another process took this epoch first, or a later start removed this one."""
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A process that holds a folder.
+    """The process that holds a lease."""
 
-    Attributes:
-        start: which one of which job it belongs to.
-        host: name of its machine.
-        pid: its number there.
-        since: when it took the folder, in seconds since 1970.
-        token: tells it from all others.
-    """
-
-    start: Start
-    host: str = field(default_factory=socket.gethostname)
+    start: Start  # start and job that the process belongs to
+    host: str = field(default_factory=socket.gethostname)  # name of the machine
     pid: int = field(default_factory=os.getpid)
-    since: float = field(default_factory=time.time)
-    token: str = field(default_factory=lambda: secrets.token_hex(6))
+    since: float = field(default_factory=time.time)  # seconds since 1970
+    token: str = field(default_factory=lambda: secrets.token_hex(6))  # unique to this process
 
     def __str__(self) -> str:
-        said = f" ({self.start})" if str(self.start) else ""
-        at = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
-        return f"process {self.pid} on {self.host}{said} since {at}"
+        start = f" ({self.start})" if str(self.start) else ""
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self.since))
+        return f"process {self.pid} on {self.host}{start} since {since}"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """The right to write checkpoints to a folder, which ends when a later start takes it.
+    """The right to write checkpoints to a folder; ends when a later start acquires it."""
 
-    Attributes:
-        folder: of the checkpoints.
-        epoch: number of this start among all that the folder has seen, from 1.
-        holder: who has it.
-        notes: on what the start has found in the folder when it took it.
-    """
-
-    folder: Location
-    epoch: int
+    folder: Location  # of the checkpoints
+    epoch: int  # number of this start among all that have used the folder, from 1
     holder: Holder
-    notes: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()  # on what was found in the folder when the lease was acquired
 
     @property
-    def shop(self) -> Path | None:
-        """The workshop, where checkpoints are built; an object store has none."""
+    def staging(self) -> Path | None:
+        """Staging folder in which checkpoints are written; None in an object store."""
         return None if isinstance(self.folder, RemotePath) else workshop(self.folder, self.epoch)
 
     @property
     def text(self) -> bytes:
-        """As it is written down."""
+        """Content of the lease file."""
         return json.dumps({"epoch": self.epoch, **asdict(self.holder)}, indent=1).encode() + b"\n"
 
     def check(self) -> None:
-        """Look whether a later start has the folder. What no workshop guards may be done only just after.
+        """Check that no later start holds the folder.
+
+        In an object store, which has no staging folder, call this immediately before every change.
 
         Raises:
-            SupersededError: when it has.
-            OSError: when the disk or the store does not say.
+            SupersededError: if a later start holds the folder.
+            OSError: if the disk or the store fails.
         """
         if isinstance(self.folder, RemotePath):
             other = stored(self.folder)
         else:
-            other = None if self._is_there(self.folder) else newest(self.folder)
+            other = None if self._owns_staging_folder(self.folder) else newest(self.folder)
         if other is not None and other.holder.token != self.holder.token:
-            sentence = f"start {self.epoch} of the run in {self.folder} is superseded by start {other.epoch}"
-            end = "this one writes nothing any more, and ends"
-            raise SupersededError(str(Problem("E817", f"{sentence}, of {other.holder}; {end}")))
+            message = (
+                f"start {self.epoch} of the run in {self.folder} is superseded by start {other.epoch}, "
+                f"of {other.holder}; this start stops writing and exits"
+            )
+            raise SupersededError(str(Problem("E817", message)))
 
     def ready(self) -> None:
-        """As :meth:`check`, before a checkpoint is begun; a workshop that somebody has removed is made again.
+        """Check the lease before a save, and recreate the staging folder if it was deleted.
 
         Raises:
-            SupersededError: when a later start has the folder.
-            OSError: when the disk or the store refuses.
+            SupersededError: if a later start holds the folder.
+            OSError: if the disk or the store fails.
         """
         self.check()
-        if not isinstance(self.folder, RemotePath) and not self._is_there(self.folder):
+        if not isinstance(self.folder, RemotePath) and not self._owns_staging_folder(self.folder):
             make_folder(self.folder)
-            put(self, self.folder)  # locked until the process ends
+            put(self, self.folder)  # the lock is kept until the process ends
             self.check()
 
-    def _is_there(self, folder: Path) -> bool:
-        """Whether the workshop is there, and this start's: where somebody removed it, another may have its number."""
-        shop = workshop(folder, self.epoch)
+    def _owns_staging_folder(self, folder: Path) -> bool:
+        """Return True if the staging folder exists and is this start's; a deleted epoch may have been reused."""
+        staging = workshop(folder, self.epoch)
         try:
-            token = parse((shop / CLAIM).read_bytes())[1].token
-        except OSError:  # somebody has removed the claim alone, or all
-            return shop.is_dir()
+            token = parse((staging / CLAIM).read_bytes())[1].token
+        except OSError:  # the lease file or the whole folder was deleted
+            return staging.is_dir()
         return token in ("", self.holder.token)
 
 
 @dataclass(frozen=True)
 class Claims:
-    """What a start holds: the ``save`` folder, and that of this rank's node."""
+    """The leases of a start."""
 
-    save: Claim | None = None
-    node: Claim | None = None
+    save: Claim | None = None  # on the ``--save`` folder
+    node: Claim | None = None  # on the folder of this rank's node
 
     @property
     def notes(self) -> list[str]:
-        """On what was found in both."""
+        """Notes of both leases."""
         return [note for claim in (self.save, self.node) if claim is not None for note in claim.notes]
 
     def look(self) -> None:
-        """As :meth:`Claim.check` of the ``save`` folder, where that is one call to a disk.
+        """Check the lease of the ``--save`` folder if it is on disk, where that takes a single call.
 
         Raises:
-            SupersededError: when a later start has the folder.
-            OSError: when the disk does not say.
+            SupersededError: if a later start holds the folder.
+            OSError: if the disk fails.
         """
-        if self.save is not None and self.save.shop is not None:
+        if self.save is not None and self.save.staging is not None:
             self.save.check()
 
 
 def shop_of(claim: Claim | None) -> Path | None:
-    """The workshop that a claim gives; None without one, and in an object store."""
-    return claim.shop if claim is not None else None
+    """Return the staging folder of a lease; None without a lease and in an object store."""
+    return claim.staging if claim is not None else None
 
 
 def blame(claim: Claim | None) -> None:
-    """As :meth:`Claim.check`, after something has failed, perhaps because of that; a disk that does not say is none.
+    """Raise SupersededError if a later start holds the folder; ignore I/O errors.
+
+    Called after another failure, to find out whether losing the lease was its cause.
 
     Raises:
-        SupersededError: when a later start has the folder.
+        SupersededError: if a later start holds the folder.
     """
     if claim is not None:
         with suppress(OSError):
@@ -161,24 +155,27 @@ def blame(claim: Claim | None) -> None:
 
 
 def put(claim: Claim, folder: Path) -> int | None:
-    """Make the workshop of a start, with its claim inside; the open file of that, or None when another was faster.
+    """Create the staging folder of a start with its lease file.
+
+    Returns:
+        The open, locked lease file; None if another start was first.
 
     Raises:
-        OSError: when the disk refuses.
+        OSError: if the disk fails.
     """
-    place = workshop(folder, claim.epoch)
-    draft = place.with_name(f"{place.name}.{claim.holder.token}")
+    target = workshop(folder, claim.epoch)
+    draft = target.with_name(f"{target.name}.{claim.holder.token}")
     os.mkdir(draft)
     file = os.open(draft / CLAIM, os.O_RDWR | os.O_CREAT, 0o666)
     try:
         lock(file)
         os.write(file, claim.text)
         os.fsync(file)
-        os.rename(draft, place)
+        os.rename(draft, target)
         sync_folder(folder)
         if max(epoch for epoch, _ in workshops(folder)) == claim.epoch:
             return file
-        shutil.rmtree(place)  # it was on its way for so long that a later one is here
+        shutil.rmtree(target)  # delayed for so long that a later start exists
     except OSError as error:
         shutil.rmtree(draft, ignore_errors=True)
         if error.errno not in TOO_LATE:
@@ -189,10 +186,10 @@ def put(claim: Claim, folder: Path) -> int | None:
 
 
 def lock(file: int, how: int = fcntl.LOCK_EX) -> bool:
-    """Lock an open file, unless another process has; true too where there are no locks.
+    """Lock an open file without blocking; return False if another process holds it, True if there are no locks.
 
     Raises:
-        OSError: when the disk refuses.
+        OSError: if the disk fails.
     """
     try:
         fcntl.flock(file, how | fcntl.LOCK_NB)
@@ -205,26 +202,26 @@ def lock(file: int, how: int = fcntl.LOCK_EX) -> bool:
 
 
 def newest(folder: Path) -> Claim | None:
-    """The claim of the latest start that a folder on a disk has seen.
+    """Return the lease of the latest start in a folder on disk; None if there was none.
 
     Raises:
-        OSError: when the disk does not say.
+        OSError: if the disk fails.
     """
     found = workshops(folder)
     if not found:
         return None
-    epoch, shop = found[-1]
+    epoch, staging = found[-1]
     text = b""
     with suppress(FileNotFoundError):
-        text = (shop / CLAIM).read_bytes()
+        text = (staging / CLAIM).read_bytes()
     return Claim(folder, epoch, parse(text)[1])
 
 
 def stored(folder: RemotePath) -> Claim | None:
-    """The claim in a place in an object store.
+    """Return the lease in a folder of an object store; None if there is none.
 
     Raises:
-        OSError: when the store does not say.
+        OSError: if the store fails or does not answer.
     """
     try:
         epoch, holder = parse((folder / CLAIM).read_bytes())
@@ -234,15 +231,15 @@ def stored(folder: RemotePath) -> Claim | None:
 
 
 def parse(text: bytes) -> tuple[int, Holder]:
-    """Epoch and holder of what is written down; 0 and nobody known, where that is no claim."""
+    """Parse a lease file to epoch and holder; epoch 0 and an unknown holder if it is invalid."""
     try:
-        said = json.loads(text)
-        start = Start(**_known(said["start"], Start))
-        return int(said["epoch"]), Holder(**{**_known(said, Holder), "start": start})
+        data = json.loads(text)
+        start = Start(**_known(data["start"], Start))
+        return int(data["epoch"]), Holder(**{**_known(data, Holder), "start": start})
     except (ValueError, KeyError, TypeError, AttributeError):
         return 0, Holder(Start(), host="an unknown machine", pid=0, since=0.0, token="")
 
 
-def _known(said: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
-    """Those values that this version knows."""
-    return {name: value for name, value in said.items() if name in {f.name for f in fields(kind)}}
+def _known(data: dict[str, Any], kind: type[Any]) -> dict[str, Any]:
+    """Return the values whose names are fields of ``kind`` in this version."""
+    return {name: value for name, value in data.items() if name in {f.name for f in fields(kind)}}

@@ -1,4 +1,4 @@
-"""Tensors of checkpoints in numbers: one summed up, two compared. Chunk by chunk, whatever their layouts were."""
+"""Statistics of checkpoint tensors: summarise one, or compare two. Works chunk by chunk, independent of the layouts."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from megatron.checkpoint.reader import CheckpointReader
 from megatron.parallel.shard import Box
 
 ELEMENTS = 1 << 20
-"""Computed with at a time: the chunk they are from is in memory too."""
+"""Elements computed with at a time, in addition to the chunk in memory."""
 
 
 @dataclass(frozen=True)
 class Summary:
-    """Smallest and largest element, and the root of the mean square; NaN if any element is."""
+    """Statistics of a tensor; NaN if any element is."""
 
     minimum: float
     maximum: float
@@ -28,27 +28,21 @@ class Summary:
 
 @dataclass(frozen=True)
 class Difference:
-    """How two tensors differ.
+    """Difference between two tensors."""
 
-    Attributes:
-        identical: of the same type and equal to the bit.
-        largest: greatest absolute difference of two elements.
-        relative: norm of the difference over the norm of the first tensor.
-    """
-
-    identical: bool
-    largest: float
-    relative: float
+    identical: bool  # same type and bitwise equal
+    largest: float  # maximum absolute difference of two elements
+    relative: float  # norm of the difference over the norm of the first tensor
 
 
 def summarize(reader: CheckpointReader, name: str) -> Summary:
-    """Sum up a tensor of at least one element.
+    """Summarise a tensor of at least one element.
 
     Raises:
-        DamagedError: when it cannot be read as it was written.
+        DamagedError: if it is missing or a checksum differs.
     """
     minimum, maximum, squares, count = math.inf, -math.inf, 0.0, 0
-    for box in _portions(reader, name):
+    for box in _small_boxes(reader, name):
         values = reader.read(name, box).double()
         low, high = values.aminmax()
         minimum, maximum = _extreme(min, minimum, low), _extreme(max, maximum, high)
@@ -57,18 +51,18 @@ def summarize(reader: CheckpointReader, name: str) -> Summary:
 
 
 def _extreme(choose: Callable[[float, float], float], a: float, b: Tensor) -> float:
-    """The smaller or larger one, where Python's own would let a NaN pass or not by the order."""
+    """Apply min or max and propagate NaN, which Python's own do depending on the order of arguments."""
     return math.nan if math.isnan(a) or bool(b.isnan()) else choose(a, float(b))
 
 
 def difference(a: CheckpointReader, b: CheckpointReader, name: str) -> Difference:
-    """Compare a tensor that both checkpoints have in the same shape and view.
+    """Compare a tensor that has the same shape and view in both checkpoints.
 
     Raises:
-        DamagedError: when one of them cannot be read as it was written.
+        DamagedError: if it is missing or a checksum differs in one of them.
     """
     identical, largest, squares, reference = a.dtype(name) == b.dtype(name), 0.0, 0.0, 0.0
-    for box in _portions(a, name):
+    for box in _small_boxes(a, name):
         x, y = a.read(name, box), b.read(name, box)
         reference += float(x.double().square().sum())
         if x.dtype == y.dtype and torch.equal(_bits(x), _bits(y)):
@@ -80,8 +74,8 @@ def difference(a: CheckpointReader, b: CheckpointReader, name: str) -> Differenc
     return Difference(identical, largest, math.sqrt(squares / reference) if reference else math.sqrt(squares))
 
 
-def _portions(reader: CheckpointReader, name: str) -> Iterator[Box]:
-    """Boxes that make up a tensor, those of a chunk one after the other, so that it is read once."""
+def _small_boxes(reader: CheckpointReader, name: str) -> Iterator[Box]:
+    """Yield boxes that partition a tensor, grouped by chunk so that each chunk is read once."""
     for chunk in reader.manifest.tensors[name].chunks:
         yield from cut(chunk.box, ELEMENTS)
 

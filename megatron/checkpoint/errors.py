@@ -1,4 +1,4 @@
-"""What goes wrong with checkpoints, by what can be done about it."""
+"""Exceptions of the checkpoint package, classified by how a caller can recover."""
 
 from __future__ import annotations
 
@@ -7,45 +7,48 @@ from megatron.checkpoint.retries import is_lasting
 
 
 class CheckpointError(Exception):
-    """A checkpoint, or what is asked of it, is wrong; the text says what was seen and how to mend it."""
+    """A checkpoint is invalid or does not fit its use; the message gives the reason and a fix."""
 
-    def __init__(self, seen: str, *fixes: str) -> None:
-        super().__init__(seen + ("\n  fix: " + " | ".join(fixes) if fixes else ""))
+    def __init__(self, summary: str, *fixes: str) -> None:
+        super().__init__(summary + ("\n  fix: " + " | ".join(fixes) if fixes else ""))
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint cannot be trusted: a part is missing, cut short or changed. Another one may be tried."""
+    """A checkpoint is missing a file, truncated or corrupted; an older checkpoint may be used instead."""
 
 
 class UnreachableError(CheckpointError):
-    """An object store does not answer, or not to us. What it holds may be whole: an older one is no substitute."""
+    """An object store does not answer or denies access.
+
+    Its checkpoints may be intact, so loading does not fall back to an older one.
+    """
 
 
 class NewerVersionError(CheckpointError):
-    """A checkpoint is of a version this program does not know."""
+    """A checkpoint was written in a newer format version than this program supports."""
 
 
 class StorageError(CheckpointError):
-    """The disk refused while a checkpoint was written. Nothing was published, and training can go on."""
+    """Writing a checkpoint failed. Nothing was published, and training can continue."""
 
 
 class SupersededError(CheckpointError):
-    """A later start of the run has its folder of checkpoints. Nothing of this one may be written, and it has to end."""
+    """A later start of the run holds the checkpoint folder; this process must stop writing and exit."""
 
 
 def unreadable(path: Location, error: OSError, what: str = "") -> CheckpointError:
-    """What it means that a file of a checkpoint could not be read: damage, unless it is the way there that is."""
-    seen = f"{path} cannot be read: {error.strerror}{what}"
+    """Return the error to raise for an unreadable checkpoint file: damage, or an unreachable object store."""
+    summary = f"{path} cannot be read: {error.strerror}{what}"
     if not isinstance(path, RemotePath) or isinstance(error, FileNotFoundError):
-        return DamagedError(seen)
+        return DamagedError(summary)
     if is_lasting(error):
-        return UnreachableError(seen, "give this process the credentials that the store wants")
-    return UnreachableError(seen, "start again when the store answers")
+        return UnreachableError(summary, "give this process the credentials that the store wants")
+    return UnreachableError(summary, "start again when the store answers")
 
 
 def within(folder: Location, problem: object) -> str:
-    """What is wrong with a checkpoint, said where its folder has just been named: files by their names alone."""
+    """Return the text of ``problem`` without a leading ``folder`` path, for messages that already name the folder."""
     text = str(problem)
-    for named in (f"{folder}/", f"{folder}: ", f"{folder} "):
-        text = text.removeprefix(named)
+    for prefix in (f"{folder}/", f"{folder}: ", f"{folder} "):
+        text = text.removeprefix(prefix)
     return text

@@ -1,6 +1,6 @@
-"""Files that go from rank to rank, block by block, and what ranks tell each other of it.
+"""Send files between ranks block by block, and gather results with their errors.
 
-A disk that refuses one rank stops no other: the blocks go on to the end, and the error is told then.
+An I/O error on one rank must not stop the others: the blocks are sent to the end, and the error is raised then.
 """
 
 from __future__ import annotations
@@ -24,35 +24,27 @@ from megatron.parallel import comm
 from megatron.parallel.comm import Channel, Group, Pending
 
 BLOCK_BYTES = 16 << 20
-"""Sent at a time; a rank holds two such blocks."""
+"""Bytes of a message; a rank holds two."""
 
 PART = ".part"
-"""Ends the name of a file that is still coming."""
+"""Suffix of a file that is still being received."""
 
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Tier:
-    """The nodes' folders of checkpoints, as one rank sees them.
+    """The nodes' folders of checkpoints, as seen by one rank."""
 
-    Attributes:
-        folder: of this rank's node.
-        nodes: which ranks are on which.
-        group: all ranks, for what they tell each other.
-        wire: all ranks, with another communicator, for files: not every rank sends as often as it tells.
-        claim: of this start on the node's folder; the same one for all ranks of the node.
-    """
-
-    folder: Path
-    nodes: Nodes
-    group: Group
-    wire: Group
-    claim: Claim | None = None
+    folder: Path  # of this rank's node
+    nodes: Nodes  # which ranks are on which node
+    group: Group  # all ranks, for collectives
+    wire: Group  # all ranks with a separate communicator, for files: point-to-point calls differ between ranks
+    claim: Claim | None = None  # lease on the node's folder, the same for all ranks of the node
 
     @property
-    def shop(self) -> Path | None:
-        """The workshop of the node's folder, where somebody holds that."""
+    def staging(self) -> Path | None:
+        """Staging folder of the node's folder; None without a lease."""
         return shop_of(self.claim)
 
     @property
@@ -62,20 +54,20 @@ class Tier:
 
     @property
     def node(self) -> int:
-        """The node of this rank."""
+        """Node of this rank."""
         return self.nodes.of[self.rank]
 
     @property
     def leads(self) -> bool:
-        """Whether this rank does for its node what one does for all."""
+        """True if this rank is the leader of its node."""
         return self.nodes.leads(self.rank)
 
 
 def together(act: Callable[[], T], group: Group) -> list[T]:
-    """What ``act`` returns on every rank; collective.
+    """Run ``act`` on all ranks and return their results; collective.
 
     Raises:
-        Exception: whatever one rank's raises, on every rank; of several the lowest rank's.
+        Exception: that of the lowest rank that failed, on every rank.
     """
     outcome: tuple[T | None, Exception | None]
     try:
@@ -91,52 +83,52 @@ def together(act: Callable[[], T], group: Group) -> list[T]:
 
 @dataclass(frozen=True)
 class Parcel:
-    """A file of ``bytes`` that goes to, or comes from, the rank ``peer``; while it comes it is in ``shop``, if any."""
+    """A file sent to, or received from, the rank ``peer``; ``staging`` is the folder for partly received files."""
 
     path: Path
     peer: int
     bytes: int
-    shop: Path | None = None
+    staging: Path | None = None
 
     def blocks(self) -> list[int]:
-        """Lengths of its blocks."""
+        """Return the lengths of its blocks."""
         return [min(BLOCK_BYTES, self.bytes - start) for start in range(0, self.bytes, BLOCK_BYTES)]
 
 
 def exchange(sent: Parcel | None, received: Parcel | None, group: Group) -> OSError | None:
-    """Send a file to one rank of a group while another comes from one; the peers must call it for the other ends.
+    """Send a file to one rank of a group while receiving one from another; the peers must make the matching calls.
 
-    What comes has its name, and is on the disk, when the call returns; a file that had it is replaced.
+    When the call returns, the received file is on disk and has replaced a previous one of that name.
 
     Returns:
-        What this rank's disk said against it.
+        The first I/O error of this rank; None if there was none.
     """
-    source = _Source(sent.path) if sent is not None else None
-    target = _Target(received) if received is not None else None
-    sizes = [parcel.blocks() if parcel is not None else [] for parcel in (sent, received)]
-    for number in range(max(map(len, sizes))):
-        coming: Pending | None = None
-        under_way = []
-        if received is not None and number < len(sizes[1]):
-            room = torch.empty(sizes[1][number], dtype=torch.uint8)
-            coming = comm.start_receive(
-                room, Channel(group.ranks[received.peer], group.ranks[group.rank], group.handle)
-            )
-            under_way.append(coming)
-        if sent is not None and source is not None and number < len(sizes[0]):
-            block = source.read(sizes[0][number])
+    source = _FileSender(sent.path) if sent is not None else None
+    target = _FileReceiver(received) if received is not None else None
+    send_sizes = sent.blocks() if sent is not None else []
+    receive_sizes = received.blocks() if received is not None else []
+    for number in range(max(len(send_sizes), len(receive_sizes))):
+        receive: Pending | None = None
+        pending = []
+        if received is not None and number < len(receive_sizes):
+            buffer = torch.empty(receive_sizes[number], dtype=torch.uint8)
+            channel = Channel(group.ranks[received.peer], group.ranks[group.rank], group.handle)
+            receive = comm.start_receive(buffer, channel)
+            pending.append(receive)
+        if sent is not None and source is not None and number < len(send_sizes):
+            block = source.read(send_sizes[number])
             channel = Channel(group.ranks[group.rank], group.ranks[sent.peer], group.handle)
-            under_way.append(comm.start_send(block, channel))
-        for pending in under_way:
-            pending.wait()
-        if coming is not None and target is not None:
-            target.take(coming.result)
+            pending.append(comm.start_send(block, channel))
+        for transfer in pending:
+            transfer.wait()
+        if receive is not None and target is not None:
+            target.write(receive.result)
     errors = [end.close() for end in (source, target) if end is not None]
     return next((error for error in errors if error is not None), None)
 
 
-class _End:
-    """Of a file that travels: what the disk said first; it is not asked again."""
+class _TransferEnd:
+    """One end of a file transfer; after the first I/O error no more calls are made."""
 
     def __init__(self) -> None:
         self.error: OSError | None = None
@@ -150,8 +142,8 @@ class _End:
         return None
 
 
-class _Source(_End):
-    """A file to be sent; after an error, zeros are, which nobody keeps."""
+class _FileSender(_TransferEnd):
+    """A file being sent; after an error zeros are sent, and the transfer fails at the end."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -167,7 +159,7 @@ class _Source(_End):
         while view and self._file is not None:
             count = self._file.readinto(view) or 0
             if not count:
-                raise OSError(errno.EIO, "is shorter than it was", str(self._path))
+                raise OSError(errno.EIO, "is shorter than when it was written", str(self._path))
             view = view[count:]
 
     def close(self) -> OSError | None:
@@ -176,28 +168,28 @@ class _Source(_End):
         return self.error
 
 
-class _Target(_End):
-    """A file that comes, under another name until all of it is there."""
+class _FileReceiver(_TransferEnd):
+    """A file being received, under a temporary name until it is complete."""
 
     def __init__(self, parcel: Parcel) -> None:
         super().__init__()
         self._path = parcel.path
-        self._part = (parcel.shop or parcel.path.parent) / (parcel.path.name + PART)
+        self._part = (parcel.staging or parcel.path.parent) / (parcel.path.name + PART)
         with suppress(OSError):
             os.unlink(self._part)
         self._file = self.attempt(lambda: NewFile(self._part))
 
-    def take(self, block: Tensor) -> None:
+    def write(self, block: Tensor) -> None:
         if self._file is not None:
             file = self._file
             self.attempt(lambda: file.write(block.numpy().data))
 
     def close(self) -> OSError | None:
         if self._file is not None:
-            early = self.error
+            write_error = self.error
             try:
-                self._file.__exit__(None if early is None else type(early), early, None)
-            except OSError as late:
-                self.error = late
+                self._file.__exit__(None if write_error is None else type(write_error), write_error, None)
+            except OSError as close_error:
+                self.error = close_error
         self.attempt(lambda: os.rename(self._part, self._path))
         return self.error

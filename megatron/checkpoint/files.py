@@ -1,6 +1,6 @@
-"""Files that outlast a crash: every byte, name and removal is asked of the disk, and each call can fail.
+"""Crash-safe files: every write, rename and removal is flushed to disk with fsync, and any call may fail.
 
-All calls go through ``os`` by name, so that a test can make any one of them the last.
+Functions are called as ``os.name`` so that tests can inject a failure into each one.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from megatron.checkpoint.retries import is_lasting
 Bytes = bytes | memoryview
 
 BLOCK = 1 << 20
-"""Bytes moved at a time, so that the checksum is taken while they are in the processor's cache."""
+"""Bytes processed at a time; small enough to compute the checksum while they are in the processor's cache."""
 
 UNSUPPORTED = (errno.EINVAL, errno.ENOTSUP)
-"""What a file system answers to a call that it does not have."""
+"""Errno values of a file system that does not implement a call."""
 
 
 def checksum(content: Bytes) -> str:
-    """XXH3 (64 bit) in 16 hexadecimal digits."""
+    """Return the 64-bit XXH3 of ``content`` as 16 hexadecimal digits."""
     return xxhash.xxh3_64_hexdigest(content)
 
 
 class NewFile:
-    """A file being written; it must not exist yet."""
+    """A file being written; creation fails if it already exists."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -43,7 +43,7 @@ class NewFile:
     def write(self, content: Bytes) -> None:
         """Append all of ``content``."""
         left = memoryview(content)
-        with _naming(self._path):
+        with _with_filename(self._path):
             while left:
                 left = left[os.write(self._fd, left) :]
 
@@ -53,18 +53,18 @@ class NewFile:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Make the content outlast a power cut, unless it is incomplete; close."""
+        """Close the file; flush it to disk first unless an exception left it incomplete."""
         try:
             if kind is None:
-                with _naming(self._path):
+                with _with_filename(self._path):
                     os.fsync(self._fd)
         finally:
             os.close(self._fd)
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Put the file's name into errors of calls that know only its number."""
+def _with_filename(path: Path) -> Iterator[None]:
+    """Add the file name to errors from calls that take a file descriptor."""
     try:
         yield
     except OSError as error:
@@ -73,12 +73,12 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def new_file(path: Location) -> NewFile | RemoteFile:
-    """A file or an object being written."""
+    """Create a file on disk or an object in a store, open for writing."""
     return RemoteFile(path) if isinstance(path, RemotePath) else NewFile(path)
 
 
 def write_file(path: Location, content: Bytes) -> None:
-    """A new file with this content, on the disk when the call returns."""
+    """Create a file with this content and flush it to disk."""
     if isinstance(path, RemotePath):
         path.write_bytes(content)
         return
@@ -87,12 +87,12 @@ def write_file(path: Location, content: Bytes) -> None:
 
 
 def sync_folder(path: Location) -> None:
-    """Make the names in a folder outlast a power cut, where the file system knows how to; a store always does."""
+    """Flush a folder's entries to disk where the file system supports it; object stores need no flush."""
     if isinstance(path, RemotePath):
         return
     fd = os.open(path, os.O_RDONLY)
     try:
-        with _naming(path):
+        with _with_filename(path):
             os.fsync(fd)
     except OSError as error:
         if error.errno not in UNSUPPORTED:
@@ -102,68 +102,68 @@ def sync_folder(path: Location) -> None:
 
 
 def make_folder(path: Location) -> None:
-    """Create a folder and those around it; their names are on the disk when the call returns. A store has none."""
+    """Create a folder and its missing parents, and flush their names to disk; does nothing in an object store."""
     if isinstance(path, RemotePath):
         return
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]
     for folder in reversed(missing):
-        with suppress(FileExistsError):  # another rank was faster
+        with suppress(FileExistsError):  # created by another rank
             os.mkdir(folder)
         sync_folder(folder.parent)
 
 
 def make_folders_inside(folder: Path, name: str) -> None:
-    """Create what a file's name has of folders, inside of one that is there; it is not made where it is not.
+    """Create the parent folders of the relative file name ``name`` below an existing ``folder``.
 
     Raises:
-        OSError: when the disk refuses, or ``folder`` is gone.
+        OSError: if the disk fails or ``folder`` does not exist.
     """
     for parent in reversed(PurePath(name).parents):
         if parent.name and not (folder / parent).exists():
-            with suppress(FileExistsError):  # another rank was faster
+            with suppress(FileExistsError):  # created by another rank
                 os.mkdir(folder / parent)
             sync_folder((folder / parent).parent)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether a disk says that it has no room left."""
+    """Return True if the error means that the disk or quota is full."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 def in_words(error: OSError) -> str:
-    """What a disk says."""
+    """Return the text of a disk error for messages."""
     return "the disk is full" if is_full(error) else error.strerror or str(error)
 
 
 def refused(error: OSError, folder: Location, rank: int, older: Location | None = None) -> StorageError:
-    """What to tell of a disk that refused while a checkpoint was written to ``folder``.
+    """Return the error for a checkpoint that could not be written to ``folder``.
 
     Args:
-        error: what it said.
+        error: from the disk or the store.
         folder: of the checkpoint.
-        rank: the one that met it.
-        older: where the run's older checkpoints are, if it has any. A run that is begun elsewhere needs to be told.
+        rank: that failed.
+        older: folder with earlier checkpoints of the run, to resume from when saving elsewhere; None if there are none.
     """
     fixes = [elsewhere(older)]
     if is_full(error):
         fixes = ["free some space", *fixes]
     if isinstance(folder, RemotePath):
-        fixes = [_to_the_store(error), *fixes]
+        fixes = [_store_fix(error), *fixes]
     elif error.errno == errno.ENOENT:
         fixes = ["--save A_FOLDER_THAT_ALL_RANKS_SHARE"]
     sentence = f"{error.filename or folder}: {in_words(error)} (rank {rank}); no checkpoint was written"
     return StorageError(sentence, *fixes)
 
 
-def _to_the_store(error: OSError) -> str:
-    """What helps against an object store's refusal."""
+def _store_fix(error: OSError) -> str:
+    """Return the fix for a failed write to an object store."""
     if error.errno == errno.ENOENT:
-        return "make the bucket"
+        return "create the bucket"
     if error.errno == errno.EACCES:
-        return "give this process credentials with which it may write there"
-    return "look into the store" if is_lasting(error) else "start again when the store answers"
+        return "give this process credentials with write access"
+    return "check the store" if is_lasting(error) else "start again when the store answers"
 
 
 def elsewhere(older: Location | None) -> str:
-    """The flags that save to another folder and go on from the checkpoints in ``older``."""
+    """Return the flags that save to another folder and resume from the checkpoints in ``older``."""
     return ("" if older is None else f"--load {older} ") + "--save A_FOLDER_ELSEWHERE"

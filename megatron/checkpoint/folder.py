@@ -1,4 +1,4 @@
-"""A folder of checkpoints ``iter_0000100``: which there are, which can be trusted, which may go."""
+"""A folder of checkpoints ``iter_0000100``: list them, find the newest valid one, delete old ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from megatron.checkpoint import attempts
+from megatron.checkpoint.attempts import stale_uploads
 from megatron.checkpoint.claims import Claim, shop_of
 from megatron.checkpoint.errors import CheckpointError, DamagedError, within
 from megatron.checkpoint.manifest import MANIFEST, MARKER, Manifest
@@ -17,56 +17,45 @@ from megatron.checkpoint.workshops import BESIDE, inside
 
 NAME = re.compile(rf"iter_(\d+)({re.escape(BUILDING)}|{re.escape(OLD)})?")
 OLDEST_FIRST = (OLD, "", BUILDING)
-"""Of the same iteration: a complete one that only lacks its name is newer, one that was set aside is older."""
+"""Age order within an iteration: a staged complete checkpoint is newer than the published one, a replaced one older."""
 
 
 @dataclass(frozen=True)
 class Found:
-    """A folder that is called like a checkpoint.
+    """A folder that is named like a checkpoint."""
 
-    Attributes:
-        iteration: steps taken when it was saved.
-        path: of the folder.
-        manifest: its content; None when it cannot be trusted.
-        problem: why it cannot be trusted; names files without the folder.
-    """
-
-    iteration: int
+    iteration: int  # steps taken when it was saved
     path: Location
-    manifest: Manifest | None
-    problem: str | None
+    manifest: Manifest | None  # None if it is not valid
+    problem: str | None  # why it is not valid, without the path of the folder
 
 
 @dataclass(frozen=True)
 class Checkpoints:
-    """The checkpoints of a run, in its ``--save`` folder.
+    """The checkpoints of a run, in its ``--save`` folder."""
 
-    Attributes:
-        folder: which need not exist, or a place in an object store. For :meth:`newest` it may be one checkpoint.
-    """
-
-    folder: Location
+    folder: Location  # on disk or in an object store; need not exist; for :meth:`newest` it may be a single checkpoint
 
     def path(self, iteration: int) -> Location:
-        """Where the checkpoint of an iteration is saved."""
+        """Return the path of the checkpoint of an iteration."""
         return self.folder / f"iter_{iteration:07d}"
 
     @property
     def is_checkpoint(self) -> bool:
-        """Whether the folder is a checkpoint itself, be it a damaged one."""
+        """True if the folder is itself a checkpoint, valid or damaged."""
         return any((self.folder / name).exists() for name in (MARKER, MANIFEST))
 
     def named(self) -> list[tuple[int, Location]]:
-        """Iteration and path of folders called like checkpoints, newest first; none is looked into.
+        """Return iteration and path of all folders named like checkpoints, newest first, without opening them.
 
         Raises:
-            OSError: when the disk or the store does not say.
+            OSError: if the disk or the store fails.
         """
         found = [(int(match[1]), path) for path in self._folders() if (match := NAME.fullmatch(path.name))]
         return sorted(found, key=lambda item: (item[0], OLDEST_FIRST.index(item[1].suffix)), reverse=True)
 
     def _folders(self) -> list[Location]:
-        """All folders inside, and in the workshops of starts, where there are any."""
+        """Return all folders inside, including those in staging folders."""
         if isinstance(self.folder, RemotePath):
             return [path for path in self.folder.folders() if path.suffix not in (BUILDING, OLD)]
         if not self.folder.is_dir():
@@ -74,10 +63,9 @@ class Checkpoints:
         return [path for path in (*self.folder.iterdir(), *inside(self.folder)) if path.is_dir()]
 
     def scan(self) -> Iterator[Found]:
-        """Folders called like checkpoints, newest first, each opened when its turn comes.
+        """Yield the folders named like checkpoints, newest first, opening each on demand.
 
-        Looks at the marker, the manifest's checksum and the sizes of all files; the content of large files is proved
-        when it is read.
+        Checks the marker, the manifest's checksum and the sizes of all files; tensors are verified when they are read.
         """
         for iteration, path in self.named():
             try:
@@ -86,21 +74,21 @@ class Checkpoints:
                 yield Found(iteration, path, None, within(path, error))
 
     def candidates(self) -> list[Found]:
-        """All of :meth:`scan`."""
+        """Return the list of :meth:`scan`."""
         return list(self.scan())
 
     def newest(self, step: int | None = None) -> tuple[Manifest, list[Found]]:
-        """The newest checkpoint that can be trusted, and newer ones that were passed over.
+        """Return the newest valid checkpoint, and the newer invalid ones that were skipped.
 
-        ``folder`` may also be a checkpoint itself: then that one, and nothing is passed over.
+        If ``folder`` is itself a checkpoint, it is returned.
 
         Args:
-            step: only checkpoints of that step.
+            step: consider only checkpoints of this step.
 
         Raises:
-            CheckpointError: when there is none; names those that cannot be trusted.
-            DamagedError: when ``folder`` is a checkpoint itself, and damaged.
-            NewerVersionError: when a newer version wrote it: it is not damaged, so older ones are no substitute.
+            CheckpointError: if there is none; lists the invalid ones.
+            DamagedError: if ``folder`` is itself a checkpoint, and damaged.
+            NewerVersionError: if a checkpoint has a newer format version; it is not damaged, so no older one is used.
         """
         if self.is_checkpoint:
             return self._itself(step), []
@@ -119,8 +107,8 @@ class Checkpoints:
         )
 
     def to_go_on_from(self) -> Location | None:
-        """The folder, where a run could go on from it: it holds a complete checkpoint that no save is building."""
-        with suppress(OSError, CheckpointError):  # asked of disks that have just refused something
+        """Return the folder if it contains a valid checkpoint that is not being written, else None."""
+        with suppress(OSError, CheckpointError):  # called after a disk error
             if any(found.manifest for found in self.scan() if found.path.suffix != BUILDING):
                 return self.folder
         return None
@@ -136,10 +124,10 @@ class Checkpoints:
 
     @property
     def leftovers(self) -> list[Location]:
-        """What saves and removals that were cut off have left."""
+        """Remainders of interrupted saves and deletions."""
         if isinstance(self.folder, RemotePath):
             places = [path for _, path in self.named() if isinstance(path, RemotePath)]
-            return [path for place in places for path in attempts.leftovers(place)]
+            return [path for place in places for path in stale_uploads(place)]
         found = [(BESIDE.fullmatch(path.name), path) for path in self._folders()]
         return sorted((path for match, path in found if match and any(match.groups())), reverse=True)
 
@@ -150,31 +138,30 @@ class Checkpoints:
         newest: int | None = None,
         claim: Claim | None = None,
     ) -> list[Location]:
-        """Remove checkpoints that are no longer wanted, and leftovers; not while one is being saved.
+        """Delete old checkpoints and leftovers; must not run during a save.
 
         Args:
-            keep_last: how many of the newest valid ones stay; None: all.
-            keep_every: iterations that are a multiple of it stay for good.
-            newest: the iteration just saved. Later ones, which the run has passed over because they could not be read,
-                stay and do not count.
-            claim: of the start that holds the folder. Without one, what lies in workshops is left to whose they are.
+            keep_last: number of newest valid checkpoints to keep; None: all.
+            keep_every: iterations that are a multiple of it are kept permanently.
+            newest: the iteration just saved. Later ones, which the run skipped as invalid, are kept and not counted.
+            claim: lease on the folder. Without one, staging folders are not touched.
 
         Returns:
-            the removed ones. Damaged ones newer than the kept ones stay, to be looked at.
+            The deleted checkpoints. Damaged ones newer than the kept ones are not deleted, for inspection.
 
         Raises:
-            OSError: when the disk refuses, or the workshop is gone.
-            SupersededError: when an object store says that a later start has the folder.
+            OSError: if the disk fails, or the staging folder is gone.
+            SupersededError: if a later start holds the folder, in an object store.
         """
-        shop = shop_of(claim)
+        staging = shop_of(claim)
         for path in self.leftovers:
             if isinstance(path, RemotePath):
                 self._remove(path, claim)
-            elif path.parent == (shop or self.folder):
-                settle(on_disk(self.folder / path.name.partition(".")[0]), shop)
+            elif path.parent == (staging or self.folder):
+                settle(on_disk(self.folder / path.name.partition(".")[0]), staging)
         if keep_last is None:
             return []
-        gone: list[Location] = []
+        deleted: list[Location] = []
         kept = 0
         for iteration, path in self.named():
             if newest is not None and iteration > newest:
@@ -183,11 +170,11 @@ class Checkpoints:
                 kept += self._is_valid(path)
             elif is_complete(path) and not (keep_every and iteration % keep_every == 0):
                 self._remove(path, claim)
-                gone.append(path)
-        return gone
+                deleted.append(path)
+        return deleted
 
     def _remove(self, path: Location, claim: Claim | None) -> None:
-        """Remove a checkpoint or a leftover; in a store only just after it has said that the folder is still ours."""
+        """Delete a checkpoint or a leftover; in a store, check the lease immediately before."""
         if isinstance(path, RemotePath) and claim is not None:
             claim.check()
         remove(path, shop_of(claim))

@@ -1,4 +1,4 @@
-"""Loading through torch.distributed.checkpoint: our planner, and a storage that any program can load from."""
+"""Load through torch.distributed.checkpoint, with our own planner and a storage reader usable from any program."""
 
 from __future__ import annotations
 
@@ -26,63 +26,63 @@ from megatron.parallel.shard import Box
 
 
 class PartsLoadPlanner(LoadPlanner):
-    """Plans to fill this rank's parts, once the checkpoint is proved to hold all of every tensor wanted."""
+    """Plans the reads of this rank's parts after checking that the checkpoint has all of every requested tensor."""
 
     def __init__(self, tensors: Mapping[str, GlobalTensor], manifest: Manifest) -> None:
         self._tensors, self._manifest = tensors, manifest
 
     def set_up_planner(self, state_dict: Any, metadata: Any = None, is_coordinator: bool = False) -> None:
-        """Nothing: everything was given to the constructor."""
+        """Do nothing: the constructor has the tensors and the manifest."""
 
     def create_local_plan(self) -> LoadPlan:
-        """One item per part and chunk that share elements.
+        """Return one item per part and chunk that intersect.
 
         Raises:
-            CheckpointError: when the checkpoint lacks a tensor, or has it in another shape or kind of type.
-            DamagedError: when its chunks are not a partition.
+            CheckpointError: if a tensor is missing from the checkpoint, or has another shape or kind of type.
+            DamagedError: if the chunks of a tensor are not a partition.
         """
         problems = [text for name, tensor in self._tensors.items() for text in self._problems(name, tensor)]
         if problems:
             more = f"\nand {len(problems) - 10} more" if len(problems) > 10 else ""
-            raise CheckpointError(f"{self._manifest.path} does not fit:\n" + "\n".join(problems[:10]) + more)
+            raise CheckpointError(f"{self._manifest.path} does not match:\n" + "\n".join(problems[:10]) + more)
         for name, tensor in self._tensors.items():
             if tensor.parts:
                 self._manifest.prove(name)
         return LoadPlan([item for name in self._tensors for item in self._items(name)])
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Never called: a checkpoint holds no pickled objects."""
-        raise ValueError(f"{read_item.dest_index.fqn} is no tensor")
+        """Raise: checkpoints hold no pickled objects."""
+        raise ValueError(f"{read_item.dest_index.fqn} is not a tensor")
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """The elements to fill, a view of the part."""
+        """Return the elements to fill, a view of the part."""
         index = read_item.dest_index
         target = self._tensors[index.fqn].parts[index.index or 0].resolve()
         return target[Box(tuple(read_item.dest_offsets), tuple(read_item.lengths)).slices]
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        """Nothing: what was resolved is a view."""
+        """Do nothing: the resolved tensor is a view of the part."""
 
     def _problems(self, name: str, tensor: GlobalTensor) -> Iterator[str]:
         if name not in self._manifest.tensors:
-            yield f"{name} is not in it"
+            yield f"{name} is missing from the checkpoint"
             return
         record = self._manifest.tensors[name]
         if (record.shape, record.view) != (tensor.shape, tensor.view):
-            seen, wanted = (f"{list(t.shape)} viewed as {list(t.view)}" for t in (record, tensor))
-            yield f"{name} is {seen} there, {wanted} here"
+            stored, wanted = (f"{list(t.shape)} viewed as {list(t.view)}" for t in (record, tensor))
+            yield f"{name} is {stored} in the checkpoint, {wanted} here"
         elif DTYPES[record.dtype] != tensor.dtype and not (
             DTYPES[record.dtype].is_floating_point and tensor.dtype.is_floating_point
         ):
-            yield f"{name} is {record.dtype} there, {tensor.dtype} here"
+            yield f"{name} is {record.dtype} in the checkpoint, {tensor.dtype} here"
         for part in tensor.parts:
             if not is_inside(part.box, tensor.view):
                 yield f"{describe(part.box)} is not inside {name}, which is {list(tensor.view)}"
@@ -104,23 +104,23 @@ class PartsLoadPlanner(LoadPlanner):
 
 @dataclass(frozen=True)
 class _Piece:
-    """A box of a chunk (counted from the chunk's first corner), and the shape in which a planner sees that box."""
+    """A box of a chunk, and the shape in which the planner addresses it."""
 
     chunk: Chunk
-    box: Box
+    box: Box  # relative to the start of the chunk
     size: tuple[int, ...]
 
 
 Wanted = list[tuple[ReadItem, _Piece]]
-"""What is to be filled from a chunk, and from which piece of it."""
+"""The items to fill from a chunk, each with its piece of the chunk."""
 
 
 class CheckpointStorageReader(StorageReader):
-    """Our checkpoints as storage of torch.distributed.checkpoint.
+    """Our checkpoints as a storage reader of torch.distributed.checkpoint.
 
     ``dcp.load(state_dict, storage_reader=CheckpointStorageReader(Manifest.open(path)))`` fills plain tensors and
-    DTensors of the stored shapes by name in any program. Chunks are offered both as boxes of the view, to our planner,
-    and as the boxes of the stored shape that they consist of, to every other.
+    DTensors of the stored shapes by name in any program. Our planner addresses chunks as boxes of the view, others as
+    boxes of the stored shape; both are supported.
     """
 
     def __init__(self, manifest: Manifest) -> None:
@@ -128,39 +128,42 @@ class CheckpointStorageReader(StorageReader):
         self._pieces: dict[str, dict[tuple[int, ...], _Piece]] = {}
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Turn to another checkpoint."""
+        """Switch to another checkpoint."""
         if checkpoint_id is not None:
             self._manifest, self._pieces = Manifest.open(Path(checkpoint_id)), {}
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """A reader is never found by a path."""
+        """Return False: readers are not created from a path."""
         return False
 
     def read_metadata(self) -> dcp_metadata.Metadata:
-        """Every tensor in its stored shape."""
+        """Return the metadata of every tensor in its stored shape."""
         return dcp_metadata.Metadata({name: _metadata(r) for name, r in self._manifest.tensors.items()})
 
     def set_up_storage_reader(self, metadata: dcp_metadata.Metadata, is_coordinator: bool) -> None:
-        """Nothing: the manifest is all."""
+        """Do nothing: the manifest suffices."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
+        """Return the plan unchanged."""
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """Return the plans unchanged."""
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Read chunk by chunk in the order of the files, prove each, and fill what wants some of it.
+        """Read and verify chunks in file order, and fill all items from each.
 
         Raises:
-            DamagedError: when a chunk does not match its checksum or is not there.
+            DamagedError: if a chunk is missing or its checksum differs.
         """
         wanted: dict[Chunk, Wanted] = defaultdict(list)
         for item in plan.items:
-            piece = self._find(item)
+            name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
+            if name not in self._pieces:
+                self._pieces[name] = dict(_pieces(self._manifest.tensors[name]))
+            piece = self._pieces[name][offset]
             wanted[piece.chunk].append((item, piece))
         reader = ChunkReader(self._manifest)
         for chunk in sorted(wanted, key=lambda chunk: (chunk.file, chunk.offset)):
@@ -171,16 +174,9 @@ class CheckpointStorageReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _find(self, item: ReadItem) -> _Piece:
-        """What an item reads some of."""
-        name, offset = item.storage_index.fqn, tuple(item.storage_index.offset or ())
-        if name not in self._pieces:
-            self._pieces[name] = dict(_pieces(self._manifest.tensors[name]))
-        return self._pieces[name][offset]
-
 
 def _pieces(record: TensorRecord) -> Iterator[tuple[tuple[int, ...], _Piece]]:
-    """By first corner in the stored shape, the pieces that are boxes of it; by that in the view, whole chunks."""
+    """Yield the pieces of a tensor by start index: boxes of the stored shape, then whole chunks if the view differs."""
     for chunk in record.chunks:
         for inner, outer in folded(chunk.box, record.shape, record.view):
             yield outer.start, _Piece(chunk, relative(inner, chunk.box), outer.size)
@@ -196,7 +192,7 @@ def _metadata(record: TensorRecord) -> dcp_metadata.TensorStorageMetadata:
 
 
 def _fill(reader: ChunkReader, chunk: Chunk, wanted: Wanted, planner: LoadPlanner) -> None:
-    """Read a chunk once and copy what each item wants of it; straight into its place where that is possible."""
+    """Read a chunk once and copy it into all items; read in place if one contiguous item covers the chunk."""
     for item, piece in wanted:
         name = item.storage_index.fqn
         target = planner.resolve_tensor(item).detach()

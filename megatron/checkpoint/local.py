@@ -1,8 +1,7 @@
-"""Checkpoints on the nodes' own disks: what each node has, and which of it makes up a whole checkpoint.
+"""Checkpoints on node-local disks: what each node has, and which nodes together have a complete checkpoint.
 
-A node has the files of its own ranks and copies of those of the node before it, beside the manifest of the whole
-checkpoint; so any one node may be lost. No torch here, and no communication: those are in `local_saving` and
-`local_loading`.
+A node has the files of its own ranks, copies of those of the previous node, and the manifest of the whole checkpoint,
+so any single node may be lost. No torch and no communication here: see `local_saving` and `local_loading`.
 """
 
 from __future__ import annotations
@@ -21,98 +20,89 @@ from megatron.checkpoint.publish import home
 from megatron.checkpoint.remote import on_disk
 
 NODE = "{node}"
-"""What stands for a node's number in the name of a folder."""
+"""Placeholder for the number of a node in a folder name."""
 
 
 def folder_of(pattern: str, node: int) -> Path:
-    """The folder of a node."""
+    """Return the folder of a node."""
     return Path(pattern.replace(NODE, str(node)))
 
 
 def is_local(path: Path, pattern: str) -> bool:
-    """Whether a checkpoint lies in the folder of a node, whichever."""
+    """Return True if a checkpoint lies in the local folder of any node."""
     return bool(re.fullmatch(r"\d+".join(map(re.escape, str(Path(pattern)).split(NODE))), str(home(path))))
 
 
 @dataclass(frozen=True)
 class Nodes:
-    """Which ranks are on which node.
+    """Assignment of ranks to nodes."""
 
-    Attributes:
-        of: the node of every rank; nodes are counted from 0.
-    """
-
-    of: tuple[int, ...]
+    of: tuple[int, ...]  # node of every rank, counted from 0
 
     @classmethod
     def counted(cls, numbers: Sequence[int]) -> Nodes:
-        """From whatever numbers the launcher gives to the nodes of the ranks."""
+        """Create from the launcher's node number of every rank, which may have gaps."""
         known = sorted(set(numbers))
         return cls(tuple(known.index(number) for number in numbers))
 
     @property
     def count(self) -> int:
-        """Nodes."""
+        """Number of nodes."""
         return max(self.of) + 1
 
     @property
     def are_even(self) -> bool:
-        """Whether there are as many ranks on each."""
+        """True if all nodes have equally many ranks."""
         return len({len(self.ranks(node)) for node in range(self.count)}) == 1
 
     def ranks(self, node: int) -> list[int]:
-        """The ranks on a node; the first one leads."""
+        """Return the ranks on a node; the first one is its leader."""
         return [rank for rank, number in enumerate(self.of) if number == node]
 
     def leads(self, rank: int) -> bool:
-        """Whether a rank does for its node what one does for all."""
+        """Return True if a rank is the leader of its node."""
         return self.ranks(self.of[rank])[0] == rank
 
     def neighbour(self, rank: int, step: int) -> int:
-        """The rank in the same place ``step`` nodes further on, in a ring."""
+        """Return the rank at the same position ``step`` nodes further in the ring of nodes."""
         node = self.of[rank]
         return self.ranks((node + step) % self.count)[self.ranks(node).index(rank)]
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a node has of a checkpoint.
+    """The part of a checkpoint that a node has."""
 
-    Attributes:
-        iteration: steps taken when it was saved.
-        mark: content of the marker: nodes with the same one have parts of one save.
-        run: the ``--save`` folder of the run that wrote it.
-        files: those that are there in full length.
-    """
-
-    iteration: int
-    mark: str
-    run: str | None
-    files: frozenset[str]
+    iteration: int  # steps taken when it was saved
+    mark: str  # content of the marker; equal on nodes that took part in the same save
+    run: str | None  # the ``--save`` folder of the run that wrote it
+    files: frozenset[str]  # files that are present with their full size
 
 
 def held_in(folder: Path, claim: Claim | None = None) -> tuple[list[Held], list[str]]:
-    """What a node's folder holds, once what a crash interrupted is finished, and notes on what cannot be trusted.
+    """Recover a node's folder from interrupted saves; return what it holds, and notes on invalid checkpoints.
 
     Raises:
-        NewerVersionError: when a newer version of this program wrote one.
-        OSError: when the disk refuses.
+        NewerVersionError: if a checkpoint has a newer format version.
+        OSError: if the disk fails.
     """
-    runs = Checkpoints(folder)
-    runs.retain(None, claim=claim)
+    checkpoints = Checkpoints(folder)
+    checkpoints.retain(None, claim=claim)  # deletes leftovers only
     held, notes = [], []
-    for iteration, path in runs.named():
+    for iteration, path in checkpoints.named():
         try:
             manifest = Manifest.described(path)
         except DamagedError as error:
             notes.append(f"passed over {path}: {within(path, error)}")
             continue
-        mark, run = on_disk(path / MARKER).read_text(), manifest.config.get("checkpoint", {}).get("save")
-        held.append(Held(iteration, mark, run, frozenset(name for name in manifest.files if _is_there(manifest, name))))
+        mark = on_disk(path / MARKER).read_text()
+        run = manifest.config.get("checkpoint", {}).get("save")
+        files = frozenset(name for name in manifest.files if _has_file(manifest, name))
+        held.append(Held(iteration, mark, run, files))
     return held, notes
 
 
-def _is_there(manifest: Manifest, name: str) -> bool:
+def _has_file(manifest: Manifest, name: str) -> bool:
     try:
         manifest.check_file(name)
     except DamagedError:
@@ -122,31 +112,24 @@ def _is_there(manifest: Manifest, name: str) -> bool:
 
 @dataclass(frozen=True)
 class LocalCheckpoint:
-    """A checkpoint, wherever its files are.
+    """A checkpoint whose files are spread over the nodes."""
 
-    Attributes:
-        iteration: steps taken when it was saved.
-        mark: content of its marker.
-        run: the ``--save`` folder of the run that wrote it.
-        files: what each node has of it, by the node's number; nodes that have no manifest of it have nothing.
-    """
-
-    iteration: int
-    mark: str
-    run: str | None
-    files: Mapping[int, frozenset[str]]
+    iteration: int  # steps taken when it was saved
+    mark: str  # content of its marker
+    run: str | None  # the ``--save`` folder of the run that wrote it
+    files: Mapping[int, frozenset[str]]  # present files by node; nodes without the manifest have none
 
     def missing(self, names: Sequence[str]) -> list[str]:
-        """Those of the checkpoint's files that no node has."""
-        there = frozenset().union(*self.files.values())
-        return [name for name in names if name not in there]
+        """Return the files in ``names`` that no node has."""
+        present = frozenset().union(*self.files.values())
+        return [name for name in names if name not in present]
 
 
 def put_together(by_node: Sequence[Sequence[Held]]) -> list[LocalCheckpoint]:
-    """The checkpoints that nodes have, newest first; of two of one iteration, that which more of them have."""
+    """Merge the nodes' parts into checkpoints, newest first; of one iteration, those on more nodes first."""
     found: dict[tuple[int, str], dict[int, Held]] = defaultdict(dict)
-    for node, some in enumerate(by_node):
-        for held in some:
+    for node, of_node in enumerate(by_node):
+        for held in of_node:
             found[held.iteration, held.mark][node] = held
     ordered = sorted(found.items(), key=lambda item: (item[0][0], len(item[1]), item[0][1]), reverse=True)
     return [
@@ -158,28 +141,28 @@ def put_together(by_node: Sequence[Sequence[Held]]) -> list[LocalCheckpoint]:
 
 
 Copy = tuple[int, str]
-"""A node, and the name of a file that it has, or needs."""
+"""A node, and the name of a file that it has or needs."""
 
 
 def sources(
     checkpoint: LocalCheckpoint, needs: Mapping[int, frozenset[str]], bad: Mapping[Copy, str]
 ) -> dict[Copy, int]:
-    """For each file that a node needs, the node whose copy serves: its own, or the nearest one behind it.
+    """Choose, for each file that a node needs, the node to read it from: itself, else the nearest following one.
 
     Args:
-        checkpoint: which of its files are where.
-        needs: by node, the files it needs.
-        bad: copies that are not what was written, and why.
+        checkpoint: the files of each node.
+        needs: the files that each node needs.
+        bad: damaged copies, and why.
 
     Raises:
-        DamagedError: when none is left of a file.
+        DamagedError: if no good copy of a file is left.
     """
     chosen, count = {}, max([*needs, *checkpoint.files]) + 1
     for node, names in needs.items():
         for name in sorted(names):
-            there = [n for n, files in checkpoint.files.items() if name in files and (n, name) not in bad]
-            if not there:
+            holders = [n for n, files in checkpoint.files.items() if name in files and (n, name) not in bad]
+            if not holders:
                 why = "; ".join(f"node {n}: {text}" for (n, other), text in sorted(bad.items()) if other == name)
                 raise DamagedError(f"no node has {name}" + (f" as it was written ({why})" if why else ""))
-            chosen[node, name] = min(there, key=lambda n: (n - node) % count)
+            chosen[node, name] = min(holders, key=lambda n: (n - node) % count)
     return chosen

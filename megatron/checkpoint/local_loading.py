@@ -1,4 +1,4 @@
-"""A checkpoint brought together from the nodes' folders: what a node needs and has not comes from one that has it."""
+"""Load from the nodes' local disks: files that a node needs and lacks are copied from a node that has them."""
 
 from __future__ import annotations
 
@@ -20,65 +20,65 @@ from megatron.parallel import comm
 
 
 def find(tier: Tier) -> tuple[list[LocalCheckpoint], list[str]]:
-    """What the nodes have, newest first, and notes on what cannot be trusted; collective.
+    """Return the checkpoints on the nodes, newest first, and notes on invalid ones; collective.
 
     Raises:
-        NewerVersionError: when a newer version of this program wrote one, on every rank.
-        OSError: when a disk refuses, on every rank.
+        NewerVersionError: if a checkpoint has a newer format version, on every rank.
+        OSError: if a disk fails, on every rank.
     """
     found = together(lambda: held_in(tier.folder, tier.claim) if tier.leads else ([], []), tier.group)
-    led = [found[tier.nodes.ranks(node)[0]] for node in range(tier.nodes.count)]
-    notes = [f"node {node}: {note}" for node, (_, some) in enumerate(led) for note in some]
-    return put_together([held for held, _ in led]), notes
+    by_node = [found[tier.nodes.ranks(node)[0]] for node in range(tier.nodes.count)]
+    notes = [f"node {node}: {note}" for node, (_, of_node) in enumerate(by_node) for note in of_node]
+    return put_together([held for held, _ in by_node]), notes
 
 
 def manifest_of(tier: Tier, checkpoint: LocalCheckpoint) -> tuple[Manifest, bytes]:
-    """A checkpoint's manifest, on the nodes too that have none, and its text; collective.
+    """Return the manifest of a checkpoint and its text, also on nodes that do not have it; collective.
 
     Raises:
-        DamagedError: when it changed meanwhile, on every rank.
-        OSError: when it cannot be read, on every rank.
+        DamagedError: if it changed meanwhile, on every rank.
+        OSError: if it cannot be read, on every rank.
     """
     final = on_disk(Checkpoints(tier.folder).path(checkpoint.iteration))
     reader = tier.nodes.ranks(min(checkpoint.files))[0]
     texts = together(lambda: (final / MANIFEST).read_bytes() if tier.rank == reader else b"", tier.group)
     if marker(texts[reader]).decode() != checkpoint.mark:
-        raise DamagedError(f"{final / MANIFEST} on node {min(checkpoint.files)} is not what it was")
+        raise DamagedError(f"{final / MANIFEST} on node {min(checkpoint.files)} has changed")
     return parse(final, texts[reader]), texts[reader]
 
 
 def bring_together(
     tier: Tier, checkpoint: LocalCheckpoint, tensors: Mapping[str, GlobalTensor]
 ) -> tuple[Manifest, list[str]]:
-    """Make this node's folder hold all that its ranks need of a checkpoint; collective.
+    """Copy to this node's folder all files of a checkpoint that its ranks need and it lacks; collective.
 
-    Every copy that is used is proved by its checksums first.
+    Every copy that is used is first verified by its checksums.
 
     Args:
         tier: the nodes' folders.
-        checkpoint: which one.
-        tensors: with the parts that this rank will fill; those that the checkpoint lacks do not count.
+        checkpoint: to load.
+        tensors: with the parts that this rank will fill; tensors that the checkpoint lacks are ignored.
 
     Returns:
-        The checkpoint, whose files are not all here, and notes on copies that did not serve.
+        The manifest, of whose files this node may have only some, and notes on damaged copies.
 
     Raises:
-        DamagedError: when no good copy is left of a file, on every rank.
-        OSError: when a disk refuses, on every rank.
+        DamagedError: if no good copy of a file is left, on every rank.
+        OSError: if a disk fails, on every rank.
     """
     manifest, content = manifest_of(tier, checkpoint)
     wanted = comm.all_gather_objects(files_needed(manifest, tensors), tier.group)
     needs = {
         node: frozenset().union(*(wanted[rank] for rank in tier.nodes.ranks(node))) for node in range(tier.nodes.count)
     }
-    chosen, bad = _proved(tier, checkpoint, manifest, needs)
+    chosen, bad = _choose_verified(tier, checkpoint, manifest, needs)
     notes = [f"node {node}: {text}: another copy is used" for (node, _), text in sorted(bad.items())]
     _fetch(tier, checkpoint, manifest, content, chosen)
     return manifest, notes
 
 
 def files_needed(manifest: Manifest, tensors: Mapping[str, GlobalTensor]) -> frozenset[str]:
-    """Files of a checkpoint from which the parts of a rank are filled, and the small ones that go with it."""
+    """Return the files that contain the parts of a rank, and the small files of the checkpoint."""
     found = {name for name, record in manifest.files.items() if record.head == record.bytes}
     for name, tensor in tensors.items():
         if name in manifest.tensors:
@@ -88,26 +88,27 @@ def files_needed(manifest: Manifest, tensors: Mapping[str, GlobalTensor]) -> fro
     return frozenset(found)
 
 
-def _proved(
+def _choose_verified(
     tier: Tier, checkpoint: LocalCheckpoint, manifest: Manifest, needs: Mapping[int, frozenset[str]]
 ) -> tuple[dict[Copy, int], dict[Copy, str]]:
-    """Where each node takes what it needs from, and the copies that turned out not to be as they were written."""
-    proved: set[Copy] = set()
+    """Choose a source for each file that a node needs, until all are verified; return them and the damaged copies."""
+    verified: set[Copy] = set()
     bad: dict[Copy, str] = {}
     while True:
         chosen = sources(checkpoint, needs, bad)
-        open_ = sorted({(source, name) for (_, name), source in chosen.items()} - proved)
-        if not open_:
+        unverified = sorted({(source, name) for (_, name), source in chosen.items()} - verified)
+        if not unverified:
             return chosen, bad
-        here = tier.nodes.ranks(tier.node)
-        mine = [copy for copy in open_ if copy[0] == tier.node][here.index(tier.rank) :: len(here)]
+        node_ranks = tier.nodes.ranks(tier.node)
+        on_node = [copy for copy in unverified if copy[0] == tier.node]
+        mine = on_node[node_ranks.index(tier.rank) :: len(node_ranks)]
         for problems in comm.all_gather_objects(_problems(manifest, mine), tier.group):
             bad |= problems
-        proved |= set(open_)
+        verified |= set(unverified)
 
 
 def _problems(manifest: Manifest, copies: Iterable[Copy]) -> dict[Copy, str]:
-    """Those of this node's copies that are not as they were written, and why."""
+    """Return the damaged ones among this node's copies, and why."""
     copies, found = list(copies), {}
     inside: dict[str, list[tuple[str, Chunk]]] = {file: [] for _, file in copies}
     for name, record in manifest.tensors.items():
@@ -129,15 +130,15 @@ def _problems(manifest: Manifest, copies: Iterable[Copy]) -> dict[Copy, str]:
 def _fetch(
     tier: Tier, checkpoint: LocalCheckpoint, manifest: Manifest, content: bytes, chosen: Mapping[Copy, int]
 ) -> None:
-    """Bring the files to the nodes that take them from others, and the manifest to those that have none."""
+    """Copy the files to the nodes that lack them, and write the manifest on nodes that do not have it."""
     is_new = tier.node not in checkpoint.files
     final = on_disk(Checkpoints(tier.folder).path(checkpoint.iteration))
-    folder = building(final, tier.shop) if is_new else final
+    folder = building(final, tier.staging) if is_new else final
     moves = [(name, source, node) for (node, name), source in sorted(chosen.items()) if node != source]
 
     def prepare() -> None:
         if tier.leads and is_new:
-            begin(final, tier.shop)
+            begin(final, tier.staging)
         for name in [name for name, _, node in moves if tier.leads and node == tier.node]:
             make_folders_inside(folder, name)
 
@@ -147,7 +148,7 @@ def _fetch(
         if tier.leads and is_new:
             write_file(folder / MANIFEST, content)
             write_marker(folder, content)
-            publish(final, tier.shop)
+            publish(final, tier.staging)
 
     together(prepare, tier.group)
     together(lambda: _move(tier, manifest, folder, moves), tier.group)
@@ -155,20 +156,21 @@ def _fetch(
 
 
 def _move(tier: Tier, manifest: Manifest, folder: Path, moves: list[tuple[str, int, int]]) -> None:
-    """Send and take what is this rank's of the ``moves`` (file, from node, to node), in one order on all ranks.
+    """Send and receive this rank's share of the ``moves`` (file, from node, to node), in one order on all ranks.
 
     Raises:
-        OSError: when the disk refuses.
+        OSError: if the disk fails.
     """
     errors = []
     for number, (name, source, node) in enumerate(moves):
-        givers, takers = tier.nodes.ranks(source), tier.nodes.ranks(node)
-        giver, taker = givers[number % len(givers)], takers[number % len(takers)]
+        senders, receivers = tier.nodes.ranks(source), tier.nodes.ranks(node)
+        sender = senders[number % len(senders)]
+        receiver = receivers[number % len(receivers)]
         size = manifest.files[name].bytes
-        if tier.rank == giver:
-            errors.append(exchange(Parcel(folder / name, taker, size), None, tier.wire))
-        elif tier.rank == taker:
-            errors.append(exchange(None, Parcel(folder / name, giver, size, tier.shop), tier.wire))
+        if tier.rank == sender:
+            errors.append(exchange(Parcel(folder / name, receiver, size), None, tier.wire))
+        elif tier.rank == receiver:
+            errors.append(exchange(None, Parcel(folder / name, sender, size, tier.staging), tier.wire))
     for error in errors:
         if error is not None:
             raise error

@@ -1,43 +1,42 @@
-"""One start at a time in a folder of checkpoints, and what an earlier one that still lives cannot do any more.
+"""Leases: at most one start writes to a folder of checkpoints, and earlier starts are fenced off.
 
-Two starts in one folder would remove what the other is writing. One of them may be dead for all that the launcher
-knows, and yet write: its node was cut off from the others, but not from the shared disk; or a process hangs, in the
-middle of a save, and goes on an hour later. So the folder numbers its starts (*epochs*), and start 7 has
+A start that the launcher considers dead may still write: its node lost the network but not the shared disk, or a
+process stalls during a save and continues an hour later. So the folder numbers its starts (*epochs*), and start 7 has
 
-    SAVE/.epoch-7/             its workshop: all that it builds, sets aside and removes lies here
-    SAVE/.epoch-7/claim.json   who it is: the job, the host, the process; locked (``flock``) as long as that lives
+    SAVE/.epoch-7/             its staging folder: it writes, replaces and deletes checkpoints only in here
+    SAVE/.epoch-7/claim.json   its lease: job, host and process; locked with ``flock`` while the process lives
 
-**Taking the folder.** The claim of the newest start is looked at. If nobody has it locked, its process is gone. If it
-is locked by an earlier start of the same job (`Start.follows`: Slurm has put the job back into its queue, srun has
-begun a later step, torchrun has restarted its processes), that one is *superseded*. Anybody else is refused. Then the
-workshop of the next epoch is made under another name, its claim in it and locked, and renamed. As a folder that is not
-empty it can replace no other: of two that take the same epoch one fails and looks anew. It is there with its claim, or
-not at all.
+**Acquiring the lease.** The new start reads the lease of the newest one. If that is not locked, its process is gone.
+If it is locked by an earlier start of the same job (`Start.follows`: Slurm requeued the job, srun began a later step,
+torchrun restarted its processes), that start is *superseded*. Otherwise the folder is in use and the new start is
+rejected. It then creates the staging folder of the next epoch under a temporary name, with the locked lease file in
+it, and renames it. A rename cannot replace a folder that is not empty, so of two starts that take the same epoch one
+fails and tries again.
 
-**Fencing.** Before it looks which checkpoint to begin with, the new start renames the workshops of all earlier ones
-into its own (`take_over`). All that a start does to a checkpoint with its name is a rename out of its workshop or into
-it: a new one comes out, one that is replaced or removed goes in. All else happens inside. Once the workshop has another
-name, each of these calls of the old start fails, whatever it had checked before and wherever it was stopped: the path
-is not there. What it did before, the new start sees. So there is no moment at which both can change a checkpoint, and
-nothing is needed for that but that a rename is one step for all machines, as POSIX has it. Ranks that write files into
-a checkpoint being built lose the folder, and make none. What was complete and lacked only its name is published by the
-new start. No number is used again: the newest workshop stays in the folder.
+**Fencing.** Before it looks for a checkpoint to resume from, the new start renames the staging folders of all earlier
+starts into its own (`take_over_staging`). A start changes a published checkpoint only by a rename: out of its staging
+folder to publish, into it to replace or delete. Once the staging folder has moved, every such call of the old start
+fails because the path does not exist, no matter what it checked before or where it was stopped. Renames that succeeded
+before are visible to the new start. So no two starts can change a checkpoint at the same time, which relies only on
+POSIX renames being atomic across machines. Ranks that are writing files of a staged checkpoint lose its folder and do
+not create another. Complete staged checkpoints are published by the new start. Epochs are never reused: the newest
+staging folder stays.
 
-**Being told.** A start whose workshop is gone is superseded. `Claim.check` looks for it before a save, after whatever
-failed in one, and before the run folder is written to; it raises `SupersededError`, which ends the run. That look is
-for the people who read the log, and for the log: the checkpoints do not depend on it.
+**Detection.** A start whose staging folder is gone is superseded. `Lease.check` looks for it before a save, after any
+failure in one, and before the run folder is written to; it raises `SupersededError`, which ends the run. This is for
+the logs and their readers; the safety of the checkpoints does not depend on it.
 
-**The disks.** The lock is the kernel's and goes with the process. On NFS it reaches over all machines; of a machine
-that is lost the server keeps it for a time (its lease, often 90 seconds): the same job does not wait for that, and
-another is told. A client of NFS may still know a renamed folder by its handle for some seconds; therefore what was
-taken over is removed before anything is looked for. Where there are no locks at all nobody is refused: the newest start
-has the folder, and the others are fenced off.
+**File systems.** The kernel releases the lock when the process ends. On NFS locks hold across machines, and the server
+keeps those of a lost machine for its lease time (often 90 seconds): a start of the same job does not wait for that,
+others are rejected with an error. An NFS client may still reach a renamed folder through its handle for some seconds,
+so folders that were taken over are deleted before checkpoints are listed. Without lock support no start is rejected:
+the newest one holds the folder, and the others are fenced off.
 
-**Object stores** have neither locks nor renames. A claim is put when a run starts, over the one before, and read again
-before a marker is put and before anything is removed. Between the two a start that hangs just there can do one thing
-more: publish a whole checkpoint of an older epoch, or remove what it had found to be superfluous.
+**Object stores** have neither locks nor renames. A start writes its lease over the previous one, and reads it again
+before it writes a marker and before it deletes anything. A start that stalls exactly between the two can still do one
+more thing: publish a complete checkpoint of an older epoch, or delete a checkpoint that it found superfluous.
 
-Who writes a checkpoint without holding the folder, as tools do, builds it in the folder itself.
+Programs that write a checkpoint without a lease, as tools do, stage it in the checkpoint folder itself.
 """
 
 from __future__ import annotations
@@ -61,102 +60,102 @@ from megatron.config.launch import Start
 
 @contextmanager
 def hold(folder: Location, flag: str = "--save", start: Start | None = None) -> Iterator[Claim]:
-    """Be the only one who writes checkpoints to ``folder``, which is made if need be; by one process of a run.
+    """Acquire the lease on ``folder``, which is created if necessary; used by one process of a run.
 
-    Where the file system has no locks, and in object stores, nobody is refused. Errors are mended by ``flag``.
+    Where the file system has no locks, and in object stores, no start is rejected.
 
     Args:
         folder: of the checkpoints.
-        flag: by which it was given.
-        start: which one of which job this is; None for one of none.
+        flag: the option that names the folder, for the fixes in errors.
+        start: this start of the job; None outside of a job.
 
     Raises:
-        CheckpointError: when another process holds it, that is none of an earlier start of the job.
-        SupersededError: when a later start of the job took it meanwhile.
-        StorageError: when nothing can be written to the folder.
+        CheckpointError: if another process holds the folder and is not an earlier start of this job.
+        SupersededError: if a later start of the job acquired it meanwhile.
+        StorageError: if the folder is not writable.
     """
-    me = Holder(start or Start())
+    holder = Holder(start or Start())
     if isinstance(folder, RemotePath):
-        yield _claim_in_store(folder, me, flag)
+        yield _acquire_in_store(folder, holder, flag)
         return
     try:
         make_folder(folder)
-        claim, file, superseded = _take(folder, me, flag)
+        claim, file, superseded = _acquire_on_disk(folder, holder, flag)
     except OSError as error:
-        raise _refused(error, folder, flag) from error
+        raise _not_writable(error, folder, flag) from error
     try:
-        yield replace(claim, notes=(*superseded, *_take_over(claim, folder, flag)))
+        yield replace(claim, notes=(*superseded, *_fence(claim, folder, flag)))
     finally:
         os.close(file)
 
 
-def _claim_in_store(folder: RemotePath, me: Holder, flag: str) -> Claim:
-    """Say in an object store who writes there, which shows too that it can be written to."""
+def _acquire_in_store(folder: RemotePath, holder: Holder, flag: str) -> Claim:
+    """Write the lease to an object store, which also checks that the store is writable."""
     try:
-        before = stored(folder)
-        claim = Claim(folder, before.epoch + 1 if before else 1, me)
+        previous = stored(folder)
+        claim = Claim(folder, previous.epoch + 1 if previous else 1, holder)
         (folder / CLAIM).write_bytes(claim.text)
     except OSError as error:
-        raise _refused(error, folder, flag) from error
+        raise _not_writable(error, folder, flag) from error
     return claim
 
 
-def _take(folder: Path, me: Holder, flag: str) -> tuple[Claim, int, list[str]]:
-    """Make the claim of the next epoch, as soon as nobody is in the way.
+def _acquire_on_disk(folder: Path, holder: Holder, flag: str) -> tuple[Claim, int, list[str]]:
+    """Acquire the lease of the next epoch.
 
     Returns:
-        The claim; its file, which is locked while it is open; and a note where a start was superseded that is alive.
+        The lease; its file, which stays locked while it is open; and a note if a live start was superseded.
     """
     while True:
         last, superseded = newest(folder), list[str]()
-        if last is not None and _is_held(workshop(folder, last.epoch)):
-            if not me.start.follows(last.holder.start):
-                raise CheckpointError(*_in_use(last, me, flag))
+        if last is not None and _is_locked(workshop(folder, last.epoch)):
+            if not holder.start.follows(last.holder.start):
+                raise CheckpointError(*_in_use(last, holder, flag))
             superseded = [f"start {last.epoch}, of {last.holder}, is superseded: it may still be alive"]
-        claim = Claim(folder, last.epoch + 1 if last else 1, me)
+        claim = Claim(folder, last.epoch + 1 if last else 1, holder)
         file = put(claim, folder)
         if file is not None:
             return claim, file, superseded
 
 
-def _is_held(shop: Path) -> bool:
-    """Whether the process that has made a claim lives, as far as the file system knows."""
+def _is_locked(staging: Path) -> bool:
+    """Return True if another process has the lease file locked, as far as the file system knows."""
     try:
-        file = os.open(shop / CLAIM, os.O_RDONLY)
-    except FileNotFoundError:  # somebody takes it over at this moment, or has removed the file
+        file = os.open(staging / CLAIM, os.O_RDONLY)
+    except FileNotFoundError:  # being taken over, or deleted
         return False
     try:
-        return not lock(file, fcntl.LOCK_SH)  # which nobody else who looks is kept from
+        return not lock(file, fcntl.LOCK_SH)  # shared, so that concurrent checks do not block each other
     finally:
         os.close(file)
 
 
-def _take_over(claim: Claim, folder: Path, flag: str) -> list[str]:
-    """Fence off all earlier starts; and make sure that no later one has done so with this one meanwhile."""
+def _fence(claim: Claim, folder: Path, flag: str) -> list[str]:
+    """Fence off all earlier starts, then check that no later start has done the same to this one."""
     try:
         try:
             return take_over(folder, claim.epoch)
         finally:
             blame(claim)
     except OSError as error:
-        raise _refused(error, folder, flag) from error
+        raise _not_writable(error, folder, flag) from error
 
 
-def _in_use(last: Claim, me: Holder, flag: str) -> tuple[str, ...]:
-    """Who has the folder, and what helps."""
-    if last.holder.start.follows(me.start):
+def _in_use(last: Claim, holder: Holder, flag: str) -> tuple[str, ...]:
+    """Return the message and fixes for a folder that is in use."""
+    if last.holder.start.follows(holder.start):
         return f"{last.folder} is in use by a later start of this job: {last.holder}", f"{flag} ANOTHER"
-    sentence = f"{last.folder} is in use by {last.holder}"
+    message = f"{last.folder} is in use by {last.holder}"
     if last.holder.host == socket.gethostname():
-        return sentence, f"{flag} ANOTHER"
+        return message, f"{flag} ANOTHER"
     return (
-        f"{sentence}; if that machine is gone, its lock expires within minutes",
+        f"{message}; if that machine is gone, its lock expires within minutes",
         f"{flag} ANOTHER",
         "start again then",
     )
 
 
-def _refused(error: OSError, folder: Location, flag: str) -> StorageError:
+def _not_writable(error: OSError, folder: Location, flag: str) -> StorageError:
     where = error.filename or folder
     fix = elsewhere(Checkpoints(folder).to_go_on_from()) if flag == "--save" else f"{flag} ANOTHER"
     return StorageError(f"{where}: {error.strerror}; no checkpoint can be written to {folder}", fix)

@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: what is in it, where, and the checksum of every byte; see docs/formats.md.
+"""The manifest of a checkpoint: its tensors and files, and the checksum of every byte; see docs/formats.md.
 
-No torch here: a folder of checkpoints can be listed in milliseconds.
+Does not import torch, so that folders of checkpoints can be listed in milliseconds.
 """
 
 from __future__ import annotations
@@ -30,37 +30,29 @@ ITEM_BYTES = (
     | dict.fromkeys(("F16", "BF16", "I16", "U16"), 2)
     | dict.fromkeys(("F8_E4M3", "F8_E5M2", "I8", "U8", "BOOL"), 1)
 )
-"""Bytes of an element, by the names that safetensors gives to types."""
+"""Bytes of an element, by the type names of safetensors."""
 
 JSON = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor in a file: its elements row by row, little-endian.
+    """A box of a tensor in a file: elements in row-major order, little-endian."""
 
-    Attributes:
-        box: where it lies in the tensor's view.
-        file: name inside the checkpoint.
-        offset: first byte, from the start of the file.
-        bytes: length.
-        xxh3: checksum of those bytes.
-    """
-
-    box: Box
-    file: str
-    offset: int
+    box: Box  # position in the tensor's view
+    file: str  # name inside the checkpoint
+    offset: int  # first byte, from the start of the file
     bytes: int
-    xxh3: str
+    xxh3: str  # checksum of those bytes
 
 
 @dataclass(frozen=True)
 class TensorRecord:
-    """A tensor: its type by safetensors' name, its stored shape, the view that boxes refer to, and its chunks."""
+    """A tensor in the manifest."""
 
-    dtype: str
-    shape: tuple[int, ...]
-    view: tuple[int, ...]
+    dtype: str  # name of the type in safetensors
+    shape: tuple[int, ...]  # as stored
+    view: tuple[int, ...]  # the shape that the chunks' boxes refer to
     chunks: tuple[Chunk, ...]
 
     @property
@@ -71,7 +63,7 @@ class TensorRecord:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """A file: its length, and the checksum of its first ``head`` bytes: all that belongs to no chunk."""
+    """A file in the manifest; ``xxh3`` covers its first ``head`` bytes, which belong to no chunk."""
 
     bytes: int
     head: int
@@ -80,38 +72,34 @@ class FileRecord:
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a whole checkpoint says of itself.
+    """The content of a complete checkpoint."""
 
-    Attributes:
-        path: the checkpoint's folder, or its place in an object store.
-        version: of the format.
-        tensors: by global name.
-        files: every file but the manifest and the marker, by name.
-        state: plain numbers of the run: counters, positions, digests.
-        config: the options of the run that wrote it, by group.
-        inside: where in ``path`` its files are. An object store cannot rename what was uploaded, so there every attempt
-            to save has a place of its own, and the marker names the one that was finished.
-    """
-
-    path: Location
-    version: int
-    tensors: dict[str, TensorRecord]
-    files: dict[str, FileRecord]
-    state: JSON
-    config: JSON
+    path: Location  # the checkpoint's folder, on disk or in an object store
+    version: int  # of the format
+    tensors: dict[str, TensorRecord]  # by global name
+    files: dict[str, FileRecord]  # every file except the manifest and the marker, by name
+    state: JSON  # plain numbers of the run: counters, positions, digests
+    config: JSON  # options of the run that wrote it, by group
+    # Folder of the files, relative to ``path``. Uploads to an object store cannot be renamed, so each save attempt has
+    # a folder of its own, and the marker names the one that was completed.
     inside: str = ""
 
     @classmethod
     def open(cls, path: Location) -> Manifest:
-        """Read a checkpoint's manifest, prove it by the marker, and check that all files are there in full length.
+        """Read a manifest, verify it against the marker, and check the presence and size of all files.
 
         Raises:
-            DamagedError: when the marker, the manifest or a file is missing, cut short or changed.
-            NewerVersionError: when a newer version of this program wrote it.
-            UnreachableError: when an object store does not answer.
+            DamagedError: if the marker, the manifest or a file is missing, truncated or corrupted.
+            NewerVersionError: if a newer version of this program wrote it.
+            UnreachableError: if an object store does not answer.
         """
         manifest = cls.described(path)
-        sizes = _listed(manifest.folder) if isinstance(manifest.folder, RemotePath) else None
+        sizes = None
+        if isinstance(manifest.folder, RemotePath):
+            try:
+                sizes = manifest.folder.files()  # a single request: there may be thousands of objects
+            except OSError as error:
+                raise unreadable(manifest.folder, error) from error
         for name in manifest.files:
             if sizes is None:
                 manifest.check_file(name)
@@ -121,12 +109,12 @@ class Manifest:
 
     @classmethod
     def described(cls, path: Location) -> Manifest:
-        """Read a checkpoint's manifest and prove it by the marker; of the files, some may be elsewhere.
+        """Read a manifest and verify it against the marker, without checking the files; some may be on other nodes.
 
         Raises:
-            DamagedError: when the marker or the manifest is missing, cut short or changed.
-            NewerVersionError: when a newer version of this program wrote it.
-            UnreachableError: when an object store does not answer.
+            DamagedError: if the marker or the manifest is missing, truncated or corrupted.
+            NewerVersionError: if a newer version of this program wrote it.
+            UnreachableError: if an object store does not answer.
         """
         path = location(path)
         mark = _read(path, MARKER)
@@ -134,26 +122,26 @@ class Manifest:
         content = _read(path / inside if inside else path, MANIFEST)
         if mark != marker(content, inside):
             raise DamagedError(
-                f"{path / MARKER} does not fit {MANIFEST}: one of them has flipped bytes or is truncated"
+                f"{path / MARKER} does not match {MANIFEST}: one of them has flipped bytes or is truncated"
             )
         return replace(parse(path, content), inside=inside)
 
     @property
     def folder(self) -> Location:
-        """Where its files are."""
+        """Folder of the files."""
         return self.path / self.inside if self.inside else self.path
 
     @property
     def total_bytes(self) -> int:
-        """Size of all files but the manifest and the marker."""
+        """Size of all files except the manifest and the marker."""
         return sum(file.bytes for file in self.files.values())
 
     def read_file(self, name: str) -> bytes:
-        """Content of a small file such as ``tokenizer/tokenizer.json``.
+        """Return the content of a small file such as ``tokenizer/tokenizer.json``, verified by its checksum.
 
         Raises:
-            DamagedError: when it is missing or changed.
-            KeyError: when the checkpoint never had it.
+            DamagedError: if the file is missing or corrupted.
+            KeyError: if the manifest does not list it.
         """
         record, content = self.files[name], _read(self.folder, name)
         if checksum(content) != record.xxh3:
@@ -162,21 +150,21 @@ class Manifest:
         return content
 
     def prove(self, name: str) -> None:
-        """Check that the chunks of a tensor are disjoint and make it up.
+        """Check that the chunks of a tensor partition it.
 
         Raises:
-            DamagedError: when they are not.
+            DamagedError: if they do not.
         """
         record = self.tensors[name]
         problem = partition_problem(record.view, [chunk.box for chunk in record.chunks])
         if problem:
-            raise DamagedError(f"{self.path}: the chunks of {name} do not make it up: {problem}")
+            raise DamagedError(f"{self.path}: the chunks of {name} are not a partition of it: {problem}")
 
     def check_file(self, name: str) -> None:
-        """Check that a file on a disk is there in full length.
+        """Check the presence and size of a file on disk.
 
         Raises:
-            DamagedError: when it is not.
+            DamagedError: if it is missing or has another size.
         """
         path = on_disk(self.folder / name)
         try:
@@ -186,7 +174,7 @@ class Manifest:
         self._check_size(name, seen)
 
     def _check_size(self, name: str, seen: int | None) -> None:
-        """Check the length of a file, None where there is no such file."""
+        """Check the size of a file; ``seen`` is None if it does not exist."""
         expected = self.files[name].bytes
         if seen is None:
             raise DamagedError(f"{self.folder / name} is missing")
@@ -196,15 +184,15 @@ class Manifest:
 
 
 def marker(manifest: bytes, inside: str = "") -> bytes:
-    """Content of the marker that goes with a manifest, and says where in the checkpoint that and the files are."""
+    """Return the content of the marker for a manifest; ``inside`` as in :class:`Manifest`."""
     return f"{checksum(manifest)} {inside}".strip().encode() + b"\n"
 
 
 def named_by(mark: bytes) -> str:
-    """Where in a checkpoint the files are, by its marker; nothing for a marker that does not say, or is damaged."""
+    """Return the folder of the files that a marker names; "" if it names none or is damaged."""
     text = mark.decode(errors="replace").strip()
     try:
-        return _safe(text.partition(" ")[2]) if " " in text else ""
+        return _checked_name(text.partition(" ")[2]) if " " in text else ""
     except ValueError:
         return ""
 
@@ -212,37 +200,34 @@ def named_by(mark: bytes) -> str:
 def encode(
     tensors: Mapping[str, TensorRecord], files: Mapping[str, FileRecord], state: Mapping[str, Any], config: JSON
 ) -> bytes:
-    """The text of manifest.json.
+    """Return the content of manifest.json.
 
     Raises:
-        TypeError, ValueError: when state or config is no JSON; NaN and infinity are none.
+        TypeError, ValueError: if state or config is not JSON; NaN and infinity are not.
     """
+    tensor_entries = {}
+    for name, record in sorted(tensors.items()):
+        chunks = [
+            {
+                "start": chunk.box.start,
+                "size": chunk.box.size,
+                "file": chunk.file,
+                "offset": chunk.offset,
+                "bytes": chunk.bytes,
+                "xxh3": chunk.xxh3,
+            }
+            for chunk in record.chunks
+        ]
+        tensor_entries[name] = vars(record) | {"chunks": chunks}
     content = {
         "format": FORMAT,
         "version": VERSION,
         "files": {name: vars(record) for name, record in sorted(files.items())},
-        "tensors": {name: _tensor_json(record) for name, record in sorted(tensors.items())},
+        "tensors": tensor_entries,
         "state": state,
         "config": config,
     }
     return json.dumps(content, allow_nan=False, separators=(",", ":")).encode()
-
-
-def _tensor_json(record: TensorRecord) -> JSON:
-    return vars(record) | {"chunks": [_chunk_json(chunk) for chunk in record.chunks]}
-
-
-def _chunk_json(chunk: Chunk) -> JSON:
-    place = {"start": chunk.box.start, "size": chunk.box.size}
-    return place | {key: value for key, value in vars(chunk).items() if key != "box"}
-
-
-def _listed(folder: RemotePath) -> dict[str, int]:
-    """Bytes of the objects in a place of a store, in one listing, as there may be thousands."""
-    try:
-        return folder.files()
-    except OSError as error:
-        raise unreadable(folder, error) from error
 
 
 def _read(folder: Location, name: str) -> bytes:
@@ -250,48 +235,49 @@ def _read(folder: Location, name: str) -> bytes:
         return (folder / name).read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         if name == MARKER:
-            raise DamagedError(f"{folder} has no {MARKER}: it is no checkpoint, or its save was cut off") from error
+            message = f"{folder} has no {MARKER}: it is not a checkpoint, or its save was interrupted"
+            raise DamagedError(message) from error
         raise DamagedError(f"{folder / name} is missing") from error
     except OSError as error:
         raise unreadable(folder / name, error) from error
 
 
 def parse(path: Location, content: bytes) -> Manifest:
-    """The manifest from its text, with every number checked against the others."""
+    """Parse a manifest and check that its numbers are consistent."""
     try:
         data = json.loads(content)
         if data["format"] != FORMAT:
-            raise DamagedError(f"{path / MANIFEST} is of the format {data['format']!r}, not {FORMAT!r}")
+            raise DamagedError(f"{path / MANIFEST} has format {data['format']!r}, not {FORMAT!r}")
         if data["version"] > VERSION:
             raise NewerVersionError(
-                f"{path} was written by a newer version: its format has the number {data['version']}, "
-                f"this program knows up to {VERSION}",
+                f"{path} was written by a newer version: its format version is {data['version']}, "
+                f"this program supports up to {VERSION}",
                 "update this program",
             )
-        files = {_safe(name): _file(record) for name, record in data["files"].items()}
+        files = {_checked_name(name): _file(record) for name, record in data["files"].items()}
         tensors = {name: _tensor(record, files) for name, record in data["tensors"].items()}
         return Manifest(path, data["version"], tensors, files, _values(data["state"]), _values(data["config"]))
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise DamagedError(f"{path / MANIFEST} is not what its version says: {error!r}") from error
+        raise DamagedError(f"{path / MANIFEST} is not valid for its version: {error!r}") from error
 
 
 def dims(numbers: Iterable[int]) -> tuple[int, ...]:
-    """A shape, place or length as it comes from a file.
+    """Return a shape, offset or length read from a file as a tuple.
 
     Raises:
-        ValueError: when it is not made of whole numbers from 0 on.
+        ValueError: if it is not made of integers >= 0.
     """
     found = tuple(numbers)
     if not all(isinstance(n, int) and n >= 0 for n in found):
-        raise ValueError(f"{found} are not all whole numbers from 0 on")
+        raise ValueError(f"{found} are not all integers >= 0")
     return found
 
 
-def _safe(name: str) -> str:
-    """A file's name, if it is spelled plainly and stays inside whatever folder it is put into."""
+def _checked_name(name: str) -> str:
+    """Return a file name if it is normalised and stays inside the folder it is put into."""
     path = PurePosixPath(name)
     if not path.parts or path.is_absolute() or ".." in path.parts or str(path) != name or b"\0" in os.fsencode(name):
-        raise ValueError(f"{name!r} is no name of a file in a checkpoint")
+        raise ValueError(f"{name!r} is not a valid file name in a checkpoint")
     return name
 
 
@@ -303,7 +289,7 @@ def _file(data: JSON) -> FileRecord:
 
 def _values(data: JSON) -> JSON:
     if not isinstance(data, dict):
-        raise ValueError(f"{data!r} where values are named")
+        raise ValueError(f"{data!r} is not an object of named values")
     return data
 
 

@@ -1,4 +1,4 @@
-"""What a rank writes or fills: boxes of global tensors."""
+"""The tensors of a checkpoint, and the boxes of them that a rank writes or reads."""
 
 from __future__ import annotations
 
@@ -13,23 +13,18 @@ from megatron.parallel.shard import Box
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a global tensor that this rank writes or fills.
+    """A box of a global tensor that this rank writes or fills."""
 
-    Attributes:
-        box: where it lies in the tensor's view.
-        tensor: of shape ``box.size``, with any strides, on any device; or what gives it, called only when it is needed,
-            so that tensors which must be computed first exist one after the other. To be filled, it must give the
-            same memory every time.
-    """
-
-    box: Box
+    box: Box  # position in the tensor's view
+    # Shape ``box.size``, any strides and device; or a function that computes it, called only when it is needed so that
+    # computed tensors need not exist all at once. When loading, the function must return the same memory every time.
     tensor: Tensor | Callable[[], Tensor]
 
     def resolve(self) -> Tensor:
-        """The tensor itself.
+        """Return the tensor, computed if necessary.
 
         Raises:
-            ValueError: when its shape is not that of the box.
+            ValueError: if its shape is not that of the box.
         """
         tensor = self.tensor if isinstance(self.tensor, Tensor) else self.tensor()
         if tuple(tensor.shape) != self.box.size:
@@ -39,16 +34,10 @@ class Part:
 
 @dataclass(frozen=True)
 class GlobalTensor:
-    """A tensor of the model or optimizer, and this rank's parts of it.
+    """A tensor of the model or optimizer, and this rank's parts of it."""
 
-    Attributes:
-        shape: as stored, 1-D or 2-D as a rule; knows no layout and no padding.
-        view: the same elements, row by row, in the dimensions that boxes refer to; refines ``shape``.
-        dtype: as written. What is read may have another one of the same kind.
-        parts: of this rank. Those of all ranks together are disjoint and make up the whole when written.
-    """
-
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # as stored, usually 1-D or 2-D; independent of layout and padding
+    # the same elements in row-major order, in the dimensions that boxes refer to; refines ``shape``
     view: tuple[int, ...]
-    dtype: torch.dtype
-    parts: tuple[Part, ...]
+    dtype: torch.dtype  # as written; when loading, floating-point types may differ
+    parts: tuple[Part, ...]  # of this rank; when writing, the parts of all ranks partition the tensor

@@ -1,16 +1,16 @@
-"""How a checkpoint comes and goes: built beside its place, named when whole, the one it replaces removed last.
+"""Publish checkpoints on disk atomically: write to a staging path, rename when complete, then delete the replaced one.
 
-``X.tmp`` is being built; ``X.replaced`` is what ``X`` replaces, until the new ``X`` has its name. Each of them is a
-checkpoint exactly if it has the marker, and there is one at every moment. ``X.gone`` is being removed, and none.
+``X.tmp`` is being written. ``X.replaced`` is the previous ``X`` until the new one is published. ``X.gone`` is being
+deleted. The first two are checkpoints if and only if they contain the marker; there is a valid one at every moment.
 
-All of them lie in a *workshop*: that of the start which holds the folder (see `lock`), or, of whoever writes a
-checkpoint without holding anything, the folder itself. All that is done to a checkpoint with its name is a rename out
-of the workshop or into it. So a start whose workshop was taken away changes nothing any more, wherever it was.
+These paths lie in a staging folder: the one of the start that holds the lease (see :mod:`megatron.checkpoint.folder`),
+or the checkpoint folder itself for tools that write without a lease. A published name changes only by a rename out of
+or into the staging folder. So a start whose staging folder was taken away cannot change anything, at any point.
 
-Each may be a symbolic link, as when a run was begun with the checkpoints of another: it is read through, but only the
-link itself is ever moved or removed.
+Each path may be a symbolic link, for example to a checkpoint of another run: it is read through, but only the link is
+renamed or deleted.
 
-In an object store nothing of this can be done: see ``attempts``.
+Object stores cannot rename: see :mod:`megatron.checkpoint.attempts`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
-from megatron.checkpoint import attempts
+from megatron.checkpoint.attempts import delete_remote
 from megatron.checkpoint.errors import StorageError
 from megatron.checkpoint.files import make_folder, sync_folder, write_file
 from megatron.checkpoint.manifest import FORMAT, MANIFEST, MARKER, marker
@@ -32,21 +32,21 @@ BUILDING, OLD, GONE = ".tmp", ".replaced", ".gone"
 
 PREFIX = ".epoch-"
 WORKSHOP = re.compile(rf"{re.escape(PREFIX)}\d+")
-"""The name of a start's workshop: the prefix and the number of the start."""
+"""The name of a start's staging folder: the prefix and the epoch, a number that increases with every start."""
 
 
-def building(final: Path, shop: Path | None = None) -> Path:
-    """Where the checkpoint ``final`` is built."""
-    return (shop or final.parent) / (final.name + BUILDING)
+def building(final: Path, staging: Path | None = None) -> Path:
+    """Return the path where the checkpoint ``final`` is written before it is published."""
+    return (staging or final.parent) / (final.name + BUILDING)
 
 
-def set_aside(final: Path, shop: Path | None = None) -> Path:
-    """Where the older checkpoint of the same name waits meanwhile."""
-    return (shop or final.parent) / (final.name + OLD)
+def set_aside(final: Path, staging: Path | None = None) -> Path:
+    """Return the path of the older checkpoint of the same name while it is being replaced."""
+    return (staging or final.parent) / (final.name + OLD)
 
 
 def home(path: Location) -> Location:
-    """The folder whose checkpoint ``path`` is, be it still, or again, in a workshop."""
+    """Return the checkpoint folder that ``path`` belongs to, even if it lies in a staging folder."""
     folder = path.parent
     while WORKSHOP.fullmatch(folder.name):
         folder = folder.parent
@@ -54,53 +54,53 @@ def home(path: Location) -> Location:
 
 
 def is_complete(path: Location) -> bool:
-    """Whether a folder has the marker."""
+    """Return True if a folder contains the marker."""
     return (path / MARKER).exists()
 
 
-def begin(final: Path, shop: Path | None = None) -> Path:
-    """Make an empty folder to build ``final`` in.
+def begin(final: Path, staging: Path | None = None) -> Path:
+    """Create an empty staging path for ``final``.
 
     Raises:
-        OSError: when the disk refuses, or the workshop is gone.
-        StorageError: when there is a folder of that name that is no checkpoint.
+        OSError: if the disk fails or the staging folder is gone.
+        StorageError: if ``final`` exists and is not a checkpoint.
     """
-    if shop is None:
+    if staging is None:
         make_folder(final.parent)
-    settle(final, shop)
-    if _is_taken(final) and not _is_ours(final):
+    settle(final, staging)
+    if _exists(final) and not _is_replaceable(final):
         raise StorageError(
             f"{final} exists and is not a checkpoint of this program; no checkpoint was written",
             f"mv {final} {final}.other",
             "--save A_NEW_FOLDER",
         )
-    os.mkdir(building(final, shop))
-    return building(final, shop)
+    os.mkdir(building(final, staging))
+    return building(final, staging)
 
 
 def write_marker(folder: Path, manifest: bytes) -> None:
-    """Say that a folder holds all that its manifest says.
+    """Write the marker, which makes a folder a checkpoint.
 
     Raises:
-        OSError: when the disk refuses.
+        OSError: if the disk fails.
     """
     write_file(folder / f"{MARKER}.part", marker(manifest))
-    os.rename(folder / f"{MARKER}.part", folder / MARKER)  # half a marker must not be taken for one
+    os.rename(folder / f"{MARKER}.part", folder / MARKER)  # a partly written marker must not count
     sync_folder(folder)
 
 
-def publish(final: Path, shop: Path | None = None) -> None:
-    """Give the complete checkpoint that was built for ``final`` its name; the one that had it goes.
+def publish(final: Path, staging: Path | None = None) -> None:
+    """Rename the complete checkpoint that was staged for ``final``, and delete the one it replaces.
 
     Raises:
-        OSError: when the disk refuses; then nothing is published.
+        OSError: if the disk fails; then nothing is published.
     """
-    built, old = building(final, shop), set_aside(final, shop)
+    built, old = building(final, staging), set_aside(final, staging)
     if is_complete(final):
-        remove(old, shop)
-    if _is_taken(final) and _is_taken(old):  # the old one is complete, the one in the place is not
-        remove(final, shop)
-    elif _is_taken(final):
+        remove(old, staging)
+    if _exists(final) and _exists(old):  # the old one is complete, ``final`` is not
+        remove(final, staging)
+    elif _exists(final):
         os.rename(final, old)
     os.rename(built, final)
     try:
@@ -108,89 +108,89 @@ def publish(final: Path, shop: Path | None = None) -> None:
     except OSError:
         os.rename(final, built)
         raise
-    with suppress(OSError):  # the new one is safe; what is left of the old is removed by the next settle
-        remove(old, shop)
+    with suppress(OSError):  # published; the next recovery deletes what is left of the old one
+        remove(old, staging)
 
 
-def abandon(final: Path, shop: Path | None = None) -> None:
-    """After a failed save: remove what was built, as far as the disk lets us, and put back what was set aside."""
-    old = set_aside(final, shop)
+def abandon(final: Path, staging: Path | None = None) -> None:
+    """Clean up a failed save as far as possible: delete the staged checkpoint and restore the replaced one."""
+    old = set_aside(final, staging)
     with suppress(OSError):
-        if is_complete(old) and not _is_taken(final):
+        if is_complete(old) and not _exists(final):
             os.rename(old, final)
-    built = building(final, shop)
-    with suppress(OSError):  # the marker first: what lacks it is no checkpoint; a disk may refuse to rename
+    built = building(final, staging)
+    with suppress(OSError):  # the marker first, which invalidates the checkpoint; a rename may fail
         (built / MARKER).unlink(missing_ok=True)
         _delete(built)
 
 
-def settle(final: Path, shop: Path | None = None) -> None:
-    """Finish what a crash interrupted: publish what was complete, remove what was not.
+def settle(final: Path, staging: Path | None = None) -> None:
+    """Recover from a crash: publish a complete staged checkpoint, delete incomplete ones.
 
     Raises:
-        OSError: when the disk refuses.
+        OSError: if the disk fails.
     """
-    if _is_taken(final) and not _is_ours(final):
+    if _exists(final) and not _is_replaceable(final):
         return
-    built, old = building(final, shop), set_aside(final, shop)
+    built, old = building(final, staging), set_aside(final, staging)
     for path in (built, final, old):
-        _delete(_going(path, shop))
+        _delete(_deletion_path(path, staging))
     if is_complete(built):
-        publish(final, shop)
+        publish(final, staging)
     else:
-        remove(built, shop)
+        remove(built, staging)
     if is_complete(final):
-        remove(old, shop)
-    elif is_complete(old) and not _is_taken(final):
+        remove(old, staging)
+    elif is_complete(old) and not _exists(final):
         os.rename(old, final)
         sync_folder(final.parent)
 
 
 def is_cut_off(path: Location) -> bool:
-    """Whether what is called like a checkpoint never was one: a save that was cut off has left it."""
+    """Return True if ``path`` is named like a checkpoint but is the remainder of an interrupted save."""
     return (path.suffix == BUILDING or isinstance(path, RemotePath)) and not is_complete(path)
 
 
-def remove(path: Location, shop: Path | None = None) -> None:
-    """Delete a checkpoint, or what is left of one: its name first, so that a crash on the way leaves no half of it.
+def remove(path: Location, staging: Path | None = None) -> None:
+    """Delete a checkpoint or a remainder; renamed first, so that a crash never leaves a partial checkpoint.
 
-    Of a symbolic link the link itself.
+    Of a symbolic link only the link is deleted.
 
     Raises:
-        OSError: when the disk refuses.
+        OSError: if the disk fails.
     """
     if isinstance(path, RemotePath):
-        attempts.remove(path)
+        delete_remote(path)
         return
-    if not _is_taken(path):
+    if not _exists(path):
         return
-    going = _going(path, shop)
-    _delete(going)
-    os.rename(path, going)
+    doomed = _deletion_path(path, staging)
+    _delete(doomed)
+    os.rename(path, doomed)
     sync_folder(path.parent)
-    _delete(going)
+    _delete(doomed)
 
 
-def _going(path: Path, shop: Path | None) -> Path:
-    """Where a folder or a link is while it is deleted."""
-    return (shop or path.parent) / (path.name + GONE)
+def _deletion_path(path: Path, staging: Path | None) -> Path:
+    """Return the path of a folder or link while it is being deleted."""
+    return (staging or path.parent) / (path.name + GONE)
 
 
 def _delete(path: Path) -> None:
-    """Delete a folder or a link, if it is there."""
+    """Delete a folder or a link if it exists."""
     if path.is_symlink():
         os.unlink(path)
     elif path.exists():
         shutil.rmtree(path)
 
 
-def _is_taken(path: Path) -> bool:
-    """Whether there is anything of this name, be it a link that leads nowhere."""
+def _exists(path: Path) -> bool:
+    """Return True if the path exists, even as a dangling link."""
     return os.path.lexists(path)
 
 
-def _is_ours(path: Path) -> bool:
-    """Whether what is there may be replaced by a checkpoint: it is one, was one, is empty, or leads nowhere."""
+def _is_replaceable(path: Path) -> bool:
+    """Return True if ``path`` may be replaced: a checkpoint or its remainder, an empty folder, or a dangling link."""
     if is_complete(path) or not path.exists() or not any(path.iterdir()):
         return True
     with suppress(OSError, ValueError, AttributeError):

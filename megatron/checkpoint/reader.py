@@ -1,4 +1,4 @@
-"""A checkpoint read by one process: for conversion, inspection and generation."""
+"""Read tensors of a checkpoint in a single process, for conversion, inspection and generation."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from megatron.parallel.shard import Box
 
 
 class CheckpointReader:
-    """Tensors of a checkpoint by name; holds no more than what is asked for and one chunk.
-
-    Attributes:
-        manifest: of the checkpoint.
-    """
+    """Reads tensors by name; holds at most the requested box and one chunk in memory."""
 
     def __init__(self, manifest: Manifest) -> None:
         self.manifest = manifest
@@ -27,27 +23,27 @@ class CheckpointReader:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All tensors."""
+        """Names of all tensors."""
         return tuple(self.manifest.tensors)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Stored shape of a tensor."""
+        """Return the stored shape of a tensor."""
         return self.manifest.tensors[name].shape
 
     def view(self, name: str) -> tuple[int, ...]:
-        """The shape that boxes refer to: the same elements, row by row."""
+        """Return the shape that boxes refer to: the same elements in row-major order."""
         return self.manifest.tensors[name].view
 
     def dtype(self, name: str) -> torch.dtype:
-        """Stored type of a tensor."""
+        """Return the stored type of a tensor."""
         return DTYPES[self.manifest.tensors[name].dtype]
 
     def read(self, name: str, box: Box | None = None) -> Tensor:
-        """A box of a tensor (default: all of it), of shape ``box.size``, in its stored type, on the CPU.
+        """Return a box of a tensor (default: all of it), shape ``box.size``, in its stored type, on the CPU.
 
         Raises:
-            CheckpointError: when the checkpoint has no such tensor, or the box is not inside it.
-            DamagedError: when what is read does not match its checksum, or is not there.
+            CheckpointError: if the checkpoint has no such tensor, or the box is not inside it.
+            DamagedError: if a file is missing or a checksum differs.
         """
         if name not in self.manifest.tensors:
             raise CheckpointError(f"{self.manifest.path} has no tensor {name}")

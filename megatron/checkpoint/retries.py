@@ -1,4 +1,4 @@
-"""What an object store's library raises, made into OSErrors; and calls made again when they fail, which is told."""
+"""Convert exceptions of object store libraries to OSError, and retry failed calls."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 ATTEMPTS = 5
-"""How often a call is made in all. The libraries beneath repeat single requests by themselves, without a word."""
+"""Attempts of a call in all. The libraries below repeat single requests on their own, silently."""
 
 FIRST_WAIT = 1.0
-"""Seconds before the second attempt, on average; doubled before each one after it."""
+"""Average seconds before the second attempt; doubled before each further one."""
 
 ERRNO = (
     (FileNotFoundError, errno.ENOENT),
@@ -23,20 +23,20 @@ ERRNO = (
     (ImportError, errno.ENOPKG if hasattr(errno, "ENOPKG") else errno.ENOSYS),
     (NotImplementedError, errno.ENOSYS),
 )
-"""What no repetition mends."""
+"""Exceptions that a retry cannot fix."""
 
 NO_CREDENTIALS = ("NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "DefaultCredentialsError")
-"""Names of what libraries raise where nobody has said who asks; their modules are not imported to catch them."""
+"""Names of the exceptions for missing credentials; matched by name so that their modules need not be imported."""
 
 T = TypeVar("T")
 
 
 @contextmanager
 def translated(place: object) -> Iterator[None]:
-    """Raise an OSError that names ``place`` for whatever a library raises inside.
+    """Convert any exception of a library to an OSError that names ``place``.
 
     Raises:
-        OSError: with ``EIO`` where it may be otherwise a moment later.
+        OSError: with ``EIO`` if the error may be transient.
     """
     try:
         yield
@@ -45,14 +45,14 @@ def translated(place: object) -> Iterator[None]:
 
 
 def as_os_error(error: Exception, place: object) -> OSError:
-    """What a library raised about ``place``, with a number by which it can be judged and a text that says it."""
+    """Return an OSError with a matching errno for what a library raised about ``place``."""
     number = next((number for kind, number in ERRNO if isinstance(error, kind)), errno.EIO)
     if type(error).__name__ in NO_CREDENTIALS:
         number = errno.EACCES
     if isinstance(error, OSError) and error.filename == str(place):
         return error
-    said = error.__cause__ or error  # what the store said itself, where the library has put it into other words
-    text = " ".join((getattr(said, "strerror", None) or str(said) or "no answer").split())
+    original = error.__cause__ or error  # the store's own message, where the library has wrapped it
+    text = " ".join((getattr(original, "strerror", None) or str(original) or "no answer").split())
     if number == errno.ENOENT:
         text = "there is no such object or bucket"
     elif number == errno.EACCES:
@@ -63,15 +63,15 @@ def as_os_error(error: Exception, place: object) -> OSError:
 
 
 def is_lasting(error: OSError) -> bool:
-    """Whether an error of `translated` would be the same a moment later."""
+    """Return True if retrying after an error of `translate_errors` is useless."""
     return error.errno != errno.EIO
 
 
 def again(action: Callable[[], T]) -> T:
-    """What ``action`` returns; it is called again, later and later, while it raises what may pass.
+    """Call ``action`` until it succeeds, with exponential backoff after transient errors.
 
     Raises:
-        OSError: of the last attempt, or the first one that is lasting.
+        OSError: of the last attempt, or the first permanent one.
     """
     for number in range(1, ATTEMPTS):
         try:
@@ -79,13 +79,13 @@ def again(action: Callable[[], T]) -> T:
         except OSError as error:
             if is_lasting(error):
                 raise
-            seconds = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.5)  # ranks that fail together, not again
-            tell(f"{error.filename}: {error.strerror}; attempt {number} of {ATTEMPTS}, the next in {seconds:.1f} s")
+            seconds = FIRST_WAIT * 2 ** (number - 1) * random.uniform(0.5, 1.5)  # spreads the ranks
+            tell(f"{error.filename}: {error.strerror}; attempt {number} of {ATTEMPTS}, retrying in {seconds:.1f} s")
         time.sleep(seconds)
     return action()
 
 
 def tell(text: str) -> None:
-    """Say, on whatever rank, what went wrong although it goes on."""
-    with suppress(OSError):  # a console that takes nothing stops no save
+    """Print a warning to stderr, on any rank."""
+    with suppress(OSError):  # a closed console must not fail a save
         print(f"warning: {text}", file=sys.stderr, flush=True)

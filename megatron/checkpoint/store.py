@@ -1,6 +1,6 @@
-"""Write and read checkpoints: collective over the ranks of a group, or by one process alone.
+"""Write and read checkpoints, collectively over a group of ranks or in a single process.
 
-Importing torch.distributed.checkpoint takes a second, so it is done when a checkpoint is written or read.
+torch.distributed.checkpoint is imported on first use because the import takes about a second.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ def write(
     files: Mapping[str, Path | bytes] | None = None,
     claim: Claim | None = None,
 ) -> None:
-    """Write a checkpoint; it has its name when the call returns, and all of it is on the disk.
+    """Write a checkpoint; when the call returns it is published and on disk.
 
-    Collective; whatever is raised is raised on every rank, and then nothing was published. A checkpoint of that name
-    stays until the new one is whole.
+    Collective; errors are raised on every rank, and then nothing is published. An existing checkpoint of that name is
+    replaced only when the new one is complete.
 
     Args:
         folder: of the checkpoint, such as ``save/iter_0000100``.
-        tensors: with the parts this rank writes. A rank need not name tensors it has no part of.
+        tensors: with the parts this rank writes; tensors without parts on this rank may be omitted.
         state: plain numbers, as JSON; rank 0's is written.
         config: options, as JSON; rank 0's is written.
         group: the ranks that write.
-        files: small files by name inside the checkpoint, as content or as what to copy; rank 0's are written.
-        claim: of the start that holds the folder which the checkpoint lies in.
+        files: small files by name inside the checkpoint, as content or as a path to copy; rank 0's are written.
+        claim: lease of this start on the folder that contains the checkpoint.
 
     Raises:
-        StorageError: when the disk refuses, on any rank.
-        SupersededError: when a later start has the folder.
-        TypeError, ValueError: when the parts are no partition of the tensors, or state or config is no JSON.
+        StorageError: if the disk fails on any rank.
+        SupersededError: if a later start holds the folder.
+        TypeError, ValueError: if the parts are not a partition of the tensors, or state or config is not JSON.
     """
     from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -53,16 +53,16 @@ def write(
     planner = PartsSavePlanner(tensors)
     writer = CheckpointWriter(folder, Extra(state, config, files or {}), group.rank, claim)
 
-    _together(
+    _run_collectively(
         lambda: save(dict(tensors), storage_writer=writer, planner=planner, **_ranks(group)),
         undo=writer.abandon,
     )
 
 
 def read(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group: Group) -> None:
-    """Fill the parts of this rank, in place, from a checkpoint that any layout may have written.
+    """Fill this rank's parts in place from a checkpoint written with any layout.
 
-    Collective; whatever is raised is raised on every rank, and then the parts may hold anything.
+    Collective; errors are raised on every rank, and then the content of the parts is undefined.
 
     Args:
         manifest: of the checkpoint, the same on every rank.
@@ -70,26 +70,26 @@ def read(manifest: Manifest, tensors: Mapping[str, GlobalTensor], group: Group) 
         group: the ranks that read.
 
     Raises:
-        CheckpointError: when the checkpoint does not have what is wanted.
-        DamagedError: when what was read is not what was written, or is not there.
-        UnreachableError: when an object store does not answer.
+        CheckpointError: if the checkpoint lacks a tensor or has it in another shape.
+        DamagedError: if a file is missing or a checksum differs.
+        UnreachableError: if an object store does not answer.
     """
     from torch.distributed.checkpoint.state_dict_loader import load
 
     from megatron.checkpoint.loading import CheckpointStorageReader, PartsLoadPlanner
 
     planner, reader = PartsLoadPlanner(tensors, manifest), CheckpointStorageReader(manifest)
-    _together(lambda: load(dict(tensors), storage_reader=reader, planner=planner, **_ranks(group)))
+    _run_collectively(lambda: load(dict(tensors), storage_reader=reader, planner=planner, **_ranks(group)))
 
 
 def _ranks(group: Group) -> dict[str, Any]:
     return {"no_dist": True} if group.size == 1 else {"process_group": group.handle}
 
 
-def _together(action: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> None:
-    """Run a collective action; raise the error of the lowest rank that failed, on every rank.
+def _run_collectively(action: Callable[[], Any], undo: Callable[[], None] = lambda: None) -> None:
+    """Run a collective action; raise the error of the lowest failed rank on every rank.
 
-    A rank that is gone is no such error: the others lose contact, and nothing can be undone together.
+    ``undo`` is not called when a rank has died: the others then lose contact and cannot act collectively.
     """
     from torch.distributed.checkpoint.api import CheckpointException
 

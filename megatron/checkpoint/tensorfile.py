@@ -1,7 +1,7 @@
-"""Safetensors files, written and read tensor by tensor.
+"""Write and read safetensors files one tensor at a time.
 
-A file is the length of its header (uint64), the header (JSON: per key type, shape and byte range), and the elements.
-Since the header comes first and shapes are known, nothing needs to be kept until the end.
+A file is the length of its header (uint64), the header (JSON: type, shape and byte range by key), and the elements.
+All shapes are known in advance, so the header is written first and tensors are streamed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ DTYPES = {
     "U8": torch.uint8,
     "BOOL": torch.bool,
 }
-"""Types by the names that safetensors gives them."""
+"""Types by their names in safetensors."""
 
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -50,8 +50,10 @@ Entry = tuple[str, torch.dtype, tuple[int, ...]]
 """Key, type and shape of a tensor."""
 
 NO_RESERVE = 0x4000 if sys.platform == "linux" else 0
-"""MAP_NORESERVE, which Python 3.11 does not name. A private map is writable memory, as torch wants it, though what is
-written never reaches the file; without this, Linux refuses to map a file that is larger than the memory."""
+"""MAP_NORESERVE, which Python 3.11 does not define.
+
+torch requires writable memory, hence a private map, though nothing is written to it. Without this flag Linux refuses
+a private map of a file larger than memory."""
 
 ALIGNMENT = 64
 MAX_HEADER = 100_000_000
@@ -59,7 +61,7 @@ MAX_HEADER = 100_000_000
 
 @dataclass(frozen=True)
 class Written:
-    """Where a tensor's bytes are in its file, and their checksum."""
+    """Byte range of a tensor in its file, and the checksum of those bytes."""
 
     offset: int
     bytes: int
@@ -67,18 +69,15 @@ class Written:
 
 
 def as_bytes(tensor: Tensor) -> memoryview:
-    """The elements of a tensor row by row; a view of it if it is contiguous and on the CPU."""
+    """Return the elements in row-major order; a view of the tensor if it is contiguous and on the CPU."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().data
 
 
 class TensorFileWriter:
-    """Writes a new file; tensors come in the order of ``entries``.
+    """Writes a new safetensors file; tensors come in the order of ``entries``.
 
-    As a context manager: the content is on the disk when the block ends without an exception.
-
-    Attributes:
-        record: length and checksum of the header, for the manifest.
+    Use as a context manager: the content is flushed to disk when the block ends without an exception.
     """
 
     def __init__(self, path: Location, entries: Sequence[Entry], metadata: Mapping[str, str] | None = None) -> None:
@@ -90,11 +89,12 @@ class TensorFileWriter:
             metadata: free text.
 
         Raises:
-            OSError: when the file cannot be created or written.
+            OSError: if the file cannot be created or written.
         """
         header, self._offsets, end = _header(entries, metadata or {})
         self._entries = list(entries)
         self._next = 0
+        # length of the file and checksum of the header, for the manifest
         self.record = FileRecord(end, len(header), checksum(header))
         self._file = new_file(path)
         try:
@@ -107,12 +107,12 @@ class TensorFileWriter:
         """Append the next tensor, of any strides and device.
 
         Raises:
-            OSError: when the disk refuses.
-            ValueError: when it is not the next of ``entries``.
+            OSError: if the disk fails.
+            ValueError: if it is not the next one of ``entries``.
         """
         if (key, tensor.dtype, tuple(tensor.shape)) != self._entries[self._next]:
             seen = f"{key}, {tensor.dtype} {list(tensor.shape)}"
-            raise ValueError(f"{seen} comes where {self._entries[self._next]} was announced")
+            raise ValueError(f"{seen} is not the next entry, {self._entries[self._next]}")
         content, digest = as_bytes(tensor), xxhash.xxh3_64()
         for start in range(0, len(content), BLOCK):
             digest.update(content[start : start + BLOCK])
@@ -128,16 +128,16 @@ class TensorFileWriter:
     ) -> None:
         self._file.__exit__(kind, error, trace)
         if kind is None and self._next != len(self._entries):
-            raise ValueError(f"{len(self._entries) - self._next} announced tensors were not written")
+            raise ValueError(f"{len(self._entries) - self._next} of {len(self._entries)} entries were not written")
 
 
 def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[bytes, list[int], int]:
-    """Bytes of the header, where each tensor starts in the file, and the file's length."""
+    """Return the bytes of the header, the offset of each tensor, and the length of the file."""
     table: dict[str, object] = {"__metadata__": dict(metadata)} if metadata else {}
     starts, end = [], 0
     for key, dtype, shape in entries:
         if key in table:
-            raise ValueError(f"{key} is announced twice")
+            raise ValueError(f"{key} occurs twice among the entries")
         starts.append(end)
         end += prod(shape) * dtype.itemsize
         table[key] = {"dtype": NAMES[dtype], "shape": shape, "data_offsets": [starts[-1], end]}
@@ -148,18 +148,13 @@ def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> tuple[byte
 
 
 class TensorFile:
-    """A mapped file: its tensors are views of the file's pages, which the system reads and drops as it needs to.
-
-    Attributes:
-        keys: of all tensors, as the header lists them.
-        metadata: free text of the header.
-    """
+    """A memory-mapped safetensors file; its tensors are views of the map."""
 
     def __init__(self, path: Path) -> None:
         """Map a file and check its header.
 
         Raises:
-            DamagedError: when it cannot be read or its header does not describe it.
+            DamagedError: if it cannot be read or its header is invalid.
         """
         self.path = Path(path)
         try:
@@ -170,29 +165,29 @@ class TensorFile:
         try:
             self.metadata, self._table = _parse_header(self._map)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise DamagedError(f"{path} is no safetensors file, or is damaged: {error}") from error
-        self.keys = tuple(self._table)
+            raise DamagedError(f"{path} is not a safetensors file, or is damaged: {error}") from error
+        self.keys = tuple(self._table)  # of all tensors, in the order of the header
 
     def dtype(self, key: str) -> torch.dtype:
-        """Type of a tensor."""
+        """Return the type of a tensor."""
         return DTYPES[self._table[key][0]]
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Shape of a tensor."""
+        """Return the shape of a tensor."""
         return self._table[key][1]
 
     def tensor(self, key: str) -> Tensor:
-        """A tensor on the file's pages; only what is touched is read.
+        """Return a tensor backed by the map; only the pages that are accessed are read.
 
         Raises:
-            KeyError: when the file has no such tensor.
+            KeyError: if the file has no such tensor.
         """
         name, shape, start, end = self._table[key]
         if start == end:
             return torch.empty(shape, dtype=DTYPES[name])
         flat = torch.frombuffer(self._map, dtype=torch.uint8, count=end - start, offset=start)
         if start % ITEM_BYTES[name]:
-            flat = flat.clone()  # other programs may write files whose elements are not aligned
+            flat = flat.clone()  # elements in files of other programs may be unaligned
         return flat.view(DTYPES[name]).reshape(shape)
 
 
@@ -200,7 +195,7 @@ Table = dict[str, tuple[str, tuple[int, ...], int, int]]
 
 
 def _parse_header(content: mmap.mmap) -> tuple[dict[str, str], Table]:
-    """Metadata, and per key type, shape, first byte and byte after the last."""
+    """Return the metadata, and type, shape, first byte and end byte by key."""
     size = int.from_bytes(content[:8], "little")
     if len(content) < 8 or size > min(len(content) - 8, MAX_HEADER):
         raise ValueError(f"a header of {size} bytes in a file of {len(content)}")

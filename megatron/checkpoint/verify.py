@@ -1,4 +1,4 @@
-"""Every byte of a checkpoint against the checksums."""
+"""Verify every byte of a checkpoint against its checksums."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megatron.checkpoint.manifest import Chunk, Manifest
 
 
 def damage(manifest: Manifest) -> Iterator[str]:
-    """What of a checkpoint is not as it was written, one sentence per place; reads all of it, a block at a time."""
+    """Yield one message per damaged place of a checkpoint; reads all of it, one block at a time."""
     reader = ChunkReader(manifest)
     for name in manifest.tensors:
         try:
@@ -37,7 +37,7 @@ def damage(manifest: Manifest) -> Iterator[str]:
 
 
 def _uncovered(manifest: Manifest, file: str, chunks: list[Chunk]) -> Iterator[str]:
-    """Bytes of a file that no checksum speaks for."""
+    """Yield the byte ranges of a file that no checksum, or more than one, covers."""
     record = manifest.files[file]
     starts = [*(chunk.offset for chunk in chunks), record.bytes]
     ends = [record.head, *(chunk.offset + chunk.bytes for chunk in chunks)]

@@ -1,8 +1,7 @@
 """From a command line to a checked configuration.
 
-Values are laid over one another in this order: defaults, the model of the checkpoint or of the ``hf:DIR`` to start
-from, ``--preset``, ``--config`` files, flags, ``--set``. Everything that is wrong, in the spelling as in the values, is
-reported at once.
+Values are merged in this order: defaults, the model of the checkpoint or of the ``hf:DIR`` to start from, ``--preset``,
+``--config`` files, flags, ``--set``. All problems, of spelling and of values, are reported at once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from megatron.config.checks import (
     graphs,
     idle,
     layout,
-    optimizer,
     pipeline,
     profiling,
     sharding,
@@ -50,32 +48,27 @@ from megatron.config.summary import summary
 from megatron.config.validate import problems
 
 Recall = Callable[[CheckpointConfig], Mapping[str, Any] | None]
-"""From where a run starts to ``to_dict`` of the configuration that the checkpoint there has; None if none is wanted,
-and a UserError if one is, but cannot be read."""
+"""Returns ``to_dict`` of the configuration in the checkpoint that a run starts from. None without a checkpoint; raises
+UserError if it cannot be read."""
 
 
 @dataclass(frozen=True)
 class Parsed:
-    """A command line that passed every check.
+    """A command line that passed every check."""
 
-    Attributes:
-        config: resolved: derived values are written out.
-        world_size: ranks it was checked for.
-        check_only: whether nothing but a check was asked for, of ``--check-config`` or ``--fake-world``.
-        fake_rank: the rank that ``--fake-world`` asks to build after it; None without.
-        notes: one line each, to be printed: what was ignored, and why.
-    """
-
-    config: RunConfig
-    world_size: int
-    check_only: bool = False
-    notes: tuple[str, ...] = ()
-    fake_rank: int | None = None
+    config: RunConfig  # derived values are written out
+    world_size: int  # ranks it was checked for
+    check_only: bool = False  # --check-config or --fake-world
+    notes: tuple[str, ...] = ()  # one line each, to be printed
+    fake_rank: int | None = None  # rank of --fake-world; None without
 
     def summary(self, iteration: int = 0, consumed_samples: int = 0, data: Sequence[str] = ()) -> str:
-        """What ``--check-config`` prints of a run that has taken so many steps and used so many samples.
+        """Return the text that ``--check-config`` prints.
 
-        ``data`` are lines about what it reads.
+        Args:
+            iteration: steps taken before.
+            consumed_samples: samples used before.
+            data: lines about the training data.
         """
         notes = [f"note: {note}" for note in self.notes]
         rows = summary(self.config, self.world_size, iteration, consumed_samples)
@@ -85,147 +78,144 @@ class Parsed:
 def parse(
     argv: Sequence[str], environ: Mapping[str, str] = os.environ, recall: Recall = lambda options: None
 ) -> Parsed:
-    """The configuration of a command line.
+    """Parse and check a command line.
 
     Args:
         argv: without the program's name.
-        environ: where torchrun or srun say how many ranks there are.
-        recall: finds the configuration of the checkpoint that the run starts from.
+        environ: environment variables, with the number of ranks from torchrun or srun.
+        recall: returns the configuration of the checkpoint that the run starts from.
 
     Raises:
         UserError: with every problem of flags, files and values.
-
     """
-    reading = read(argv)
-    known = reading.known
-    foreign, notes = judge(reading.foreign)
-    files = [from_file(path) for path in known.config]
-    flags, assignments = _from_flags(reading.given), from_assignments(known.set)
-    layers = [_preset(known.preset), *files, flags, assignments, reading.malformed, foreign]
-    own = build(lay_over(layer.values for layer in layers))
-    saved, lost = _recalled(recall, own.checkpoint)
-    theirs = from_hugging_face(own.checkpoint.load) if saved is None else from_checkpoint(saved)
-    layers.insert(0, theirs)
-    said = lay_over(layer.values for layer in layers)
-    config = build(said)
-    found = [problem for layer in layers for problem in layer.problems] + habits(reading.spellings, config)
-    checking = known.check_config or known.fake_world
+    command_line = read(argv)
+    options = command_line.known
+    unknown_flags, notes = judge(command_line.foreign)
+    files = [from_file(path) for path in options.config]
+    flags = _from_flags(command_line.given)
+    assignments = from_assignments(options.set)
+    sources = [_from_preset(options.preset), *files, flags, assignments, command_line.malformed, unknown_flags]
+    without_checkpoint = build(lay_over(source.values for source in sources))
+    unreadable: Sequence[Problem] = ()
+    try:
+        saved = recall(without_checkpoint.checkpoint)
+    except UserError as error:  # reported with problems that may follow from it; without any, by the first rank
+        saved = None
+        unreadable = error.problems
+    load = without_checkpoint.checkpoint.load
+    start = from_hugging_face(load) if saved is None else from_checkpoint(saved)
+    sources.insert(0, start)
+    values = lay_over(source.values for source in sources)
+    config = build(values)
+    found = [problem for source in sources for problem in source.problems] + habits(command_line.spellings, config)
+    check_only = options.check_config or options.fake_world
     launch = Launch.read(environ)
-    world_size = _world_size(known, config, launch, found, notes)
-    fake_rank = _fake_rank(known, launch, found)
-    doubtful = {name for layer in layers for name in layer.doubtful}
-    wrong = problems(config, world_size, doubtful)
-    found += [_in_flags(layout.on_nodes(problem, config, world_size, launch)) for problem in wrong]
+    world_size = _world_size(options, config, launch, found, notes)
+    fake_rank = _fake_rank(options, launch, found)
+    doubtful = {name for source in sources for name in source.doubtful}
+    for problem in problems(config, world_size, doubtful):
+        explained = layout.suggest_nodes(problem, config, world_size, launch)
+        if not problem.code.startswith(("E5", "E8")):  # those quote files, whose paths must stay as they are
+            explained = replace(explained, sentence=in_flags(explained.sentence))
+        found.append(explained)
     in_range = all(problem.code != "E600" for problem in found)  # derived sizes need that
-    if saved is None and theirs.values and in_range:
-        shape = to_dict(build(theirs.values))
+    if saved is None and start.values and in_range:
+        shape = to_dict(build(start.values))
         changes = compare(shape, resolve(config, world_size), "weights-only", name="config.json")
         notes += changes.lines
         found += changes.problems
     if found:
-        explained = any(problem.code in ("E801", "E802") for problem in found)  # why there is none, better than lost
-        raise UserError(found if explained else [*lost, *found])
+        no_folder = any(problem.code in ("E801", "E802") for problem in found)  # the reason why it is unreadable
+        raise UserError(found if no_folder else [*unreadable, *found])
     if saved is not None:
-        told = set(theirs.values) - {"vocab_size"}  # which is most often not said but known from the data
-        notes += _taken_over(sorted(told), resolve(own, world_size), resolve(config, world_size))
-    notes += assumptions(reading.spellings, said)
-    notes += [*batch.remarks(config, world_size), *data.remarks(config), *checkpoint.remarks(config)]
-    notes += [*profiling.remarks(config, world_size), *graphs.remarks(config), *pipeline.remarks(config, world_size)]
-    notes += [*experts.remarks(config), *sharding.remarks(config, world_size), *restart_remarks(environ)]
-    asked = lay_over(layer.values for layer in (*files, flags, assignments))
-    notes += map(in_flags, idle.remarks(config, asked))
-    notes += optimizer.unseen(config) if checking and fake_rank is None else ()
-    return Parsed(resolve(config, world_size), world_size, checking, tuple(notes), fake_rank)
+        inherited = set(start.values) - {"vocab_size"}  # usually not given but known from the data
+        notes += _inherited_notes(
+            sorted(inherited), resolve(without_checkpoint, world_size), resolve(config, world_size)
+        )
+    notes += assumptions(command_line.spellings, values)
+    notes += [*batch.batch_notes(config, world_size), *data.data_notes(config), *checkpoint.checkpoint_notes(config)]
+    notes += [*profiling.profiling_notes(config, world_size), *graphs.cuda_graph_notes(config)]
+    notes += [*pipeline.pipeline_notes(config, world_size), *experts.expert_notes(config)]
+    notes += [*sharding.sharding_notes(config, world_size), *restart_remarks(environ)]
+    given = lay_over(source.values for source in (*files, flags, assignments))
+    notes += map(in_flags, idle.unused_option_notes(config, given))
+    return Parsed(resolve(config, world_size), world_size, check_only, tuple(notes), fake_rank)
 
 
-def _in_flags(problem: Problem) -> Problem:
-    """The problem in terms of flags; those of files speak of flags already, and of paths, which stay as they are."""
-    of_files = problem.code.startswith(("E5", "E8"))
-    return problem if of_files else replace(problem, sentence=in_flags(problem.sentence))
+def _inherited_notes(names: Iterable[str], own: RunConfig, config: RunConfig) -> list[str]:
+    """Return a note about values that come from the checkpoint's model and differ from the defaults."""
+    before = flat(own)
+    after = flat(config)
+    flags = [SETTINGS[name].spell(after[name]) for name in names if before[name] != after[name]]
+    return [f"taken from the checkpoint's model, because no flag sets it: {' '.join(flags)}"] if flags else []
 
 
-def _recalled(recall: Recall, options: CheckpointConfig) -> tuple[Mapping[str, Any] | None, Sequence[Problem]]:
-    """What the checkpoint says, and why it does not.
-
-    The latter is told beside problems that may follow from it. Without any, the first rank will tell, when it has
-    looked at the checkpoint for all.
-    """
-    try:
-        return recall(options), ()
-    except UserError as error:
-        return None, error.problems
-
-
-def _taken_over(names: Iterable[str], own: RunConfig, config: RunConfig) -> list[str]:
-    """A note on what comes from the checkpoint's model and would be something else without it."""
-    before, after = flat(own), flat(config)
-    taken = [SETTINGS[name].spell(after[name]) for name in names if before[name] != after[name]]
-    return [f"from the checkpoint's model, where no flag says otherwise: {' '.join(taken)}"] if taken else []
-
-
-def _preset(name: str | None) -> Layer:
+def _from_preset(name: str | None) -> Layer:
     if name is None or name in PRESETS:
         return Layer(values=dict(PRESETS[name]) if name else {})
     guess = did_you_mean(name, PRESETS)
     fixes = tuple(f"--preset {known}" for known in ([guess] if guess else PRESETS))
-    # Without its preset nothing is known about the model: what presets speak of is not checked.
-    spoken_of = {field for preset in PRESETS.values() for field in preset}
-    return Layer(problems=[Problem("E007", f"there is no preset {name}", fixes)], doubtful=spoken_of)
+    # Without its preset the model is unknown: the fields that presets set are not checked.
+    preset_fields = {field for preset in PRESETS.values() for field in preset}
+    return Layer(problems=[Problem("E007", f"there is no preset {name}", fixes)], doubtful=preset_fields)
 
 
 def _from_flags(given: Sequence[Given]) -> Layer:
-    layer, said = Layer(), dict[str, Given]()
-    for g in given:
-        name = g.setting.name
+    result = Layer()
+    last = dict[str, Given]()
+    for flag in given:
+        name = flag.setting.name
         try:
-            value = g.value()
+            value = flag.value()
         except ValueError as error:
-            layer.refuse(g.setting, g.spelling, error, g.words)
+            result.refuse(flag.setting, flag.spelling, error, flag.words)
             continue
-        before = said.get(name)
-        if before is not None and before.main != g.main and layer.values[name] != value:
-            layer.doubtful.add(name)
-            sentence = f"{before.spelling} and {g.spelling} contradict each other: both set {g.setting.flag}"
-            layer.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {g.spelling}")))
-        said[name], layer.values[name] = g, value
-    return layer
+        before = last.get(name)
+        if before is not None and before.main != flag.main and result.values[name] != value:
+            result.doubtful.add(name)
+            sentence = f"{before.spelling} and {flag.spelling} contradict each other: both set {flag.setting.flag}"
+            result.problems.append(Problem("E003", sentence, (f"drop {before.spelling}", f"drop {flag.spelling}")))
+        last[name] = flag
+        result.values[name] = value
+    return result
 
 
 def _world_size(
-    known: argparse.Namespace, config: RunConfig, launch: Launch, found: list[Problem], notes: list[str]
+    options: argparse.Namespace, config: RunConfig, launch: Launch, found: list[Problem], notes: list[str]
 ) -> int:
-    """Ranks to check for; problems and notes about them are appended."""
-    asked: int | None = known.world_size
-    if asked is not None and asked < 1:
-        found.append(Problem("E008", f"--world-size {asked}: there is at least one rank", ("--world-size 1",)))
-        asked = None
-    if known.check_config or known.fake_world:
+    """Return the number of ranks to check for; append problems and notes about it."""
+    given: int | None = options.world_size
+    if given is not None and given < 1:
+        found.append(Problem("E008", f"--world-size {given}: must be at least 1", ("--world-size 1",)))
+        given = None
+    if options.check_config or options.fake_world:
         fewest = max(1, config.parallel.model_ranks)
-        if asked is None and launch.launcher is None and fewest > 1:
+        if given is None and launch.launcher is None and fewest > 1:
             notes.append(f"--world-size is not given: checked for {fewest} ranks, the fewest that hold one model")
-        return asked or (launch.world_size if launch.launcher else fewest)
+        return given or (launch.world_size if launch.launcher else fewest)
     found += launch.problems()
-    if asked is not None and asked != launch.world_size:
-        sentence = f"--world-size {asked}, but the launcher started {launch.world_size}"
-        found.append(Problem("E008", sentence, (f"torchrun --nproc-per-node {asked}", "--check-config")))
-    return asked or launch.world_size
+    if given is not None and given != launch.world_size:
+        sentence = f"--world-size {given}, but the launcher started {launch.world_size}"
+        found.append(Problem("E008", sentence, (f"torchrun --nproc-per-node {given}", "--check-config")))
+    return given or launch.world_size
 
 
-def _fake_rank(known: argparse.Namespace, launch: Launch, found: list[Problem]) -> int | None:
-    """The rank that ``--fake-world`` is to build; problems about it are appended."""
-    rank, launched = known.fake_rank, launch.world_size
-    if not known.fake_world:
+def _fake_rank(options: argparse.Namespace, launch: Launch, found: list[Problem]) -> int | None:
+    """Return the rank that ``--fake-world`` builds, if any; append problems about it."""
+    rank = options.fake_rank
+    if not options.fake_world:
         if rank is not None:
-            sentence = f"--fake-rank {rank} is a rank of --fake-world, which is not asked for"
+            sentence = f"--fake-rank {rank} needs --fake-world"
             found.append(Problem("E010", sentence, ("--fake-world --world-size N", "drop --fake-rank")))
         return None
-    if launched > 1:
-        sentence = f"--fake-world needs one process for ranks of any number, and the launcher started {launched}"
+    if launch.world_size > 1:
+        sentence = f"--fake-world runs in one process, but the launcher started {launch.world_size}"
         found.append(Problem("E010", sentence, ("python pretrain_gpt.py --fake-world --world-size N",)))
-    if known.world_size is None:
-        sentence = "--fake-world builds a rank of a large run, and nothing says how large"
+    if options.world_size is None:
+        sentence = "--fake-world needs --world-size"
         found.append(Problem("E010", sentence, ("--world-size 1024",)))
-    elif rank is not None and known.world_size > 0 and not 0 <= rank < known.world_size:
-        sentence = f"--fake-rank {rank}: the ranks of --world-size {known.world_size} are 0 to {known.world_size - 1}"
-        found.append(Problem("E010", sentence, ("--fake-rank 0", f"--fake-rank {known.world_size - 1}")))
+    elif rank is not None and options.world_size > 0 and not 0 <= rank < options.world_size:
+        highest = options.world_size - 1
+        sentence = f"--fake-rank {rank}: the ranks of --world-size {options.world_size} are 0 to {highest}"
+        found.append(Problem("E010", sentence, ("--fake-rank 0", f"--fake-rank {highest}")))
     return rank or 0

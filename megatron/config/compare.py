@@ -1,4 +1,4 @@
-"""A checkpoint's configuration beside that of the run which starts from it: what changed, and what must not."""
+"""The comparison of a checkpoint's configuration with that of the run that loads it: what changed, and what may not."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from megatron.config.lengths import lengths
 from megatron.config.numbers import text
 from megatron.config.problems import Problem
 from megatron.config.resolve import resolve
-from megatron.config.run import AFTER_DOCUMENTS, RESUME_MODES, CheckpointConfig, RunConfig
+from megatron.config.run import AFTER_DOCUMENTS, CheckpointConfig, RunConfig
 from megatron.config.settings import SETTINGS, Setting
 from megatron.config.sources import ALTERNATIVES, LENGTHS, Values, build, flat, from_tree
 
 
 class Role(Enum):
-    """What an option decides, and so what a change of it would do to a run that goes on."""
+    """What a field determines, and so what a change of it would affect in a resumed run."""
 
     SHAPE = "the shapes of the model's tensors"
     FUNCTION = "what the model computes from its weights"
     DATA = "the samples and their order"
-    STATE = "the state that the optimizer keeps"
-    SCHEDULE = "the batch, the length, and what a step makes of its samples"
-    FREE = "how it is computed, and what is told of it"
-    START = "one start of the run; the next may have another"
+    STATE = "the optimizer's state"
+    SCHEDULE = "the batch, the length, and the update of a step"
+    FREE = "how it is computed, and what is logged"
+    START = "a single start of the run"
 
 
 FIELDS = {
@@ -56,8 +56,8 @@ FIELDS = {
         muon_momentum muon_nesterov muon_num_ns_steps muon_scale_mode muon_extra_scale_factor muon_split_qkv
         hidden_dropout attention_dropout z_loss_coeff
         moe_router_load_balancing_type moe_aux_loss_coeff moe_z_loss_coeff""",
-    # The content of the data is compared by its fingerprint, wherever it lies and however it was named. The weights
-    # have long been drawn with init_method_std.
+    # Data are compared by a fingerprint of their contents, not by their paths. init_method_std has no effect after
+    # the initialisation.
     Role.FREE: """
         tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size context_parallel_size
         num_virtual_stages_per_pipeline_rank num_layers_per_virtual_pipeline_stage pipeline_schedule
@@ -84,19 +84,23 @@ FIELDS = {
         profile profile_memory profile_pipeline profile_step_start profile_step_end profile_ranks
         pytorch_profiler_collect_shapes pytorch_profiler_collect_callstack""",
 }
-"""Every option, under what it decides."""
+"""Every field, by role."""
 
 ROLES = {name: role for role, names in FIELDS.items() for name in names.split()}
 
-APPROVED = {
+ALLOWED_ROLES = {
     "exact": {Role.START, Role.FREE},
     "new-schedule": {Role.START, Role.FREE, Role.SCHEDULE},
     "weights-only": set(Role) - {Role.SHAPE},
 }
-"""Resume mode -> what may change."""
+"""Resume mode -> roles whose fields may change."""
 
-TOLD = {mode: set(Role) - {Role.START} for mode in RESUME_MODES} | {"weights-only": {Role.SHAPE, Role.FUNCTION}}
-"""Resume mode -> what is told when it changes: to a new run, only the model's old options are of interest."""
+REPORTED_ROLES = {
+    "exact": set(Role) - {Role.START},
+    "new-schedule": set(Role) - {Role.START},
+    "weights-only": {Role.SHAPE, Role.FUNCTION},
+}
+"""Resume mode -> roles whose changes are reported. For a new run only those of the model matter."""
 
 REFUSALS = {
     Role.SHAPE: ("E821", "the model is not the {}'s"),
@@ -105,28 +109,23 @@ REFUSALS = {
     Role.STATE: ("E824", "the optimizer is not the {}'s"),
     Role.SCHEDULE: ("E825", "the batch, the length or the schedule is not the {}'s"),
 }
-"""What is said of changes that are not approved."""
+"""Error codes and messages of changes that are not allowed."""
 
 SAME_SHAPES = {
     "position_embedding_type": ("rope", "yarn", "none"),
     "activation": ("gelu", "gelu_tanh", "relu2"),
 }
-"""Words of an option of the shape between which the tensors' shapes do not change, only what is computed."""
+"""Values of a SHAPE field with the same tensor shapes: a change between them is one of FUNCTION."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What changed.
+    """The differences between two configurations."""
 
-    Attributes:
-        lines: one for each changed option that is worth telling; and what could not be compared.
-        problems: changes that the resume mode does not approve.
-        changed: names of all options that changed.
-    """
-
+    # one for each change worth reporting, and for what could not be compared
     lines: tuple[str, ...]
-    problems: tuple[Problem, ...]
-    changed: frozenset[str] = frozenset()
+    problems: tuple[Problem, ...]  # changes that the resume mode does not allow
+    changed: frozenset[str] = frozenset()  # names of all changed fields
 
 
 def compare(
@@ -138,53 +137,55 @@ def compare(
     own: bool = False,
     name: str = "checkpoint",
 ) -> Comparison:
-    """Compare a run with the checkpoint that it is about to start from.
+    """Compare a run with the checkpoint that it is about to load.
 
     Args:
-        saved: ``to_dict`` of the checkpoint's configuration. What it lacks, because an older version wrote it, counts
-            as today's default; what this version does not know is told, or refused where it is about the model.
-        now: resolved, the vocabulary's size included.
+        saved: ``to_dict`` of the checkpoint's configuration. A field that it lacks, because an older version wrote it,
+            counts as today's default. A field unknown to this version is reported, or refused if it is the model's.
+        now: resolved, with ``vocab_size``.
         mode: resume mode.
-        begin: steps and samples before the checkpoint's batches began; the lengths of a run that changed its batch
-            follow from them.
-        own: whether the checkpoint lies in the run's own ``save`` folder.
-        name: what ``saved`` is called.
-
+        begin: steps and samples before the checkpoint's batch sizes began. If a run changed its batch, the lengths of
+            its schedule follow from them.
+        own: whether the checkpoint is in the run's own ``save`` folder.
+        name: name of ``saved`` in messages.
     """
     then, unreadable, unknown = _read(saved, name)
-    before, after = _values(then) | unreadable, _values(now)
-    changed = [field for field in SETTINGS if field in unreadable or not _same(field, before[field], after[field])]
+    before = _values(then) | unreadable
+    after = _values(now)
+
+    def same(field: str) -> bool:
+        if field == "split":
+            return _same_split(before[field], after[field])
+        return bool(before[field] == after[field])
+
+    changed = [field for field in SETTINGS if field in unreadable or not same(field)]
     roles = {field: role_of(field, before, after) for field in changed}
-    if _schedule(then, begin) == _schedule(now, begin):  # the same lengths, said in another way or of no effect
+    if _schedule(then, begin) == _schedule(now, begin):  # the same lengths, in other units or without effect
         same_lengths = {field for names in LENGTHS for field in names} - unreadable.keys()
         roles |= dict.fromkeys(same_lengths & roles.keys(), Role.FREE)
-    told = {field: _change(SETTINGS[field], before, after, name) for field in changed}
-    problems = [*_beyond_us([option for option in unknown if option.startswith("model.")], name)]
+    changes = {}
+    for field in changed:
+        was, is_ = (_shown(SETTINGS[field], values[field]) for values in (before, after))
+        changes[field] = f"{SETTINGS[field].flag}: {name} {was} -> now {is_}"
+    problems = []
+    unknown_model = [option for option in unknown if option.startswith("model.")]
+    if unknown_model:  # they may change anything that the model computes
+        sentence = f"the {name}'s model has options unknown to this version: {', '.join(unknown_model)}"
+        problems.append(Problem("E822", sentence, ("update this program",)))
     for role, (code, sentence) in REFUSALS.items():
-        refused = [field for field in changed if roles[field] is role and role not in APPROVED[mode]]
+        refused = [field for field in changed if roles[field] is role and role not in ALLOWED_ROLES[mode]]
         if refused:
-            back = _paste([field for field in refused if field not in unreadable], before, after)
+            back = _flags_to_restore([field for field in refused if field not in unreadable], before, after)
             fixes = (*filter(None, [back]), *ways_out(role, now.checkpoint, own))
-            changes = "; ".join(told[field] for field in refused)
-            problems.append(Problem(code, f"{sentence.format(name)}: {changes}", fixes))
-    lines = [f"the {name} has options that this version does not know: {', '.join(unknown)}"] if unknown else []
-    lines += [told[field] for field in changed if roles[field] in TOLD[mode]]
+            details = "; ".join(changes[field] for field in refused)
+            problems.append(Problem(code, f"{sentence.format(name)}: {details}", fixes))
+    lines = [f"the {name} has options unknown to this version: {', '.join(unknown)}"] if unknown else []
+    lines += [changes[field] for field in changed if roles[field] in REPORTED_ROLES[mode]]
     return Comparison(tuple(lines), tuple(problems), frozenset(changed))
 
 
-def _beyond_us(unknown: list[str], name: str) -> Iterator[Problem]:
-    """A model with an option that nobody here knows may compute anything."""
-    if unknown:
-        sentence = f"the {name}'s model has options that this version does not know: {', '.join(unknown)}"
-        yield Problem("E822", sentence, ("update this program",))
-
-
-def _change(setting: Setting, before: Values, after: Values, name: str) -> str:
-    was, is_ = (_shown(setting, values[setting.name]) for values in (before, after))
-    return f"{setting.flag}: {name} {was} -> now {is_}"
-
-
 def _shown(setting: Setting, value: Any) -> str:
+    """Return a value as text."""
     if value is None or value == ():
         return "not set"
     if isinstance(value, bool):
@@ -192,51 +193,51 @@ def _shown(setting: Setting, value: Any) -> str:
     return setting.spell(value).partition(" ")[2]
 
 
-def _paste(names: Iterable[str], before: Values, after: Values) -> str:
-    """Flags that give options the values they had; a length is said in the way it was said then."""
+def _flags_to_restore(names: Iterable[str], before: Values, after: Values) -> str:
+    """Return the flags that restore values; a length in the unit that it had."""
     words = []
     for name in names:
-        ways = next((ways for ways in ALTERNATIVES if (name,) in ways), ((name,),))
-        way = next((way for way in ways if any(before[field] for field in way)), (name,))
-        in_the_way = any(after[field] for other in ways if other != way for field in other)
-        for setting in (SETTINGS[field] for field in way if before[field] or way == (name,)):
-            spell = _assigned if in_the_way or setting.option.aliases else Setting.spell
+        groups = next((groups for groups in ALTERNATIVES if (name,) in groups), ((name,),))
+        group = next((group for group in groups if any(before[field] for field in group)), (name,))
+        conflicts = any(after[field] for other in groups if other != group for field in other)
+        for setting in (SETTINGS[field] for field in group if before[field] or group == (name,)):
+            spell = _assigned if conflicts or setting.option.aliases else Setting.spell
             words.append(spell(setting, before[setting.name]))
     return " ".join(dict.fromkeys(words))
 
 
 def _assigned(setting: Setting, value: Any) -> str:
-    """``--set``, which unlike a flag takes the place of other flags that say the same thing."""
+    """Return a ``--set``, which unlike a flag overrides other flags of the same length."""
     items = value if isinstance(value, tuple) else (value,)
     words = (text(item) if isinstance(item, float) else str(item) for item in items)
     return f"--set {shlex.quote(setting.key + '=' + ','.join(words))}"
 
 
 def ways_out(role: Role, options: CheckpointConfig, own: bool) -> Iterator[str]:
-    """Resume modes that approve of a change.
+    """Yield resume modes that allow a change.
 
-    They are about ``load``, so a run's ``own`` checkpoints, those in its ``save`` folder, have to be named.
+    They apply to ``load``, so the fix names the folder of a run's ``own`` checkpoints in ``save``.
     """
-    if role in APPROVED["new-schedule"]:
+    if role in ALLOWED_ROLES["new-schedule"]:
         named = f"--load {options.save} " if own and options.load not in (None, options.save) else ""
         yield f"{named}--resume-mode new-schedule"
-    elif role in APPROVED["weights-only"]:
+    elif role in ALLOWED_ROLES["weights-only"]:
         named = f"--load {options.save} --save {options.save}-new " if own else ""
         yield f"{named}--resume-mode weights-only"
 
 
 def role_of(name: str, before: Values, after: Values) -> Role:
-    """What a change of an option decides, which may depend on its values and on other options."""
+    """Return the role of a field, which may depend on its values and on other fields."""
     if name == "max_position_embeddings" and after["position_embedding_type"] != "learned_absolute":
-        return Role.FREE  # no tensor has that length, and no sample of the data is longer
+        return Role.FREE  # no tensor has that length, and no sample is longer
     if name == "add_qkv_bias" and after["add_bias_linear"]:
-        return Role.FREE  # there is one either way
+        return Role.FREE  # the bias exists either way
     if name == "split" and not (_cuts(before) and _cuts(after)):
-        return Role.FREE  # where one of them reads whole files, what they read is compared by its content
+        return Role.FREE  # one of them reads whole files; contents are compared
     if name == "eod_id" and not any(values[flag] for values in (before, after) for flag in AFTER_DOCUMENTS):
-        return Role.FREE  # nothing asks where documents end
+        return Role.FREE  # ends of documents are not used
     if name.startswith("moe_") and before["num_experts"] is after["num_experts"] is None:
-        return Role.FREE  # there are no experts that it could be about
+        return Role.FREE  # there are no experts
     alike = SAME_SHAPES.get(name, ())
     if before[name] in alike and after[name] in alike:
         return Role.FUNCTION
@@ -244,16 +245,12 @@ def role_of(name: str, before: Values, after: Values) -> Role:
 
 
 def _cuts(values: Values) -> bool:
-    """Whether a run's data are cut by ``split``."""
+    """Return True if the run's data are cut by ``split``."""
     return bool(values["data_path"] or values["data_args_path"])
 
 
-def _same(name: str, before: Any, after: Any) -> bool:
-    return _same_cut(before, after) if name == "split" else before == after
-
-
-def _same_cut(before: str | None, after: str | None) -> bool:
-    """Whether two splits cut data in the same places, but for rounding: what they read has a fingerprint besides."""
+def _same_split(before: str | None, after: str | None) -> bool:
+    """Return True if two splits cut data in the same places, up to rounding: a fingerprint compares the data."""
     texts = [DEFAULT_SPLIT if split is None else split for split in (before, after)]
     try:
         return all(isclose(*shares, rel_tol=1e-9) for shares in zip(*map(split_shares, texts)))
@@ -262,39 +259,41 @@ def _same_cut(before: str | None, after: str | None) -> bool:
 
 
 def _values(config: RunConfig) -> Values:
-    """Every value by name; experts that are cut as the dense layers are have no size of their own."""
-    p, values = config.parallel, flat(config)
-    if p.expert_tensor_parallel_size == p.tensor_model_parallel_size:
+    """Return every value by name; expert tensor parallelism that equals that of the dense layers counts as unset."""
+    parallel = config.parallel
+    values = flat(config)
+    if parallel.expert_tensor_parallel_size == parallel.tensor_model_parallel_size:
         values["expert_tensor_parallel_size"] = None
     return values
 
 
 def _schedule(config: RunConfig, begin: tuple[int, int]) -> tuple[float | None, ...]:
-    """Every length, in samples, that learning rate and weight decay depend on."""
-    o, (warmup, decay, final, total) = config.optimizer, lengths(config, 1, *begin)  # the batch is written out
+    """Return every length, in samples, that learning rate and weight decay depend on."""
+    optimizer = config.optimizer
+    warmup, decay, final, total = lengths(config, 1, *begin)  # any DP: the global batch is resolved
     return (
         warmup,
-        decay if o.lr_decay_style != "constant" else None,
-        final if o.lr_decay_style == "WSD" else None,
-        total if o.weight_decay_incr_style != "constant" else None,
+        decay if optimizer.lr_decay_style != "constant" else None,
+        final if optimizer.lr_decay_style == "WSD" else None,
+        total if optimizer.weight_decay_incr_style != "constant" else None,
     )
 
 
 def _read(saved: Mapping[str, Any], source: str) -> tuple[RunConfig, Values, list[str]]:
-    """The configuration as far as this version can read it, values it cannot read, and options it does not know."""
+    """Return the configuration that this version can read, unreadable values, and unknown fields."""
     known: dict[str, Any] = {}
     unreadable: Values = {}
     for group, name, value in _entries(saved):
         if _is_known(group, name):
-            layer = from_tree({name: value}, source)
-            known |= layer.values
-            unreadable |= {name: value} if layer.problems else {}
+            result = from_tree({name: value}, source)
+            known |= result.values
+            unreadable |= {name: value} if result.problems else {}
     config = build(known)
     return resolve(config, config.parallel.model_ranks), unreadable, unknown_options(saved)
 
 
 def unknown_options(saved: Mapping[str, Any]) -> list[str]:
-    """``group.name value`` of what a checkpoint's configuration has and this version does not know."""
+    """Return ``group.name value`` of every field in a checkpoint's configuration unknown to this version."""
     return [f"{group}.{name} {value}" for group, name, value in _entries(saved) if not _is_known(group, name)]
 
 
@@ -303,7 +302,7 @@ def _is_known(group: str, name: str) -> bool:
 
 
 def _entries(saved: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
-    """Group, name and value of everything in a nested mapping."""
+    """Yield group, name and value of every entry."""
     for group, values in saved.items():
         for name, value in values.items() if isinstance(values, Mapping) else ():
             yield group, name, value

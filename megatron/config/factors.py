@@ -1,4 +1,4 @@
-"""``PATTERN=FACTOR``: what multiplies an option of some parameters."""
+"""``PATTERN=FACTOR`` arguments, which scale an option for parameters whose names match."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from fnmatch import fnmatchcase
 
 
 def read_factor(text: str) -> tuple[str, float]:
-    """Pattern and factor of a text such as ``layers.*.bias=0.5``.
+    """Parse a text such as ``layers.*.bias=0.5`` into pattern and factor.
 
     Raises:
-        ValueError: when it is none, in words that follow it.
+        ValueError: with a message that completes a sentence that begins with the text.
     """
     pattern, equals, number = text.rpartition("=")
     if not (equals and pattern):
@@ -19,14 +19,14 @@ def read_factor(text: str) -> tuple[str, float]:
     try:
         factor = float(number)
     except ValueError:
-        raise ValueError(f"ends with '{number}', which is no number") from None
+        raise ValueError(f"ends with '{number}', which is not a number") from None
     if not (math.isfinite(factor) and factor >= 0):
         raise ValueError(f"has the factor {number}, which must be finite and at least 0")
     return pattern, factor
 
 
 def factor_of(name: str, factors: Iterable[tuple[str, float]], default: float) -> float:
-    """The factor of the last pattern, as of the shell, that matches a parameter's name."""
+    """Return the factor of the last shell pattern that matches a parameter's name, or the default."""
     found = default
     for pattern, factor in factors:
         if fnmatchcase(name, pattern):

@@ -1,12 +1,12 @@
-"""How much arithmetic a token costs: every matrix product of the model, forward, backward and done again.
+"""FLOPs per token of every matrix product: forward, backward and recomputation.
 
-Only matrix products count, as everywhere in the field: ``[m, k] x [k, n]`` is 2mnk FLOPs. Norms, activations, softmax,
-embeddings and the optimizer are left out. All numbers are FLOPs per token, averaged over a sequence.
+As is usual, only matrix products count: ``[m, k] x [k, n]`` is 2mnk FLOPs. Norms, activations, softmax, embeddings and
+the optimizer are left out. All numbers are FLOPs per token, averaged over a sequence.
 
-A weight is multiplied three times per token (forward, and in backward for the gradients of its input and of itself), so
-it costs 6 FLOPs; one of an expert costs them for the tokens that chose it. Queries of width ``q`` (heads x channels,
-often the hidden size) that meet ``k`` keys cost 2qk for the scores and 2qk for the values, three times over: 12qk per
-layer.
+A weight takes part in three products per token (forward, and in backward for the gradients of its input and of
+itself), so it costs 6 FLOPs; the weight of an expert costs them for the tokens routed to it. Queries of total width
+``q`` (heads x channels, often the hidden size) that attend to ``k`` keys cost 2qk for the scores and 2qk for the
+values, three times: 12qk per layer.
 """
 
 from __future__ import annotations
@@ -20,56 +20,45 @@ from megatron.parallel.shard import padded_vocabulary
 from megatron.pipeline.plan import stage_layers
 
 BLOCK = ("qkv", "scores", "values", "proj", "router", "fc1", "fc2")
-"""The matrix products of a block, in order; the last two are those of all experts that a token has."""
+"""The matrix products of a block, in order. fc1 and fc2 include all experts that a token is routed to."""
 
 ONE_STAGE = ParallelConfig()
-"""All blocks on one rank, in one chunk."""
+"""A layout with all blocks in one stage."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """FLOPs per token of one operation.
-
-    Attributes:
-        forward: once.
-        backward: the gradients of both operands.
-        recomputed: forward again, because its result was not kept.
-    """
+    """FLOPs per token of one matrix product."""
 
     forward: float
-    backward: float
-    recomputed: float = 0.0
+    backward: float  # gradients of both operands
+    recomputed: float = 0.0  # the forward pass a second time
 
 
 @dataclass(frozen=True)
 class FlopTable:
-    """FLOPs per token of every matrix product.
+    """FLOPs per token of every matrix product."""
 
-    Attributes:
-        layers: of each block, by the names in ``BLOCK``.
-        head: of the output layer.
-    """
-
-    layers: tuple[dict[str, Work], ...]
-    head: Work
+    layers: tuple[dict[str, Work], ...]  # per block, by the names in BLOCK
+    head: Work  # output layer
 
     @property
     def works(self) -> list[Work]:
-        """Every operation."""
+        """All matrix products."""
         return [work for layer in self.layers for work in layer.values()] + [self.head]
 
     @property
     def model(self) -> float:
-        """Forward and backward."""
+        """Total of forward and backward."""
         return sum(work.forward + work.backward for work in self.works)
 
     def of(self, name: str) -> float:
-        """Forward and backward of one of ``BLOCK`` in all blocks."""
+        """Return forward and backward of one product of ``BLOCK``, summed over all blocks."""
         return sum(layer[name].forward + layer[name].backward for layer in self.layers)
 
     @property
     def recomputed(self) -> float:
-        """What is done a second time."""
+        """Total of recomputation."""
         return sum(work.recomputed for work in self.works)
 
 
@@ -80,35 +69,34 @@ def flop_table(
     vocabulary: int,
     parallel: ParallelConfig = ONE_STAGE,
 ) -> FlopTable:
-    """What every matrix product costs.
+    """Return the FLOPs of every matrix product.
 
     Args:
-        model: its shape.
-        training: what it recomputes.
-        keys: that a token meets on average, counted as ``full_keys`` or ``causal_keys`` do.
+        model: architecture.
+        training: recomputation options.
+        keys: average keys per token, from :func:`full_keys` or :func:`causal_keys`.
         vocabulary: rows of the output layer, with or without padding.
-        parallel: how a pipeline shares the blocks: some of *each* stage's may be recomputed.
+        parallel: distribution of blocks over stages; recomputation may apply to the first blocks of *each* stage.
 
     Raises:
-        ScheduleError: when it cannot share them.
+        ScheduleError: when the pipeline cannot distribute the blocks.
     """
-    once = {name: 2.0 * model.hidden_size * width for name, width in _widths(model).items()}
-    attention = 2.0 * model.num_attention_heads * model.head_dim * keys
-    once |= {"scores": attention, "values": attention}
-    places = [place for stage in stage_layers(model, parallel) for place in range(stage.count)]
+    forward = {name: 2.0 * model.hidden_size * width for name, width in _widths(model).items()}
+    forward["scores"] = forward["values"] = 2.0 * model.num_attention_heads * model.head_dim * keys
     layers = []
-    for place in places:
-        again = recomputed_products(model, training, place)
-        layers.append({name: Work(once[name], 2 * once[name], once[name] * (name in again)) for name in BLOCK})
+    for stage in stage_layers(model, parallel):
+        for index in range(stage.count):
+            recomputed = recomputed_products(model, training, index)
+            layers.append({n: Work(forward[n], 2 * forward[n], forward[n] * (n in recomputed)) for n in BLOCK})
     head = 2.0 * model.hidden_size * vocabulary
     return FlopTable(tuple(layers), Work(head, 2 * head))
 
 
 def recomputed_products(model: ModelConfig, training: TrainingConfig, place: int) -> frozenset[str]:
-    """Which products of block ``place`` of a stage are done again in backward, under the recompute flags.
+    """Return the products that block ``place`` of a stage computes again in backward.
 
-    Norms and activations are no products. Recomputation ends as soon as backward has what it needs: unfused attention
-    (with dropout) needs its weights and not what they are multiplied into, so only the scores are made again.
+    Recomputation stops once backward has what it needs: unfused attention (with dropout) needs the attention weights
+    but not their product with the values, so only the scores are recomputed.
     """
     if training.recompute_granularity is None:
         return frozenset()
@@ -121,68 +109,65 @@ def recomputed_products(model: ModelConfig, training: TrainingConfig, place: int
 
 
 def matmul_parameters(model: ModelConfig) -> int:
-    """N of ``6N + 12Lhs``: the weights of matrix products, which are the linear layers and the output layer.
+    """Return N of ``6N + 12Lhs``: the weights of the linear layers and the output layer.
 
-    Not in it: experts that a token did not choose, the embeddings of tokens and positions (rows are looked up; a tied
-    one counts once, as the output layer), biases, norms, and the padding of the vocabulary.
+    Left out are experts that a token is not routed to, token and position embeddings (lookups; a tied embedding counts
+    as the output layer), biases, norms, and vocabulary padding.
     """
     return model.hidden_size * (model.num_layers * sum(_widths(model).values()) + model.vocab)
 
 
 def full_keys(model: ModelConfig, seq_length: int) -> float:
-    """Keys of a token where every score counts, masked or not: ``s``, or the window where that is shorter."""
+    """Return the keys per token when masked scores count too: ``s``, or the window if shorter."""
     return float(min(model.window_size or seq_length, seq_length))
 
 
 def causal_keys(model: ModelConfig, seq_length: int) -> float:
-    """Keys that a token sees on average: ``s/2``; with a window ``w - w^2/2s``. A token is half a key of its own."""
+    """Return the average keys per token under the causal mask: ``s/2``, or ``w - w^2/2s`` with a window ``w``.
+
+    The token itself counts as half a key.
+    """
     window = full_keys(model, seq_length)
     return window - window**2 / (2 * seq_length)
 
 
 @dataclass(frozen=True)
 class FlopsPerToken:
-    """FLOPs per token, forward and backward, under the conventions that figures are quoted in.
+    """FLOPs per token, forward and backward, in the usual conventions."""
 
-    Attributes:
-        full: ``6N + 12Lhs`` (PaLM, arXiv:2204.02311, appendix B): every score counts, also those that are masked.
-            N is ``matmul_parameters``, L layers, h the width of the queries, s ``full_keys``.
-        causal: ``6N + 12Lh`` times ``causal_keys``: scores that are masked do not count.
-        hardware: ``full`` and what is recomputed, except inside fused attention kernels, which keep no scores.
-        megatron: as Megatron-LM counts: causal, windows ignored, with the padding of the vocabulary, without routers.
-    """
-
+    # 6N + 12Lhs (PaLM, arXiv:2204.02311, appendix B): masked scores count. N is matmul_parameters, L the layers,
+    # h the width of the queries, s full_keys.
     full: float
+    # 6N + 12Lh x causal_keys: masked scores do not count.
     causal: float
+    # full plus recomputation, except that inside fused attention kernels
     hardware: float
+    # As Megatron-LM counts: causal, ignoring windows and routers, with vocabulary padding.
     megatron: float
 
     @classmethod
     def from_config(cls, config: RunConfig) -> FlopsPerToken:
-        """Of a run.
+        """Compute the FLOPs per token of a run.
 
         Raises:
-            ValueError: while the vocabulary's size is not known, or when the pipeline cannot share the blocks.
+            ValueError: when the vocabulary size is not set, or the pipeline cannot distribute the blocks.
         """
         model, training, s = config.model, config.training, config.training.seq_length
         padded = padded_vocabulary(
             model.vocab, model.make_vocab_size_divisible_by, config.parallel.tensor_model_parallel_size
         )
         full = flop_table(model, training, full_keys(model, s), model.vocab, config.parallel)
-        megatrons = flop_table(model, training, s / 2, padded)
+        megatron = flop_table(model, training, s / 2, padded)
         return cls(
             full=full.model,
             causal=flop_table(model, training, causal_keys(model, s), model.vocab).model,
             hardware=full.model + full.recomputed,
-            megatron=megatrons.model - megatrons.of("router"),
+            megatron=megatron.model - megatron.of("router"),
         )
 
 
 def _widths(model: ModelConfig) -> dict[str, int]:
-    """Rows of each linear layer of a block, those of the projections back to the hidden size counted as columns.
-
-    Several experts are as one that is as wide as all of them.
-    """
+    """Return the size of each linear layer of a block besides the hidden size; a token's experts count as one."""
     query, mlp = model.num_attention_heads * model.head_dim, model.ffn
     if model.num_experts is not None:
         mlp = model.moe_router_topk * model.expert_ffn + (model.moe_shared_expert_intermediate_size or 0)

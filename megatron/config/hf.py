@@ -1,7 +1,6 @@
-"""A Hugging Face ``config.json`` as the fields of `ModelConfig`, and back. No torch, no transformers.
+"""Conversion between a Hugging Face ``config.json`` and `ModelConfig`, without torch or transformers.
 
-What a ``config.json`` asks for and no field of ours says is refused by name, and so is a key that nobody here has heard
-of: it may change what the model computes.
+Unsupported values and unknown keys are refused by name, because they may change what the model computes.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from megatron.config.problems import Problem, UserError
 
 CONFIG = "config.json"
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
-"""What a config.json or generation_config.json says of the tokens that begin, end and fill a text."""
+"""Keys of config.json and generation_config.json with the ids of special tokens."""
 
 
 def _words(text: str) -> frozenset[str]:
@@ -34,7 +33,7 @@ _NOTES = _words(
     summary_type summary_use_proj summary_activation summary_proj_to_labels summary_first_dropout
     n_ctx pretraining_tp reorder_and_upcast_attn"""
 )
-"""Keys that do not change what a language model computes: notes, other heads, ways to compute the same."""
+"""Keys that do not change what a language model computes: metadata, other heads, implementation choices."""
 
 _GENERATION = _words(
     """max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k
@@ -42,7 +41,7 @@ _GENERATION = _words(
     num_return_sequences output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens"""
 )
-"""Settings of text generation, which older versions kept here."""
+"""Settings of text generation, which older versions of transformers store in config.json."""
 
 _NOT_HERE: Mapping[str, tuple[Any, ...]] = {
     "is_encoder_decoder": (False,),
@@ -52,17 +51,17 @@ _NOT_HERE: Mapping[str, tuple[Any, ...]] = {
     "pruned_heads": ({}, None),
     "quantization_config": (None,),
 }
-"""Keys of every model type with the only values that we have."""
+"""Keys of all model types with the only supported values."""
 
 _TIED = {"gpt2": True}
-"""Model types whose embedding and output projection are one unless ``tie_word_embeddings`` says otherwise."""
+"""Model types whose default of ``tie_word_embeddings`` is true."""
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The ``config.json`` of a folder.
+    """Read the ``config.json`` of a folder.
 
     Raises:
-        UserError: when there is none, or it holds no JSON object.
+        UserError: when there is none, or it is not a JSON object.
     """
     path = folder / CONFIG
     try:
@@ -78,40 +77,47 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def family_of(config: Json, where: str) -> str:
-    """The model type a config.json names, a key of ``FAMILIES``.
+    """Return the model type of a config.json, a key of ``FAMILIES``.
 
     Raises:
-        UserError: when it is none of them.
+        UserError: when the model type is not supported.
     """
     kind = str(config.get("model_type"))
     if kind not in FAMILIES:
-        sentence = f"{where}: model_type {kind!r} is not here; these are: {', '.join(FAMILIES)}"
+        sentence = f"{where}: model_type {kind!r} is not supported, only {', '.join(FAMILIES)}"
         raise UserError([Problem("E851", sentence)])
     architectures = config.get("architectures")
     named = architectures if isinstance(architectures, list) else [architectures]
-    if architectures and FAMILIES[kind].architecture not in named:
-        sentence = f"{where}: architectures {', '.join(map(str, named))}; here is {FAMILIES[kind].architecture}"
+    supported = FAMILIES[kind].architecture
+    if architectures and supported not in named:
+        sentence = f"{where}: architectures {', '.join(map(str, named))}; only {supported} is supported for {kind}"
         raise UserError([Problem("E851", sentence)])
     return kind
 
 
 def model_values(config: Json, where: str) -> Values:
-    """Fields of `ModelConfig`, by name, that the contents of a config.json determine.
+    """Return the fields of `ModelConfig`, by name, that a config.json determines.
 
-    Sizes that are `ModelConfig`'s defaults in words (as many key/value heads as query heads, heads that share the
-    hidden size) are None, as they would be in a preset.
+    Sizes that equal the computed defaults of `ModelConfig` (one key/value head per query head, heads that split the
+    hidden size) are None, as in a preset.
 
     Args:
-        config: contents of config.json.
+        config: content of config.json.
         where: its path, for messages.
 
     Raises:
-        UserError: naming every key that asks for what is not here.
+        UserError: naming every unknown key and unsupported value.
     """
     kind = family_of(config, where)
     family, values = FAMILIES[kind], Values()
-    problems = [Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _strangers(config, family)]
-    for read in (lambda c: _read_keys(c, family), family.read, lambda c: _read_tie(c, kind)):
+    problems = [Problem("E851", f"{where}: {sentence}", fixes) for sentence, fixes in _unsupported(config, family)]
+
+    def read_tie(config: Json) -> Values:
+        return {
+            "untie_embeddings_and_output_weights": not switch(config, "tie_word_embeddings", _TIED.get(kind, False))
+        }
+
+    for read in (lambda c: _read_keys(c, family), family.read, read_tie):
         try:
             values |= read(config)
         except RefusedError as refusal:
@@ -121,16 +127,16 @@ def model_values(config: Json, where: str) -> Values:
     return values
 
 
-def _strangers(config: Json, family: Family) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Keys with values that we do not have, and keys that are not known at all."""
+def _unsupported(config: Json, family: Family) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """Yield a sentence and fixes for every key with an unsupported value, and for every unknown key."""
     fixed = {**_NOT_HERE, **family.fixed}
     known = {key.theirs for key in family.keys} | {*family.reads, *fixed, "tie_word_embeddings"} | _NOTES | _GENERATION
     for name, value in config.items():
         if name in fixed and value not in fixed[name]:
-            yield f"{name} {json.dumps(value)} is not here, only {' or '.join(map(json.dumps, fixed[name]))}", ()
+            yield f"{name} {json.dumps(value)} is not supported, only {' or '.join(map(json.dumps, fixed[name]))}", ()
         elif name not in known:
-            remedy = (f"take {name} out of config.json if the model computes the same without it",)
-            yield f"{name} {json.dumps(value)} is not known here", remedy
+            fix = f"remove {name} from config.json if the model computes the same without it"
+            yield f"{name} {json.dumps(value)} is an unknown key", (fix,)
 
 
 def _read_keys(config: Json, family: Family) -> Values:
@@ -143,16 +149,11 @@ def _read_keys(config: Json, family: Family) -> Values:
     return {"num_query_groups": None, "kv_channels": None} | values
 
 
-def _read_tie(config: Json, kind: str) -> Values:
-    tied = switch(config, "tie_word_embeddings", _TIED.get(kind, False))
-    return {"untie_embeddings_and_output_weights": not tied}
-
-
 def family_for(model: ModelConfig) -> str:
-    """The first model type of ``FAMILIES`` that computes exactly what ``model`` describes.
+    """Return the first model type of ``FAMILIES`` that computes exactly the same as ``model``.
 
     Raises:
-        UserError: when none does, naming the options in the way of the nearest ones.
+        UserError: when there is none, naming the options that the closest model types lack.
     """
     lacking = {kind: [option for option, can in f.can.items() if not can(model)] for kind, f in FAMILIES.items()}
     best = min(lacking, key=lambda kind: len(lacking[kind]))
@@ -161,28 +162,28 @@ def family_for(model: ModelConfig) -> str:
     problems = []
     for kind, options in lacking.items():
         if len(options) == len(lacking[best]):
-            said = ", ".join(f"{option} {getattr(model, option)}" for option in options)
-            problems.append(Problem("E852", f"Hugging Face's {kind} has no {said}"))
+            settings = ", ".join(f"{option} {getattr(model, option)}" for option in options)
+            problems.append(Problem("E852", f"Hugging Face's {kind} has no {settings}"))
     raise UserError(problems)
 
 
 def config_json(model: ModelConfig, dtype: str = "float32", special: Json | None = None) -> Values:
-    """The contents of the config.json that describes ``model``; dropout of training that a family lacks is left out.
+    """Return the content of the config.json for ``model``. Dropout rates that the family does not have are left out.
 
     Args:
-        model: with its vocabulary size and positions known.
-        dtype: of the stored weights, as torch spells it: ``bfloat16``.
+        model: with vocabulary size and number of positions set.
+        dtype: torch's name of the data type of the stored weights, such as ``bfloat16``.
         special: values of ``SPECIAL_IDS``; null when not given.
 
     Raises:
-        UserError: when no family computes exactly the same, or a size is not known.
+        UserError: when no family computes exactly the same, or a size is not set.
     """
     kind = family_for(model)
     family = FAMILIES[kind]
     for name in ("vocab_size", "max_position_embeddings"):
         if getattr(model, name) is None:
             flag = f"--{name.replace('_', '-')} N"
-            raise UserError([Problem("E852", f"{name} is not known, and a config.json must say it", (flag,))])
+            raise UserError([Problem("E852", f"{name} is not set, and config.json requires it", (flag,))])
     derived = {
         "num_query_groups": model.kv_groups,
         "kv_channels": model.head_dim,

@@ -1,7 +1,4 @@
-"""The model types of transformers that are here: what their ``config.json`` says in terms of `ModelConfig`.
-
-Each family is one record read both ways by `megatron.config.hf`.
-"""
+"""Supported model types of transformers, with the mapping between their ``config.json`` and `ModelConfig`."""
 
 from __future__ import annotations
 
@@ -17,42 +14,39 @@ from megatron.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class Family:
-    """One model type of transformers.
+    """One model type of transformers, used in both directions."""
 
-    Attributes:
-        architecture: the class with a language-modelling head.
-        keys: what both sides can say.
-        fixed: keys with the only values that we have; the first is also what a missing key means.
-        reads: the other keys that ``read`` looks at.
-        read: further fields, read out of a config.json; raises `RefusedError`.
-        write: further keys, of a model that the family can express.
-        can: for each group of our options, whether the family can express what a model says with them.
-    """
-
+    # transformers' class with a language-modelling head
     architecture: str
+    # keys that correspond to one field of ModelConfig
     keys: tuple[Key, ...]
+    # keys with the only supported values; the first is the value of a missing key
     fixed: Mapping[str, tuple[Any, ...]]
+    # the other keys that read uses
     reads: tuple[str, ...]
+    # further fields of ModelConfig from a config.json; raises RefusedError
     read: Callable[[Json], Values]
+    # further keys of config.json for a model that the family can express
     write: Callable[[ModelConfig], Values]
+    # option -> whether the family can express the model's value of it
     can: Mapping[str, Callable[[ModelConfig], bool]]
 
 
 # ---- GPT-2 ----
 
 _GELUS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "relu2": "relu2"}
-"""Activations of GPT-2's MLP; of two spellings of one function the first is written."""
+"""GPT-2's names of activations; an export writes the first name of a function."""
 
 _WIDTH = Key("hidden_size", "n_embd", 768)
 
 
 def _read_gpt2(config: Json) -> Values:
     activation = config.get("activation_function", "gelu_new")
-    if activation not in tuple(_GELUS):  # it may be of any type
-        raise RefusedError(f"activation_function {activation!r} is not here; these are: {', '.join(_GELUS)}")
-    after_blocks, after_embedding = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
-    if after_blocks != after_embedding:
-        raise RefusedError(f"resid_pdrop {after_blocks} and embd_pdrop {after_embedding} differ; here they are one")
+    if activation not in tuple(_GELUS):  # a tuple, because activation may be unhashable
+        raise RefusedError(f"activation_function {activation!r} is not supported, only {', '.join(_GELUS)}")
+    residual_dropout, embedding_dropout = config.get("resid_pdrop", 0.1), config.get("embd_pdrop", 0.1)
+    if residual_dropout != embedding_dropout:
+        raise RefusedError(f"resid_pdrop {residual_dropout} and embd_pdrop {embedding_dropout} must be equal")
     values: Values = {
         "position_embedding_type": "learned_absolute",
         "normalization": "LayerNorm",
@@ -113,7 +107,7 @@ _LAYERS = Key("num_layers", "num_hidden_layers", 32)
 
 
 def _llama_keys(**defaults: Any) -> tuple[Key, ...]:
-    """The keys that all of them share; ``defaults`` of one class by our field's name."""
+    """Return the keys that all of them share, with the defaults of one class by our field names."""
     keys = (
         _LAYERS,
         Key("hidden_size", "hidden_size", 4096),
@@ -131,16 +125,16 @@ def _llama_keys(**defaults: Any) -> tuple[Key, ...]:
 
 
 def _read_decoder(config: Json) -> Values:
-    """What all relatives of Llama have in common, and what only some of them have as the others have it."""
-    fixed = {"normalization": "RMSNorm", "activation": "swiglu", "hidden_dropout": 0.0}
-    plain = {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "window_size": None}
-    return fixed | plain | {"num_experts": None} | read_rope(config)
+    """Return what all relatives of Llama share, and Llama's values of what some of them change."""
+    shared = {"normalization": "RMSNorm", "activation": "swiglu", "hidden_dropout": 0.0}
+    defaults = {"add_bias_linear": False, "add_qkv_bias": False, "qk_layernorm": False, "window_size": None}
+    return shared | defaults | {"num_experts": None} | read_rope(config)
 
 
 def _read_llama(config: Json) -> Values:
     attention, mlp = switch(config, "attention_bias", False), switch(config, "mlp_bias", False)
     if attention != mlp:
-        raise RefusedError(f"attention_bias {attention} with mlp_bias {mlp} is not here: all have one or none")
+        raise RefusedError(f"attention_bias {attention} with mlp_bias {mlp} is not supported: they must be equal")
     return _read_decoder(config) | {"add_bias_linear": attention}
 
 
@@ -163,15 +157,15 @@ _QWEN_WINDOW = ("use_sliding_window", "sliding_window", "max_window_layers", "la
 
 
 def _read_qwen_window(config: Json) -> Values:
-    """Qwen's first layers may look at everything while the others have a window; here all layers are alike."""
+    """Read Qwen's window, which its first layers may not have; here all layers have the same."""
     layers = value_of(_LAYERS, config)
     full = value_of(Key("", "max_window_layers", 28), config)
     window = value_of(_WINDOW, config) if switch(config, "use_sliding_window", False) else None
     by_place = ["sliding_attention" if window and i >= full else "full_attention" for i in range(layers)]
-    said = config.get("layer_types", by_place)
-    kinds = set(map(str, said)) if isinstance(said, list) else {repr(said)}
+    layer_types = config.get("layer_types", by_place)
+    kinds = set(map(str, layer_types)) if isinstance(layer_types, list) else {repr(layer_types)}
     if len(kinds) > 1 or not kinds <= {"sliding_attention", "full_attention"}:
-        raise RefusedError(f"layers of several kinds ({', '.join(sorted(kinds))}) are not here: all layers are alike")
+        raise RefusedError(f"layers of several kinds ({', '.join(sorted(kinds))}) are not supported")
     return {"window_size": window if kinds == {"sliding_attention"} else None}
 
 
@@ -196,18 +190,17 @@ def _write_qwen(model: ModelConfig) -> Values:
 # ---- Mixtures of experts ----
 
 _TRAINING = ("output_router_logits", "router_aux_loss_coef")
-"""How transformers would balance experts in training: another loss than ours, over all layers as one, and off unless
-asked for. What the model computes does not depend on it."""
+"""Keys of transformers' load-balancing loss, which do not change what the model computes. They are ignored: the loss
+differs from ours (one loss over all layers) and is off by default."""
 
-
-_NONE_SHARED: Values = {"moe_shared_expert_intermediate_size": None}
+_NO_SHARED_EXPERT: Values = {"moe_shared_expert_intermediate_size": None}
 _MIXTRAL = Key("window_size", "sliding_window", None), Key("num_experts", "num_local_experts", 8)
 
 
 def _read_mixtral(config: Json) -> Values:
     own = {key.ours: value_of(key, config) for key in _MIXTRAL}
-    same = {"moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
-    return _read_decoder({"rope_theta": 1e6} | config) | own | same | _NONE_SHARED
+    experts = {"moe_ffn_hidden_size": None, "moe_router_pre_softmax": False}
+    return _read_decoder({"rope_theta": 1e6} | config) | own | experts | _NO_SHARED_EXPERT
 
 
 def _write_mixtral(model: ModelConfig) -> Values:
@@ -215,17 +208,18 @@ def _write_mixtral(model: ModelConfig) -> Values:
 
 
 _QWEN_EXPERTS = ("num_experts", "num_local_experts")
-"""As transformers 4 writes it, which 5 reads, too, and as 5 does."""
+"""The spelling of transformers 4, which version 5 reads too, and that of version 5."""
 
 
 def _read_qwen3_moe(config: Json) -> Values:
     window = value_of(_WINDOW, config) if switch(config, "use_sliding_window", False) else None
-    weighed = {"moe_router_pre_softmax": not switch(config, "norm_topk_prob", False)}
-    said = {name: value_of(Key("num_experts", name, 128), config) for name in _QWEN_EXPERTS if name in config}
-    if len({*said.values()}) > 1:
-        raise RefusedError(" and ".join(f"{name} {n}" for name, n in said.items()) + " contradict each other")
-    experts = {"num_experts": next(iter(said.values()), 128), "qk_layernorm": True, "window_size": window}
-    return _read_decoder(config) | experts | weighed | _NONE_SHARED
+    pre_softmax = not switch(config, "norm_topk_prob", False)
+    counts = {name: value_of(Key("num_experts", name, 128), config) for name in _QWEN_EXPERTS if name in config}
+    if len({*counts.values()}) > 1:
+        raise RefusedError(" and ".join(f"{name} {n}" for name, n in counts.items()) + " contradict each other")
+    experts = {"num_experts": next(iter(counts.values()), 128), "moe_router_pre_softmax": pre_softmax}
+    others = {"qk_layernorm": True, "window_size": window}
+    return _read_decoder(config) | experts | others | _NO_SHARED_EXPERT
 
 
 def _write_qwen3_moe(model: ModelConfig) -> Values:
@@ -269,7 +263,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 **_NO_EXPERTS,
                 "add_qkv_bias": lambda m: m.qkv_bias == m.add_bias_linear,
                 "window_size": lambda m: m.window_size is None,
-                "hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0,  # transformers insists
+                "hidden_size": lambda m: m.hidden_size % m.num_attention_heads == 0,  # required by transformers
             },
         ),
         "mistral": Family(
@@ -358,4 +352,4 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         ),
     }
 )
-"""By transformers' ``model_type``. On export the first that can express a model is taken."""
+"""Supported families by transformers' ``model_type``. An export uses the first one that can express the model."""

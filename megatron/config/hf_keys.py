@@ -1,4 +1,4 @@
-"""Keys of a Hugging Face ``config.json``, and reading them so that nothing but what is meant is taken."""
+"""Typed access to the keys of a Hugging Face ``config.json``."""
 
 from __future__ import annotations
 
@@ -11,45 +11,38 @@ Values = dict[str, Any]
 
 @dataclass(frozen=True)
 class Key:
-    """A key of config.json that says exactly what one of our fields says.
+    """A numeric key of config.json with the same meaning as a field of `ModelConfig`."""
 
-    Attributes:
-        ours: the field of `ModelConfig`.
-        theirs: the key.
-        default: its value when the key is missing, as in transformers' class.
-        optional: null is a value, too, as it is where the default is null.
-    """
-
-    ours: str
-    theirs: str
-    default: Any
-    optional: bool = False
+    ours: str  # field of ModelConfig
+    theirs: str  # key in config.json
+    default: Any  # value of a missing key, as in the transformers class
+    optional: bool = False  # null is allowed although the default is not null
 
 
 class RefusedError(ValueError):
-    """A sentence on what config.json says and is not here."""
+    """A value in config.json that is not supported."""
 
 
 def value_of(key: Key, config: Json) -> Any:
-    """What ``config`` says under the key, as a number of the kind the key has.
+    """Return the value of a key: a float if its default is one, else an int; or None where null is allowed.
 
     Raises:
-        RefusedError: when it is no such number.
+        RefusedError: when the value has another type.
     """
     value = config.get(key.theirs, key.default)
     fractional = isinstance(key.default, float)
     if value is None and (key.default is None or key.optional):
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float) if fractional else int):
-        raise RefusedError(f"{key.theirs} is {value!r}, not a {'number' if fractional else 'whole number'}")
+        raise RefusedError(f"{key.theirs} is {value!r}, not {'a number' if fractional else 'a whole number'}")
     return float(value) if fractional else value
 
 
 def switch(config: Json, name: str, default: bool) -> bool:
-    """What ``config`` says under ``name``, true or false.
+    """Return the boolean value of a key.
 
     Raises:
-        RefusedError: when it says something else.
+        RefusedError: when the value is not a boolean.
     """
     value = config.get(name, default)
     if not isinstance(value, bool):

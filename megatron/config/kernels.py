@@ -1,4 +1,4 @@
-"""The words of ``--kernels``: which operations have which implementations, and what a person asks for each."""
+"""Parsing of ``--kernels``: the available implementations, and the choice for each operation."""
 
 from __future__ import annotations
 
@@ -18,52 +18,49 @@ CANDIDATES: dict[str, tuple[str, ...]] = {
     "weight_gradient": ("apex", "addmm", "torch"),
     "adam": ("apex", "torch"),
 }
-"""Implementations of every operation, in the order in which ``auto`` takes them on a GPU; ``torch`` is everywhere."""
+"""Implementations of every operation, in the order that ``auto`` tries on a GPU; ``torch`` is always available."""
 
 ALL = ("auto", "torch", "compiled")
-"""Words that speak of every operation."""
+"""Choices that apply to every operation."""
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for an operation.
+    """Implementation chosen for an operation."""
 
-    Attributes:
-        name: of an implementation, or ``auto``.
-        alone: it was asked for by the operation's name: the run is refused where it cannot be had.
-    """
-
+    # name of an implementation, or auto
     name: str = "auto"
+    # chosen as OPERATION=NAME: the run is refused if the implementation is unavailable
     alone: bool = False
 
 
 def wishes(words: Sequence[str]) -> Mapping[str, Wish]:
-    """What valid words ask for, by operation; later words win."""
-    asked = dict.fromkeys(CANDIDATES, Wish())
+    """Return the choice for each operation from valid ``--kernels`` arguments. Later ones win."""
+    choices = dict.fromkeys(CANDIDATES, Wish())
     for word in words:
         operation, equals, name = word.partition("=")
         if equals:
-            asked[operation] = Wish(name, alone=name != "auto")
+            choices[operation] = Wish(name, alone=name != "auto")
         else:
-            asked = {known: Wish(word if word in (*names, "auto") else "torch") for known, names in CANDIDATES.items()}
-    return asked
+            choices = {op: Wish(word if word in (*names, "auto") else "torch") for op, names in CANDIDATES.items()}
+    return choices
 
 
 def word_problems(words: Sequence[str]) -> Iterator[Problem]:
-    """Words that name no operation, or an implementation that it does not have."""
+    """Yield a problem for every argument with an unknown operation or implementation."""
     if not words:
-        yield Problem("E901", "--kernels names nothing", ("--kernels auto",))
+        yield Problem("E901", "--kernels has no value", ("--kernels auto",))
     for word in words:
         operation, equals, name = word.partition("=")
         names = (*CANDIDATES.get(operation, ()), "auto")
         if equals and operation in CANDIDATES and name not in names:
-            sentence = f"--kernels {word}: {operation} has {', '.join(names)}"
+            sentence = f"--kernels {word}: implementations of {operation} are {', '.join(names)}"
             yield Problem("E901", sentence, (f"--kernels {operation}={did_you_mean(name, names) or 'auto'}",))
         elif equals and operation not in CANDIDATES:
             guess = did_you_mean(operation, CANDIDATES)
-            sentence = f"--kernels {word}: there is no operation {operation}, only {', '.join(CANDIDATES)}"
+            sentence = f"--kernels {word}: no operation {operation}; operations are {', '.join(CANDIDATES)}"
             yield Problem("E901", sentence, (f"--kernels {guess}={name}" if guess else "--kernels auto",))
         elif not equals and word not in ALL:
-            sentence = f"--kernels {word}: neither one of {', '.join(ALL)} nor OPERATION=NAME"
-            named = f"{word}=torch" if word in CANDIDATES else did_you_mean(word, ALL) or "auto"
-            yield Problem("E901", sentence, (f"--kernels {named}",))
+            sentence = f"--kernels {word}: not one of {', '.join(ALL)}, nor OPERATION=NAME"
+            fix = f"{word}=torch" if word in CANDIDATES else did_you_mean(word, ALL) or "auto"
+            yield Problem("E901", sentence, (f"--kernels {fix}",))

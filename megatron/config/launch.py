@@ -1,4 +1,4 @@
-"""What the launcher says of this process: torchrun and srun tell it through the environment."""
+"""The launcher's environment variables, of torchrun or srun: ranks, restarts, the address of rank 0."""
 
 from __future__ import annotations
 
@@ -13,56 +13,48 @@ from typing import NoReturn, TextIO
 from megatron.config.problems import Problem
 
 FIRST_SPECIAL_STEP = 0xFFFFFFF0
-"""Slurm counts the steps of a job from 0; from here on numbers mean a batch script, an interactive shell and so on."""
+"""Slurm counts the steps of a job from 0; larger numbers denote a batch script, an interactive shell and so on."""
 
 
-NO_ID = "none"
-"""What torchrun takes for a ``--rdzv-id`` where none is given: the same for everybody."""
+DEFAULT_RDZV_ID = "none"
+"""torchrun's default ``--rdzv-id``, which does not identify a job."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """Which start of which job a process belongs to, as far as the launcher says.
+    """Which start of which job a process belongs to. A later start takes over the run's checkpoint folder."""
 
-    Attributes:
-        job: Slurm's number of the job.
-        cluster: Slurm's name of the cluster, whose jobs the number tells apart.
-        restart: how often Slurm has put the job back into its queue.
-        step: of the job, counted by srun; -1 outside of any.
-        group: torchrun's ``--rdzv-id``.
-        attempt: how often torchrun has restarted its processes.
-    """
-
-    job: str | None = None
-    cluster: str | None = None
-    restart: int = 0
-    step: int = -1
-    group: str | None = None
-    attempt: int = 0
+    job: str | None = None  # number of the Slurm job
+    cluster: str | None = None  # Slurm cluster; job numbers are unique in one
+    restart: int = 0  # number of times that Slurm requeued the job
+    step: int = -1  # of the job, counted by srun; -1 outside of any
+    group: str | None = None  # torchrun's ``--rdzv-id``
+    attempt: int = 0  # number of times that torchrun restarted its processes
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Start:
-        """What ``environ`` says."""
-        job, group = environ.get("SLURM_JOB_ID") or None, environ.get("TORCHELASTIC_RUN_ID") or None
+        """Read the environment."""
+        job = environ.get("SLURM_JOB_ID") or None
+        group = environ.get("TORCHELASTIC_RUN_ID") or None
         return cls(
             job=job,
             cluster=environ.get("SLURM_CLUSTER_NAME") if job else None,
             restart=_number(environ, "SLURM_RESTART_COUNT", 0) if job else 0,
             step=_step(environ) if job else -1,
-            group=None if group == NO_ID else group,
+            group=None if group == DEFAULT_RDZV_ID else group,
             attempt=_number(environ, "TORCHELASTIC_RESTART_COUNT", 0) if group else 0,
         )
 
     def follows(self, other: Start) -> bool:
-        """Whether this is a later start of the same job, which takes the place of ``other``.
+        """Return True if this is a later start of the same job as ``other``.
 
-        Within one step of one job, and outside of Slurm, it is torchrun that starts again: with the same
-        ``--rdzv-id``, and a number of attempts that does not go down (a rank that comes or goes starts all of them
-        anew, and is not counted).
+        Within one Slurm step, and outside of Slurm, torchrun restarts processes: with the same ``--rdzv-id`` and an
+        attempt that does not decrease. A change in the number of nodes restarts all ranks without a new attempt.
         """
         if (self.job, self.cluster) != (other.job, other.cluster):
             return False
-        here, there = (self.restart, self.step), (other.restart, other.step)
+        here = (self.restart, self.step)
+        there = (other.restart, other.step)
         if here != there:
             return here > there
         return self.group is not None and self.group == other.group and self.attempt >= other.attempt
@@ -77,40 +69,30 @@ class Start:
 
 
 def restart_remarks(environ: Mapping[str, str]) -> list[str]:
-    """That torchrun's restarts may fail: ranks of every start meet in the agents' store, among keys of the dead."""
+    """Return a note if torchrun's restarts may fail: new ranks would find keys of dead ones in the agents' store."""
     if not _number(environ, "TORCHELASTIC_MAX_RESTARTS", 0) or environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return []
     return [
-        "--max-restarts: ranks that start again would look for those that are dead, and fail; before torchrun: "
+        "--max-restarts: restarted ranks would connect to dead ones and fail; before torchrun: "
         "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
     ]
 
 
 @dataclass(frozen=True)
 class Launch:
-    """This process among those that were started together; by itself, a process that was started plainly.
+    """The rank of this process and the ranks it was started with; the defaults are a single process."""
 
-    Attributes:
-        launcher: ``torchrun`` (or whoever sets its variables), ``srun``, or None.
-        rank: from 0.
-        world_size: ranks.
-        local_rank: rank among those of this machine.
-        local_size: ranks of this machine, as far as this one knows.
-        master: the address at which rank 0 waits for the others; None when nobody says.
-        node: tells this machine from the others of the run, and grows with their order; not by ones.
-    """
-
-    launcher: str | None = None
-    rank: int = 0
+    launcher: str | None = None  # torchrun (or a compatible launcher), srun or None
+    rank: int = 0  # from 0
     world_size: int = 1
-    local_rank: int = 0
-    local_size: int = 1
-    master: str | None = "127.0.0.1"
-    node: int = 0
+    local_rank: int = 0  # on this node
+    local_size: int = 1  # ranks of this node; under srun only a lower bound
+    master: str | None = "127.0.0.1"  # address of rank 0; None if unknown
+    node: int = 0  # identifies the node; increases with the node's order, but not by 1
 
     @classmethod
     def read(cls, environ: Mapping[str, str]) -> Launch:
-        """What ``environ`` says; torchrun comes before srun, inside of which it may run."""
+        """Read the environment; torchrun takes precedence over srun, which may have started it."""
         if "RANK" in environ and "WORLD_SIZE" in environ:
             return cls._torchrun(environ)
         if _is_srun_step(environ):
@@ -119,7 +101,9 @@ class Launch:
 
     @classmethod
     def _torchrun(cls, environ: Mapping[str, str]) -> Launch:
-        rank, size, local = int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ.get("LOCAL_RANK", "0"))
+        rank = int(environ["RANK"])
+        size = int(environ["WORLD_SIZE"])
+        local = int(environ.get("LOCAL_RANK", "0"))
         local_size = int(environ.get("LOCAL_WORLD_SIZE", local + 1))
         master = environ.get("MASTER_ADDR", cls.master)
         return cls("torchrun", rank, size, local, local_size, master, rank - local)
@@ -132,37 +116,37 @@ class Launch:
         return cls("srun", rank, size, local, local + 1, master, int(environ.get("SLURM_NODEID", "0")))
 
     def problems(self) -> Iterator[Problem]:
-        """Why the ranks cannot find each other."""
+        """Yield a problem if the address of rank 0 is unknown."""
         if self.master is None and self.world_size > 1:
             yield Problem(
                 "E009",
-                f"srun started {self.world_size} ranks on several machines, and nothing says on which one rank 0 is",
+                f"srun started {self.world_size} ranks on several machines, but MASTER_ADDR is not set",
                 ('export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n1)',),
             )
 
 
 def _is_srun_step(environ: Mapping[str, str]) -> bool:
-    """Whether srun started this process; a batch script has its job's variables too, but is no rank."""
+    """Return True for a process of srun; a batch script has its job's variables, but is not a rank."""
     return _step(environ) >= 0 and {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"} <= environ.keys()
 
 
 def _step(environ: Mapping[str, str]) -> int:
-    """Number of the step that srun started; -1 outside of any."""
+    """Return the number of srun's step; -1 outside of one."""
     step = _number(environ, "SLURM_STEP_ID", -1)
     return step if step < FIRST_SPECIAL_STEP else -1
 
 
-def _number(environ: Mapping[str, str], name: str, otherwise: int) -> int:
-    """A variable that is a number, if it is."""
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    """Return the value of a numeric variable, or a default."""
     text = environ.get(name, "")
-    return int(text) if text.isdecimal() else otherwise
+    return int(text) if text.isdecimal() else default
 
 
 def leave(status: int) -> NoReturn:
-    """End the process without the interpreter's own end; what is registered for the exit is done after a success.
+    """End the process without Python's own shutdown; after a success, exit handlers are run.
 
-    A thread of torch that comes back to Python in that end aborts the process, whatever it had achieved. After a
-    failure, torch.distributed could wait there for ranks that are gone.
+    A thread of torch that returns to Python during the shutdown would abort the process. After a failure,
+    torch.distributed could block there on dead ranks.
     """
     if status == 0:
         atexit._run_exitfuncs()
@@ -172,9 +156,9 @@ def leave(status: int) -> NoReturn:
 
 
 def _flush(stream: TextIO) -> None:
-    """Write what waits. What nobody takes is dropped: Python would try once more and make 120 of the status."""
+    """Flush a stream, ignoring errors; otherwise Python exits with status 120."""
     try:
         stream.flush()
-    except OSError:  # a full disk, a pipe that nobody reads; the status tells more
+    except OSError:  # a full disk or a closed pipe; the exit status matters more
         with suppress(OSError):
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

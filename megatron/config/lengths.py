@@ -1,4 +1,4 @@
-"""How long warm-up and decay of the learning rate are, in samples, however they were said."""
+"""Length of warm-up and decay of the learning rate, in samples."""
 
 from __future__ import annotations
 
@@ -9,48 +9,43 @@ from megatron.config.run import RunConfig
 
 
 class Lengths(NamedTuple):
-    """In samples from the start of the run.
+    """Lengths of the learning-rate schedule, in samples from the start of the run."""
 
-    Attributes:
-        warmup: where the warm-up ends.
-        decay: where the decay ends.
-        final: how long WSD's final decay takes; None where nothing says it.
-        total: where the run ends.
-    """
-
-    warmup: float
-    decay: float
-    final: float | None
-    total: int
+    warmup: float  # end of the warm-up
+    decay: float  # end of the decay
+    final: float | None  # length of WSD's final decay; None if not set
+    total: int  # end of the run
 
 
 def lengths(config: RunConfig, data_parallel_size: int, iteration: int = 0, consumed_samples: int = 0) -> Lengths:
-    """The lengths of a run; those in steps count samples of full global batches.
+    """Return the schedule lengths of a run. Lengths in steps are converted at the full global batch size.
 
     Args:
-        config: of the run.
-        data_parallel_size: copies of the model.
-        iteration: steps taken before the run had its present batches. Of these, each counts as many samples as they
-            used on average, so that what was over stays over.
-        consumed_samples: samples they used.
-
+        config: the run's options.
+        data_parallel_size: replicas of the model.
+        iteration: steps taken before the run had its present batch size. Each counts as many samples as these steps
+            consumed on average, so that a warm-up or decay that has ended stays ended.
+        consumed_samples: samples consumed by those steps.
     """
-    o, unit = config.optimizer, global_batch(config.training, data_parallel_size)
-    used = in_full_batches(config.training, data_parallel_size, consumed_samples)
+    optimizer = config.optimizer
+    samples_per_step = global_batch(config.training, data_parallel_size)
+    consumed = in_full_batches(config.training, data_parallel_size, consumed_samples)
 
     def end(samples: int | None, steps: int | None) -> int | None:
         if samples is not None or steps is None:
             return samples
-        return used + (steps - iteration) * unit if steps >= iteration else used * steps // iteration
+        if steps >= iteration:
+            return consumed + (steps - iteration) * samples_per_step
+        return consumed * steps // iteration
 
     total = total_samples(config.training, data_parallel_size, iteration, consumed_samples)
-    until = end(o.lr_decay_samples, o.lr_decay_iters)
-    decay = total if until is None else until
-    warmup = end(o.lr_warmup_samples or None, o.lr_warmup_iters) or 0
-    final = None if o.lr_wsd_decay_iters is None else o.lr_wsd_decay_iters * unit
+    decay = end(optimizer.lr_decay_samples, optimizer.lr_decay_iters)
+    if decay is None:
+        decay = total
+    warmup = end(optimizer.lr_warmup_samples or None, optimizer.lr_warmup_iters) or 0
+    final = optimizer.lr_wsd_decay_samples
+    if final is None and optimizer.lr_wsd_decay_iters is not None:
+        final = optimizer.lr_wsd_decay_iters * samples_per_step
     return Lengths(
-        warmup if o.lr_warmup_fraction is None else o.lr_warmup_fraction * decay,
-        decay,
-        final if o.lr_wsd_decay_samples is None else o.lr_wsd_decay_samples,
-        total,
+        warmup if optimizer.lr_warmup_fraction is None else optimizer.lr_warmup_fraction * decay, decay, final, total
     )

@@ -1,59 +1,56 @@
-"""Flags of Megatron-LM (core 0.20) for what is not here, or is said in another way: by prefix, or one by one.
-
-Pure data, read only when such a flag is met, after the tables of `megatron.config.megatron_flags`.
-"""
+"""Megatron-LM flags (core 0.20) of unsupported features, by prefix or one by one."""
 
 from __future__ import annotations
 
 from megatron.config.megatron_flags import CONVERTER, ONE_FORM
 
-_OTHER_EXPERTS = "that variant of experts is not built"
-_AS_RECORDED = "a tokenizer is what its files and the record beside the data say"
+_OTHER_EXPERTS = "this variant of mixture of experts is not implemented"
+_AS_RECORDED = "tokenizer settings come from its files and the record beside the data"
 _LOCAL = "--local-save DIR --local-save-interval N keep checkpoints on the nodes, each with a copy on another node"
 
-# Prefix -> what all flags that start so belong to.
+# Prefix of flags -> reason why they are refused.
 FAMILIES = {
     "--save-": "it writes tensors out for debugging",
     "--ckpt-": CONVERTER,
     "--dist-ckpt-": ONE_FORM,
     "--non-persistent-": _LOCAL,
-    "--override-ckpt-": "the steps of a checkpoint are its own",
+    "--override-ckpt-": "the step of a checkpoint cannot be changed",
     "--replication": _LOCAL,
     "--log-": "it logs a quantity that is not logged here",
     "--no-log-": "it turns off a quantity that is not logged here",
     "--disable-log-": "it turns off a quantity that is not logged here",
-    "--one-logger-": "nothing is reported to anybody unasked",
-    "--app-tag-": "nothing is reported to anybody unasked",
-    "--otel-": "metrics go to no such collector",
+    "--one-logger-": "there is no reporting to external services by default",
+    "--app-tag-": "there is no reporting to external services by default",
+    "--otel-": "OpenTelemetry is not implemented",
     "--moe-": _OTHER_EXPERTS,
     "--expert-tensor-parallel-num-": _OTHER_EXPERTS,
     "--use-grouped-gemm-": _OTHER_EXPERTS,
-    "--num-layers-at-": "fp8 is not built",
-    "--fp8-": "fp8 is not built",
-    "--no-fp8-": "fp8 is not built",
-    "--disable-fp8-": "fp8 is not built",
-    "--fp4-": "fp4 is not built",
-    "--cuda-graph-": "--cuda-graph says what is a graph; how cannot be tuned",
+    "--num-layers-at-": "fp8 is not implemented",
+    "--fp8-": "fp8 is not implemented",
+    "--no-fp8-": "fp8 is not implemented",
+    "--disable-fp8-": "fp8 is not implemented",
+    "--fp4-": "fp4 is not implemented",
+    "--cuda-graph-": "--cuda-graph selects what is captured; there are no other settings",
     "--no-tp-comm-": "overlap of TP communication cannot be tuned",
     "--disable-tp-comm-": "overlap of TP communication cannot be tuned",
-    "--cpu-offloading-": "offloading is not built",
+    "--cpu-offloading-": "offloading is not implemented",
     "--optimizer-c": "the optimizer stays on the device",
     "--optimizer-offload-": "the optimizer stays on the device",
-    "--muon-": "that variant of muon is not built",
-    "--mtp-": "multi-token prediction is not built",
-    "--dsa-": "that attention variant is not built",
-    "--no-dsa-": "that attention variant is not built",
-    "--disable-dsa-": "that attention variant is not built",
-    "--linear-": "that attention variant is not built",
-    "--qk-clip": "query-key clipping is not built",
-    "--mup-": "maximal-update parametrisation is not built",
-    "--relative-attention-": "relative position biases are not built",
-    "--mamba-": "hybrid models are not built",
-    "--hybrid-": "hybrid models are not built",
-    "--gdp-": "hybrid models are not built",
+    "--muon-": "this variant of muon is not implemented",
+    "--mtp-": "multi-token prediction is not implemented",
+    "--dsa-": "this attention variant is not implemented",
+    "--no-dsa-": "this attention variant is not implemented",
+    "--disable-dsa-": "this attention variant is not implemented",
+    "--linear-": "this attention variant is not implemented",
+    "--qk-clip": "query-key clipping is not implemented",
+    "--mup-": "maximal-update parametrisation is not implemented",
+    "--relative-attention-": "relative position biases are not implemented",
+    "--mamba-": "hybrid models are not implemented",
+    "--hybrid-": "hybrid models are not implemented",
+    "--gdp-": "hybrid models are not implemented",
     "--heterogeneous-": "all layers have one shape",
-    "--fim-": "fill-in-the-middle is not built",
-    "--sft": "training on conversations is not built",
+    "--fim-": "fill-in-the-middle is not implemented",
+    "--sft": "training on conversations is not implemented",
     "--tokenizer-": _AS_RECORDED,
     "--no-tokenizer-": _AS_RECORDED,
     "--disable-tokenizer-": _AS_RECORDED,
@@ -69,25 +66,25 @@ FAMILIES = {
     "--vision-": "it belongs to vision models",
     "--biencoder-": "it belongs to retrieval models",
     "--retriever-": "it belongs to retrieval models",
-    "--inprocess-": "a failed run is started again by the launcher",
-    "--ft-": "a failed run is started again by the launcher",
+    "--inprocess-": "the launcher restarts a failed run",
+    "--ft-": "the launcher restarts a failed run",
     "--fault-injector-": "it belongs to Megatron-LM's own tests",
     "--error-injection-": "it belongs to Megatron-LM's own tests",
-    "--fsdp-": "fully sharded data parallel is not built in this version",
-    "--megatron-fsdp-": "fully sharded data parallel is not built in this version",
-    "--torch-fsdp2-": "fully sharded data parallel is not built in this version",
-    "--use-megatron-fsdp": "fully sharded data parallel is not built in this version",
-    "--use-torch-fsdp2": "fully sharded data parallel is not built in this version",
-    "--mhc-": "hyper-connections are not built",
+    "--fsdp-": "fully sharded data parallel is not implemented",
+    "--megatron-fsdp-": "fully sharded data parallel is not implemented",
+    "--torch-fsdp2-": "fully sharded data parallel is not implemented",
+    "--use-megatron-fsdp": "fully sharded data parallel is not implemented",
+    "--use-torch-fsdp2": "fully sharded data parallel is not implemented",
+    "--mhc-": "hyper-connections are not implemented",
     "--flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
     "--no-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
     "--disable-flight-recorder-": "use PyTorch's TORCH_FR_* environment variables",
     "--pytorch-profiler-": "the profile is a Chrome trace",
-    "--straggler-": "progress lines name a slow rank; there is nothing to set",
-    "--gtp-": "weights are sharded by TP alone",
+    "--straggler-": "log lines name a slow rank; there are no settings",
+    "--gtp-": "weights are sharded by TP only",
 }
 
-# The rest, a list of words: known to Megatron-LM, not here.
+# All other Megatron-LM flags without a counterpart here.
 OTHERS = """
 --activation-func-clamp-value
 --activation-offload-fraction --adlr-autoresume --adlr-autoresume-interval --attention-output-gate

@@ -1,27 +1,26 @@
-"""Flags of Megatron-LM (core 0.20) that are not flags here: which are harmless, and what to do instead of the others.
+"""Megatron-LM flags (core 0.20) that do not exist here: which are ignored, and what replaces the others.
 
-Pure data, read only when such a flag is met. A flag is looked up in ``IGNORED``, then ``REFUSED``, then by the longest
-prefix in ``FAMILIES``, then in ``OTHERS``, which are those of `megatron.config.megatron_absent`.
+A flag is looked up in ``IGNORED``, then in ``REFUSED``, then by the longest prefix in ``FAMILIES``, then in ``OTHERS``.
 """
 
 from __future__ import annotations
 
-# What they ask for is always done, or they only choose between implementations of the same numbers.
-_FUSED = "which kernels are fused does not change the numbers"
-_OVERLAP = "how communication overlaps with computing does not change the numbers"
-_ALWAYS_FP32 = "softmax, masters and gradient sums are always at least fp32"
-_ONE_STACK = "there is one implementation of the model; --kernels alone says what computes it"
-_ATTENTION = "attention is computed by the kernel that --kernels chooses"
-_MEMORY_ONLY = "memory is managed by PyTorch; the numbers are the same"
-_ALWAYS_LOGGED = "step time and speed are in every progress line"
-ALL_SINKS = "console, metrics.jsonl, TensorBoard and Weights & Biases get the same numbers, at every log_interval"
-_MAPPED = "samples are read from memory-mapped files by the training process itself"
+# Reasons of IGNORED: the behaviour is always on, or the flag selects among implementations with equal results.
+_FUSED = "kernel fusion does not change the results"
+_OVERLAP = "overlap of communication and computation does not change the results"
+_ALWAYS_FP32 = "softmax, main params and gradient sums are always at least fp32"
+_ONE_STACK = "there is one implementation of the model; --kernels selects its kernels"
+_ATTENTION = "--kernels selects the attention kernel"
+_MEMORY_ONLY = "PyTorch manages memory; the results are the same"
+_ALWAYS_LOGGED = "step time and throughput are in every log line"
+ALL_SINKS = "console, metrics.jsonl, TensorBoard and Weights & Biases get the same metrics, every log_interval"
+_MAPPED = "the training process reads samples from memory-mapped files"
 
-ONE_FORM = "checkpoints have one form of their own, which every layout reads"
-_OWN_PARTS = "every rank writes and reads its own parts, whatever the layout"
-_ALWAYS_CHECKED = "a checkpoint's parts and checksums are always checked"
-_WRITER = "--async-save alone says it: a thread of each rank writes, whose priority cannot be set"
-_NO_RANDOM_STATE = "random numbers are functions of the seed and the place; there is no state to save or load"
+ONE_FORM = "there is one checkpoint format, which every layout reads"
+_OWN_PARTS = "every rank writes and reads its own part, in any layout"
+_ALWAYS_CHECKED = "the parts and checksums of a checkpoint are always verified"
+_WRITER = "--async-save is the only option; each rank writes in a thread, whose priority cannot be set"
+_NO_RANDOM_STATE = "random numbers are a function of seed and position; there is no state to save or load"
 
 IGNORED = {
     "--use-mcore-models": _ONE_STACK,
@@ -47,9 +46,9 @@ IGNORED = {
     "--accumulate-allreduce-grads-in-fp32": _ALWAYS_FP32,
     "--apply-query-key-layer-scaling": _ALWAYS_FP32,
     "--calculate-per-token-loss": "the loss is always the mean over all tokens of the global batch",
-    "--no-create-attention-mask-in-dataloader": "masks are never made by the data loader",
-    "--use-cpu-initialization": "weights depend on the seed and their names only, never on the device",
-    "--te-rng-tracker": "random numbers are functions of the seed and the place; there is no state to track",
+    "--no-create-attention-mask-in-dataloader": "the data loader never creates masks",
+    "--use-cpu-initialization": "initial weights depend on seed and parameter name only, not on the device",
+    "--te-rng-tracker": "random numbers are a function of seed and position; there is no state to track",
     "--no-save-rng": _NO_RANDOM_STATE,
     "--no-load-rng": _NO_RANDOM_STATE,
     "--ckpt-format": ONE_FORM,
@@ -79,11 +78,11 @@ IGNORED = {
     "--async-ckpt-cpu-priority": _WRITER,
     "--async-ckpt-io-priority": _WRITER,
     "--async-ckpt-use-cpu-shm": _WRITER,
-    "--load-main-params-from-ckpt": "weights are saved and loaded at the precision of their masters",
-    "--no-save-tokenizer-assets": "the tokenizer's few files are always saved with the weights",
-    "--disable-save-tokenizer-assets": "the tokenizer's few files are always saved with the weights",
-    "--use-checkpoint-opt_param-scheduler": "a schedule that is not the checkpoint's is refused, so it is kept",
-    "--use-checkpoint-opt-param-scheduler": "a schedule that is not the checkpoint's is refused, so it is kept",
+    "--load-main-params-from-ckpt": "weights are saved and loaded in the precision of the main params",
+    "--no-save-tokenizer-assets": "checkpoints always include the tokenizer's files",
+    "--disable-save-tokenizer-assets": "checkpoints always include the tokenizer's files",
+    "--use-checkpoint-opt_param-scheduler": "the checkpoint's schedule is always kept; a different one is refused",
+    "--use-checkpoint-opt-param-scheduler": "the checkpoint's schedule is always kept; a different one is refused",
     "--overlap-param-gather-with-optimizer-step": _OVERLAP,
     "--no-align-param-gather": _OVERLAP,
     "--no-align-grad-reduce": _OVERLAP,
@@ -102,20 +101,20 @@ IGNORED = {
     "--high-priority-stream-groups": _OVERLAP,
     "--use-nccl-ub": _OVERLAP,
     "--disable-symmetric-registration": _OVERLAP,
-    "--disable-gloo-process-groups": "groups are made with the one backend of --distributed-backend",
+    "--disable-gloo-process-groups": "all process groups use the backend of --distributed-backend",
     "--use-ring-exchange-p2p": _OVERLAP,
-    "--lazy-mpu-init": "groups are made at the start",
-    "--local-rank": "the rank is read from the launcher's environment",
+    "--lazy-mpu-init": "process groups are created at startup",
+    "--local-rank": "the local rank comes from the launcher's environment",
     "--manual-gc": _MEMORY_ONLY,
     "--manual-gc-interval": _MEMORY_ONLY,
     "--no-manual-gc-eval": _MEMORY_ONLY,
     "--disable-manual-gc-eval": _MEMORY_ONLY,
     "--empty-unused-memory-level": _MEMORY_ONLY,
     "--init-model-with-meta-device": _MEMORY_ONLY,
-    "--exit-signal-handler": "a signal always ends the run cleanly",
-    "--exit-signal-handler-for-training": "a signal always ends the run cleanly",
+    "--exit-signal-handler": "a signal always stops the run cleanly",
+    "--exit-signal-handler-for-training": "a signal always stops the run cleanly",
     "--log-throughput": _ALWAYS_LOGGED,
-    "--no-barrier-with-level-1-timing": "timers never wait for other ranks",
+    "--no-barrier-with-level-1-timing": "timers never use barriers",
     "--tensorboard-log-interval": ALL_SINKS,
     "--tensorboard-queue-size": ALL_SINKS,
     "--log-timers-to-tensorboard": ALL_SINKS,
@@ -124,38 +123,38 @@ IGNORED = {
     "--log-world-size-to-tensorboard": ALL_SINKS,
     "--no-log-loss-scale-to-tensorboard": ALL_SINKS,
     "--disable-log-loss-scale-to-tensorboard": ALL_SINKS,
-    "--use-pytorch-profiler": "the profiler is PyTorch's",
-    "--log-straggler": "progress lines name a slow rank",
-    "--no-one-logger": "nothing is reported to anybody unasked",
-    "--disable-msc": "files are read by path",
+    "--use-pytorch-profiler": "the PyTorch profiler is the only one",
+    "--log-straggler": "log lines name a slow rank",
+    "--no-one-logger": "there is no reporting to external services by default",
+    "--disable-msc": "files are always read by path",
     "--num-workers": _MAPPED,
     "--no-mmap-bin-files": _MAPPED,
     "--dataloader-fast-cache-load": _MAPPED,
     "--dataloader-defer-npy-index-mmap": _MAPPED,
     "--num-dataset-builder-threads": _MAPPED,
     "--per-dataset-sequences-path": _MAPPED,
-    "--mid-level-dataset-surplus": "every dataset of a blend is laid out for 0.005 more samples than its share",
-    "--null-tokenizer-pad-id": "no id of the NullTokenizer is padding",
-    "--use-precision-aware-optimizer": "--exp-avg-dtype, --exp-avg-sq-dtype and --store-param-remainders alone say it",
+    "--mid-level-dataset-surplus": "every dataset of a blend is built with 0.005 more samples than its share",
+    "--null-tokenizer-pad-id": "the NullTokenizer has no padding id",
+    "--use-precision-aware-optimizer": "--exp-avg-dtype, --exp-avg-sq-dtype and --store-param-remainders select it",
     "--moe-grouped-gemm": _FUSED,
     "--moe-permute-fusion": _FUSED,
     "--moe-router-fusion": _FUSED,
-    "--moe-token-dispatcher-type": "tokens go to their experts in one all-to-all; the numbers are the same",
-    "--moe-router-score-function": "experts are chosen by a softmax",
-    "--moe-router-dtype": "routers compute in at least fp32",
+    "--moe-token-dispatcher-type": "tokens are dispatched with an all-to-all; the results are the same",
+    "--moe-router-score-function": "the router uses a softmax",
+    "--moe-router-dtype": "the router computes in at least fp32",
     "--moe-layer-freq": "every block has experts",
-    "--muon-tp-mode": "muon computes with whole matrices, however they are cut",
-    "--muon-coefficient-type": "the coefficients are those of the quintic iteration",
-    "--muon-scalar-optimizer": "what is no matrix of a block is moved by adam",
-    "--group-query-attention": "--num-query-groups alone says it",
-    "--no-position-embedding": "--position-embedding-type alone says it",
-    "--dataloader-type": "samples come in the one order of --dataloader-type single",
+    "--muon-tp-mode": "muon always updates complete matrices, in any layout",
+    "--muon-coefficient-type": "muon uses the coefficients of the quintic iteration",
+    "--muon-scalar-optimizer": "adam updates all parameters that are not a matrix of a block",
+    "--group-query-attention": "--num-query-groups selects it",
+    "--no-position-embedding": "--position-embedding-type selects it",
+    "--dataloader-type": "samples always come in the order of --dataloader-type single",
     "--fp8-param-gather": "there are no fp8 parameters",
     "--bert-no-binary-head": "there is no BERT head",
-    "--no-data-sharding": "samples come once, in the shuffled order of the data",
+    "--no-data-sharding": "every sample is used once per epoch, in shuffled order",
 }
 
-# Ignored only with these values; any other is refused.
+# Ignored with these values only; other values are refused.
 HARMLESS_VALUES = {
     "--dataloader-type": ("single",),
     "--transformer-impl": ("local", "transformer_engine"),
@@ -168,120 +167,120 @@ HARMLESS_VALUES = {
     "--muon-scalar-optimizer": ("adam",),
 }
 
-CONVERTER = "a tool converts checkpoints, without a run"
-_FROM_FLAGS = "options come from flags, and those that differ from the checkpoint's are told or refused"
-_IN_HEALTH = "it belongs to the report on every layer"
+CONVERTER = "a separate tool converts checkpoints"
+_FROM_FLAGS = "options come from flags; differences from the checkpoint's are reported or refused"
+_IN_HEALTH = "it is part of the per-layer health report"
 
-# Flag -> (why not, what to paste instead; nothing but leaving it out where that is empty).
+# Flag -> (reason, fixes to paste). Without fixes, the fix is to drop the flag.
 REFUSED: dict[str, tuple[str, tuple[str, ...]]] = {
-    "--persistent-save-interval": ("it is spelled shorter", ("--save-interval N",)),
-    "--save-retain-interval": ("that is said in two flags", ("--keep-last 1 --keep-every N",)),
-    "--non-persistent-save-interval": ("that is said in two flags", ("--local-save DIR --local-save-interval N",)),
+    "--persistent-save-interval": ("it has another name", ("--save-interval N",)),
+    "--save-retain-interval": ("two flags replace it", ("--keep-last 1 --keep-every N",)),
+    "--non-persistent-save-interval": ("two flags replace it", ("--local-save DIR --local-save-interval N",)),
     "--pretrained-checkpoint": (
-        "--load serves both: it is read while --save holds no checkpoint",
+        "--load replaces it; it is used while --save holds no checkpoint",
         ("--load DIR --resume-mode weights-only",),
     ),
     "--no-load-optim": (
-        "a run goes on with its optimizer's state, or starts anew with nothing but weights",
+        "a run either resumes with its optimizer state, or restarts from the weights only",
         ("--resume-mode weights-only",),
     ),
-    "--no-save-optim": ("a run could not go on from such a checkpoint; convert it where weights are all you want", ()),
+    "--no-save-optim": ("a run cannot resume from such a checkpoint; convert a checkpoint to get the weights only", ()),
     "--exit-on-missing-checkpoint": (
-        "--load without a checkpoint is always an error, unless it is also --save, where a run begins",
+        "a --load folder without a checkpoint is always an error, unless it is also the --save folder",
         (),
     ),
     "--use-checkpoint-args": (_FROM_FLAGS, ("--config RUN_DIR/config.yaml",)),
     "--use-mp-args-from-checkpoint-args": (_FROM_FLAGS, ("--config RUN_DIR/config.yaml",)),
     "--ckpt-convert-format": (CONVERTER, ("python tools/convert_checkpoint.py",)),
     "--ckpt-convert-save": (CONVERTER, ("python tools/convert_checkpoint.py",)),
-    "--fake-process-group": ("a world of one rank is built in another way", ("--fake-world --world-size N",)),
-    "--yaml-cfg": ("its file has another form", ("--config FILE.yaml",)),
+    "--fake-process-group": ("another option builds one rank of a large run", ("--fake-world --world-size N",)),
+    "--yaml-cfg": ("the file has another format", ("--config FILE.yaml",)),
     "--encoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
     "--decoder-num-layers": ("there is one stack of layers", ("--num-layers N",)),
     "--encoder-seq-length": ("there is one sequence length", ("--seq-length N",)),
     "--decoder-seq-length": ("there is one sequence length", ("--seq-length N",)),
-    "--batch-size": ("that is its old name", ("--micro-batch-size N",)),
-    "--warmup": ("that is its old name", ("--lr-warmup-fraction X",)),
-    "--model-parallel-size": ("that is its old name", ("--tensor-model-parallel-size N",)),
-    "--checkpoint-activations": ("that is its old name", ("--recompute-granularity full",)),
+    "--batch-size": ("it is an old name", ("--micro-batch-size N",)),
+    "--warmup": ("it is an old name", ("--lr-warmup-fraction X",)),
+    "--model-parallel-size": ("it is an old name", ("--tensor-model-parallel-size N",)),
+    "--checkpoint-activations": ("it is an old name", ("--recompute-granularity full",)),
     "--rope-type": ("it belongs to multi-latent attention", ("--position-embedding-type rope|yarn",)),
     "--rotary-seq-len-interpolation-factor": (
-        "linear interpolation of positions is not built",
+        "linear interpolation of positions is not implemented",
         ("--position-embedding-type yarn --rotary-scaling-factor X", "--use-rope-scaling --rope-scaling-factor X"),
     ),
-    "--quick-geglu": ("that activation is not built", ("--swiglu",)),
-    "--apply-layernorm-1p": ("norm weights start at 1 and are stored so", ()),
+    "--quick-geglu": ("the activation is not implemented", ("--swiglu",)),
+    "--apply-layernorm-1p": ("norm weights are initialized to 1 and stored as they are", ()),
     "--apply-residual-connection-post-layernorm": ("blocks are pre-norm", ()),
-    "--fp32-residual-connection": ("the residual stream has the format of --params-dtype", ("--params-dtype fp32",)),
-    "--init-method-xavier-uniform": ("weights start normal", ("--init-method-std X",)),
-    "--embedding-init-method-std": ("one standard deviation serves all", ("--init-method-std X",)),
-    "--no-initialization": ("weights are always initialised", ()),
+    "--fp32-residual-connection": ("the residual stream has the data type of --params-dtype", ("--params-dtype fp32",)),
+    "--init-method-xavier-uniform": ("initial weights are normally distributed", ("--init-method-std X",)),
+    "--embedding-init-method-std": ("all weights have the same standard deviation", ("--init-method-std X",)),
+    "--no-initialization": ("weights are always initialized", ()),
     "--data-parallel-random-init": ("replicas always start equal", ()),
     "--padded-vocab-size": ("padding follows from the layout", ("--vocab-size N --make-vocab-size-divisible-by M",)),
-    "--no-pad-vocab-size": ("padding is never seen by the model", ("--make-vocab-size-divisible-by 1",)),
-    "--disable-pad-vocab-size": ("padding is never seen by the model", ("--make-vocab-size-divisible-by 1",)),
+    "--no-pad-vocab-size": ("the model never sees the padding", ("--make-vocab-size-divisible-by 1",)),
+    "--disable-pad-vocab-size": ("the model never sees the padding", ("--make-vocab-size-divisible-by 1",)),
     "--no-bias-gelu-fusion": (
-        "in Megatron-LM it turns the tanh form of gelu into the exact one, and does nothing to other activations",
+        "in Megatron-LM it replaces the tanh form of gelu by the exact one, and does not affect other activations",
         ("--activation gelu", "drop --no-bias-gelu-fusion"),
     ),
     "--no-check-for-nan-in-loss-and-grad": (
-        "a step that is not finite is never applied",
+        "an update that is not finite is never applied",
         ("--on-nonfinite skip", "--on-nonfinite stop"),
     ),
-    "--step-batch-size-schedule": ("the batch grows linearly", ("--rampup-batch-size START INCREMENT SAMPLES",)),
-    "--decrease-batch-size-if-needed": ("the batch is never changed silently", ("--global-batch-size N",)),
-    "--distribute-saved-activations": ("saved activations are not spread over ranks", ("--sequence-parallel",)),
-    "--exit-signal": ("SIGTERM, SIGINT and SIGUSR1 end the run cleanly, no other", ()),
+    "--step-batch-size-schedule": ("the batch size grows linearly", ("--rampup-batch-size START INCREMENT SAMPLES",)),
+    "--decrease-batch-size-if-needed": ("the batch size is never changed silently", ("--global-batch-size N",)),
+    "--distribute-saved-activations": ("saved activations are not sharded over ranks", ("--sequence-parallel",)),
+    "--exit-signal": ("the run always stops cleanly on SIGTERM, SIGINT and SIGUSR1, and only on these", ()),
     "--exit-signal-handler-for-dataloader": ("there are no data loader processes", ()),
-    "--distributed-timeout-seconds-after-init": ("one timeout holds", ("--distributed-timeout-minutes N",)),
-    "--ddp-num-buckets": ("buckets are cut by size", ("--ddp-bucket-size N",)),
+    "--distributed-timeout-seconds-after-init": ("there is one timeout", ("--distributed-timeout-minutes N",)),
+    "--ddp-num-buckets": ("buckets are set by size", ("--ddp-bucket-size N",)),
     "--dataloader-inter-document-masking": (
-        "attention and positions have a flag each",
+        "two flags replace it, for attention and for positions",
         ("--reset-attention-mask --reset-position-ids",),
     ),
-    "--allow-ambiguous-pad-tokens": ("a padding id that is another special id as well never masks anything", ()),
-    "--full-validation": ("an evaluation reads as many batches as it is told", ("--eval-iters N",)),
-    "--phase-transition-iterations": ("one blend serves the whole run", ()),
+    "--allow-ambiguous-pad-tokens": ("a padding id that is also another special id never masks anything", ()),
+    "--full-validation": ("an evaluation reads a given number of batches", ("--eval-iters N",)),
+    "--phase-transition-iterations": ("there is one blend for the whole run", ()),
     "--object-storage-cache-path": ("data are read from files", ()),
-    "--trust-remote-code": ("code that comes with a model or tokenizer is never run", ()),
-    "--use-gigatoken": ("tools/preprocess_data.py takes gigatoken wherever it gives the same ids", ()),
-    "--vocab-extra-ids": ("they are counted in the size of the vocabulary", ("--vocab-size N",)),
-    "--null-tokenizer-eod-id": ("one flag says which id ends documents, whatever the tokenizer", ("--eod-id N",)),
-    "--eval-global-batch-size": ("evaluation uses the training batch", ("--eval-iters N",)),
-    "--eval-micro-batch-size": ("evaluation uses the training batch", ("--eval-iters N",)),
+    "--trust-remote-code": ("code that comes with a model or tokenizer is never executed", ()),
+    "--use-gigatoken": ("tools/preprocess_data.py uses gigatoken wherever it gives the same ids", ()),
+    "--vocab-extra-ids": ("they are part of the vocabulary size", ("--vocab-size N",)),
+    "--null-tokenizer-eod-id": ("one flag sets the end-of-document id of all tokenizers", ("--eod-id N",)),
+    "--eval-global-batch-size": ("evaluation uses the training batch size", ("--eval-iters N",)),
+    "--eval-micro-batch-size": ("evaluation uses the training batch size", ("--eval-iters N",)),
     "--no-weight-decay-cond-type": (
-        "biases and other 1-D parameters have no weight decay, unless they are given some by name",
+        "biases and other 1-D parameters have no weight decay, except by name",
         ("--weight-decay-factors '*.q_layernorm.weight=1' '*.k_layernorm.weight=1'",),
     ),
     "--apply-wd-to-qk-layernorm": (
-        "biases and other 1-D parameters have no weight decay, unless they are given some by name",
+        "biases and other 1-D parameters have no weight decay, except by name",
         ("--weight-decay-factors '*.q_layernorm.weight=1' '*.k_layernorm.weight=1'",),
     ),
-    "--head-lr-mult": ("learning rates are multiplied by name", ("--lr-factors 'output_layer.*=X'",)),
+    "--head-lr-mult": ("learning rates are scaled by parameter name", ("--lr-factors 'output_layer.*=X'",)),
     "--log-params-norm": (_IN_HEALTH, ("--log-health-interval N",)),
     "--log-num-zeros-in-grad": (_IN_HEALTH, ("--log-health-interval N",)),
     "--log-max-attention-logit": (_IN_HEALTH, ("--log-health-interval N",)),
-    "--check-for-spiky-loss": ("an update may be skipped for it", ("--skip-spikes 6",)),
-    "--check-for-large-grads": ("an update may be skipped for it", ("--skip-spikes 6",)),
-    "--record-memory-history": ("it is spelled shorter", ("--profile-memory",)),
-    "--memory-snapshot-path": ("snapshots lie in the run's folder", ("--profile-memory --run-dir DIR",)),
-    "--record-shapes": ("it is spelled longer", ("--pytorch-profiler-collect-shapes",)),
-    "--optimizer-cuda-graph": ("one flag says what is a graph", ("--cuda-graph optimizer",)),
-    "--enable-cuda-graph": ("one flag says what is a graph", ("--cuda-graph step",)),
-    "--external-cuda-graph": ("one flag says what is a graph", ("--cuda-graph step",)),
-    "--cuda-graph-impl": ("one flag says what is a graph", ("--cuda-graph step",)),
+    "--check-for-spiky-loss": ("such an update can be skipped", ("--skip-spikes 6",)),
+    "--check-for-large-grads": ("such an update can be skipped", ("--skip-spikes 6",)),
+    "--record-memory-history": ("it has another name", ("--profile-memory",)),
+    "--memory-snapshot-path": ("snapshots are written to run_dir", ("--profile-memory --run-dir DIR",)),
+    "--record-shapes": ("it has another name", ("--pytorch-profiler-collect-shapes",)),
+    "--optimizer-cuda-graph": ("one flag selects what is captured", ("--cuda-graph optimizer",)),
+    "--enable-cuda-graph": ("one flag selects what is captured", ("--cuda-graph step",)),
+    "--external-cuda-graph": ("one flag selects what is captured", ("--cuda-graph step",)),
+    "--cuda-graph-impl": ("one flag selects what is captured", ("--cuda-graph step",)),
     "--delay-wgrad-compute": ("schedules that split backward delay weight gradients", ("--pipeline-schedule zb-h1",)),
-    "--use-tp-pp-dp-mapping": ("ranks are placed with TP innermost, then CP, DP, PP", ()),
+    "--use-tp-pp-dp-mapping": ("the rank order is TP (innermost), CP, DP, PP", ()),
 }
 
-# Flags that are both ours and Megatron-LM's, with another default: its default, and why ours differs.
+# Flags of both with another default here: Megatron-LM's default, and the reason for ours.
 OTHER_DEFAULTS = {
-    "--num-query-groups": ("1, beside --group-query-attention", "one per query head, unless it is given"),
-    "--recompute-modules": ("core_attn", "recomputing attention saves nothing under SDPA"),
-    "--ddp-bucket-size": ("40,000,000 or 1,000,000 x DP, the larger", "one number that does not depend on the layout"),
-    "--overlap-grad-reduce": ("off", "the numbers are the same, and it is not slower"),
-    "--moe-router-load-balancing-type": ("aux_loss", "what a rank happens to hold does not change the numbers"),
-    "--eval-iters": ("100", "evaluation is asked for"),
-    "--log-interval": ("100", "a line every ten steps"),
-    "--profile-ranks": ("none", "a profile that is asked for is recorded"),
+    "--num-query-groups": ("1, with --group-query-attention", "one per query head"),
+    "--recompute-modules": ("core_attn", "recomputing attention saves nothing with SDPA"),
+    "--ddp-bucket-size": ("40,000,000 or 1,000,000 x DP, the larger", "a size that does not depend on the layout"),
+    "--overlap-grad-reduce": ("off", "the results are the same, and it is not slower"),
+    "--moe-router-load-balancing-type": ("aux_loss", "the loss does not depend on the layout"),
+    "--eval-iters": ("100", "evaluation is opt-in"),
+    "--log-interval": ("100", "a log line every ten steps"),
+    "--profile-ranks": ("none", "a requested profile is always recorded"),
 }

@@ -1,8 +1,8 @@
-"""What a rank holds for the whole run, to the byte, from the configuration alone.
+"""Memory of a rank's persistent state in bytes, computed from the configuration without torch.
 
-Buckets are cut here by the functions that cut them in a run, so what alignment costs is counted, and so is who has how
-much of what data-parallel ranks share. Left out are single numbers (counts, scales: a few bytes each), activations,
-and what lives within a step only, of which :func:`transient_bytes` has the largest part.
+Buckets are laid out by the functions that a run uses, so alignment and uneven shards are counted exactly. Left out are
+scalars (a few bytes each), activations, and buffers that exist only within a step; :func:`transient_bytes` estimates
+the largest of these.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from megatron.config.batch import microbatches
 from megatron.config.model import ModelConfig
+from megatron.config.numbers import format_bytes
 from megatron.config.parallel import ParallelConfig
 from megatron.config.parameters import WORDS, Parameter, parameters, stages_by_rank
 from megatron.config.run import MOMENTS, OptimizerConfig, RunConfig
@@ -22,47 +23,47 @@ from megatron.pipeline.actions import WEIGHT
 from megatron.pipeline.plan import program_for
 
 BYTES = {"fp64": 8, "fp32": 4, "bf16": 2, "fp16": 2}
-"""Of a number in each format."""
+"""Bytes per element."""
 
 REMAINDER, INTEGER = 2, 8
-"""Bytes of a master that is kept as what its weight lacks, and of an index."""
+"""Bytes of a main param stored as the remainder of its bf16 weight, and of an index."""
 
 SUMS = 2
-"""Sums of ZeRO-2's buckets, or of rounded addends, on their way at once; a test holds it to be that of the buckets."""
+"""Concurrent reductions of ZeRO-2 buckets, or of bf16 gradients; a test compares it with the grad buffer's."""
 
 PARTS = ("weights", "gradients", "masters", "moments", "average", "buffers")
-"""What a rank holds. Buffers are the frequencies of rotary positions, the steps among which spikes are found, and where
-the rows of parameters with narrow state lie in the global tensor."""
+"""Kinds of persistent state. Masters are the main params, average is the EMA. Buffers are rotary frequencies, the
+window of the spike filter, and global row indices of parameters with low-precision state."""
 
 
 def state_bytes(config: RunConfig, world_size: int) -> dict[str, int]:
-    """Bytes on the rank that has most, by :data:`PARTS`.
+    """Return the bytes on the rank with the most, by :data:`PARTS`.
 
-    fp32 and fp64 weights are their own masters.
+    fp32 and fp64 weights have no separate main params.
 
     Raises:
-        ValueError: while the vocabulary's size is not known.
-        ScheduleError: when the pipeline cannot share the layers.
-        UserError: when the ranks are no grid.
+        ValueError: when the vocabulary size is not set.
+        ScheduleError: when the pipeline cannot distribute the layers.
+        UserError: when ``world_size`` does not fit the layout.
     """
     layout = Layout.from_config(config.parallel, world_size)
     places = dict.fromkeys(_Place.of(config.parallel, layout, rank) for rank in range(world_size))
-    stages = [_Stage.of(config, layout, pp) for pp in range(layout.sizes["pp"])]
-    return max((stages[place.pp].held_at(place) for place in places), key=lambda held: sum(held.values()))
+    stages = [_StageState.of(config, layout, pp) for pp in range(layout.sizes["pp"])]
+    return max((stages[place.pp].at(place) for place in places), key=lambda state: sum(state.values()))
 
 
 def rank_bytes(config: RunConfig, world_size: int, rank: int) -> dict[str, int]:
-    """Bytes on one rank, by :data:`PARTS`; raises as :func:`state_bytes`."""
+    """Return the bytes on one rank, by :data:`PARTS`. Raises as :func:`state_bytes`."""
     layout = Layout.from_config(config.parallel, world_size)
     place = _Place.of(config.parallel, layout, rank)
-    return _Stage.of(config, layout, place.pp).held_at(place)
+    return _StageState.of(config, layout, place.pp).at(place)
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Bytes of the tensors of a checkpoint: what is kept of every parameter in full, whatever the layout.
+    """Return the bytes of a checkpoint's tensors; they do not depend on the layout.
 
     Raises:
-        ValueError: while the vocabulary's size is not known.
+        ValueError: when the vocabulary size is not set.
     """
     model, optimizer = config.model, config.optimizer
     wide = master_bytes(config)
@@ -75,31 +76,31 @@ def checkpoint_bytes(config: RunConfig) -> int:
 
 
 def master_bytes(config: RunConfig) -> int:
-    """Bytes of a number at the precision of masters and sums of gradients."""
+    """Return the bytes per element of main params and accumulated gradients."""
     return max(BYTES[config.precision.params_dtype], BYTES["fp32"])
 
 
 def rank_parameters(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Elements of the parameters on the fullest rank, vocabulary padding included.
+    """Return the parameter elements on the rank with the most, with vocabulary padding.
 
-    A tied weight is on the ranks of the first and of the last stage, once on either.
+    A tied weight counts on the ranks of the first and of the last stage.
 
     Raises:
-        ValueError: while the vocabulary's size is not known.
-        ScheduleError: when the pipeline cannot share the layers.
+        ValueError: when the vocabulary size is not set.
+        ScheduleError: when the pipeline cannot distribute the layers.
     """
     ranks = range(parallel.pipeline_model_parallel_size)
     return max(sum(p.numel for p in parameters(model, parallel, pp)) for pp in ranks)
 
 
 def _is_muons(parameter: Parameter, config: OptimizerConfig) -> bool:
-    """Whether Muon moves it, and so some rank the whole of it."""
+    """Return True if Muon updates the parameter; one rank then updates all of it."""
     return config.optimizer == "muon" and parameter.of_block
 
 
 def _moment_bytes(config: OptimizerConfig, muons: bool, wide: int) -> int:
-    """Bytes of the moments of one element; ``wide`` is that of its master."""
-    if muons or config.optimizer == "sgd":  # whose one momentum has no format of its own
+    """Return the bytes of an element's moments; ``wide`` is the size of its main param."""
+    if muons or config.optimizer == "sgd":  # one momentum, always in the precision of the main params
         return wide
     formats = (config.exp_avg_dtype, config.exp_avg_sq_dtype)[: MOMENTS[config.optimizer]]
     return sum(BYTES["bf16"] if name == "bf16" else wide for name in formats)
@@ -107,11 +108,11 @@ def _moment_bytes(config: OptimizerConfig, muons: bool, wide: int) -> int:
 
 @dataclass(frozen=True)
 class _Place:
-    """What decides how much a rank has: its pipeline rank, and which part of what data-parallel ranks cut."""
+    """Coordinates that determine a rank's state."""
 
-    pp: int
-    dense: int
-    expert: int
+    pp: int  # pipeline rank
+    dense: int  # shard of dense buckets
+    expert: int  # shard of expert buckets
 
     @classmethod
     def of(cls, parallel: ParallelConfig, layout: Layout, rank: int) -> _Place:
@@ -122,7 +123,7 @@ class _Place:
 
 
 def _shards(parallel: ParallelConfig, layout: Layout, expert: bool) -> tuple[int, int]:
-    """Ranks that cut a bucket among themselves, and those that have the same part of it."""
+    """Return the number of shards of a bucket, and of ranks that hold the same shard."""
     replicas = layout.sizes["edp"] if expert else layout.sizes["dp"] * layout.sizes["cp"]
     copies = parallel.optimizer_instances or replicas
     return replicas // copies, copies
@@ -130,157 +131,145 @@ def _shards(parallel: ParallelConfig, layout: Layout, expert: bool) -> tuple[int
 
 @dataclass(frozen=True)
 class Bucket:
-    """Parameters that lie in one buffer, and ranks that cut it.
+    """Layout of a gradient bucket and its shards."""
 
-    Attributes:
-        key: what the parameters have in common.
-        parameters: in the order in which backward is done with them.
-        packing: where they lie.
-        shards: ranks that cut the bucket among themselves.
-        copies: ranks that have the same part.
-    """
-
-    key: BucketKey
-    parameters: tuple[Parameter, ...]
-    packing: Packing
-    shards: int
-    copies: int
+    key: BucketKey  # what its parameters have in common
+    parameters: tuple[Parameter, ...]  # in the order in which backward finishes them
+    packing: Packing  # offsets of the parameters
+    shards: int  # ranks over which the bucket is sharded
+    copies: int  # ranks that hold the same shard
 
     def shares(self) -> Iterator[tuple[Parameter, int, int]]:
-        """Every parameter with each part that it reaches into, and its elements there."""
+        """Yield (parameter, shard, number of the parameter's elements in the shard)."""
         length = self.packing.size // self.shards
         for p in self.parameters:
             start = self.packing.offsets[p.name]
             stop = start + p.numel
-            for part in range(start // length, (stop - 1) // length + 1):
-                yield p, part, min((part + 1) * length, stop) - max(part * length, start)
+            for shard in range(start // length, (stop - 1) // length + 1):
+                yield p, shard, min((shard + 1) * length, stop) - max(shard * length, start)
 
 
 def buckets(config: RunConfig, layout: Layout, pp_rank: int) -> Iterator[Bucket]:
-    """The buckets of a pipeline rank, as they are made in a run; raises as :func:`parameters`."""
+    """Yield the buckets of a pipeline rank as a run lays them out. Raises as :func:`parameters`."""
     parallel = config.parallel
-    held = {p.name: p for p in parameters(config.model, parallel, pp_rank)}
-    dtype, streamed = config.precision.params_dtype, parallel.zero_stage == 2
+    by_name = {p.name: p for p in parameters(config.model, parallel, pp_rank)}
+    dtype = config.precision.params_dtype
+    zero2 = parallel.zero_stage == 2
     keys = {
-        name: BucketKey(dtype, p.axes, p.tied, _is_muons(p, config.optimizer), streamed and p.vector)
-        for name, p in held.items()
+        name: BucketKey(dtype, p.axes, p.tied, _is_muons(p, config.optimizer), zero2 and p.vector)
+        for name, p in by_name.items()
     }
-    sizes = {name: p.numel for name, p in held.items()}
+    sizes = {name: p.numel for name, p in by_name.items()}
     limits = limits_of(keys, sizes, parallel.ddp_bucket_size, lambda axes: _shards(parallel, layout, axes == EXPERT)[0])
     for key, names in partition(keys, sizes, limits):
         shards, copies = _shards(parallel, layout, key.axes == EXPERT)
         packing = pack({name: sizes[name] for name in names}, shards, copies, key.uncut)
-        yield Bucket(key, tuple(held[name] for name in names), packing, shards, copies)
+        yield Bucket(key, tuple(by_name[name] for name in names), packing, shards, copies)
 
 
 @dataclass
-class _Stage:
-    """What a pipeline rank holds: the same everywhere, and by the part of dense and of expert buckets."""
+class _StageState:
+    """State of the ranks of one pipeline rank, in bytes by :data:`PARTS`."""
 
-    fixed: dict[str, int]
-    parts: dict[bool, list[dict[str, int]]]
+    common: dict[str, int]  # the same on all ranks
+    sharded: dict[bool, list[dict[str, int]]]  # by shard of dense (False) and of expert (True) buckets
 
     @classmethod
-    def of(cls, config: RunConfig, layout: Layout, pp: int) -> _Stage:
-        parts = {
+    def of(cls, config: RunConfig, layout: Layout, pp: int) -> _StageState:
+        sharded = {
             expert: [dict.fromkeys(PARTS, 0) for _ in range(_shards(config.parallel, layout, expert)[0])]
             for expert in (False, True)
         }
-        stage = cls(dict.fromkeys(PARTS, 0) | {"buffers": _buffers(config, pp)}, parts)
+        frequencies = config.model.rotary_dim // 2 * master_bytes(config)
+        buffers = len(stages_by_rank(config.model, config.parallel)[pp]) * frequencies
+        if config.optimizer.skip_spikes is not None:
+            buffers += 3 * INTEGER * config.optimizer.spike_window
+        stage = cls(dict.fromkeys(PARTS, 0) | {"buffers": buffers}, sharded)
         for bucket in buckets(config, layout, pp):
             stage._add(bucket, config)
         return stage
 
     def _add(self, bucket: Bucket, config: RunConfig) -> None:
         optimizer, size = config.optimizer, bucket.packing.size
-        narrow = BYTES[config.precision.params_dtype]
+        weight_bytes = BYTES[config.precision.params_dtype]
         wide = master_bytes(config)
-        streamed = config.parallel.zero_stage == 2 and bucket.shards > 1
-        self.fixed["weights"] += size * narrow
-        self.fixed["gradients"] += (size // bucket.shards if streamed else size) * wide
-        each = {
-            "masters": 0 if narrow == wide else REMAINDER if _remainders(config) else wide,
+        zero2 = config.parallel.zero_stage == 2 and bucket.shards > 1
+        self.common["weights"] += size * weight_bytes
+        self.common["gradients"] += (size // bucket.shards if zero2 else size) * wide
+        per_element = {
+            "masters": 0 if weight_bytes == wide else REMAINDER if _stores_remainders(config) else wide,
             "moments": _moment_bytes(optimizer, bucket.key.uncut, wide),
             "average": wide if optimizer.ema_decay is not None else 0,
         }
-        index = INTEGER if _rounds(config) else 0
-        parts = self.parts[bucket.key.axes == EXPERT]
-        for parameter, part, elements in bucket.shares():
-            for what, size_of_one in each.items():
-                parts[part][what] += elements * size_of_one
-            parts[part]["buffers"] += parameter.shape[0] * index
+        index = INTEGER if _has_low_precision_state(config) else 0
+        shards = self.sharded[bucket.key.axes == EXPERT]
+        for parameter, shard, elements in bucket.shares():
+            for kind, element_bytes in per_element.items():
+                shards[shard][kind] += elements * element_bytes
+            shards[shard]["buffers"] += parameter.shape[0] * index
 
-    def held_at(self, place: _Place) -> dict[str, int]:
-        """Bytes of a rank by :data:`PARTS`."""
-        dense, expert = self.parts[False][place.dense], self.parts[True][place.expert]
-        return {part: self.fixed[part] + dense[part] + expert[part] for part in PARTS}
+    def at(self, place: _Place) -> dict[str, int]:
+        """Return the bytes of a rank by :data:`PARTS`."""
+        dense, expert = self.sharded[False][place.dense], self.sharded[True][place.expert]
+        return {kind: self.common[kind] + dense[kind] + expert[kind] for kind in PARTS}
 
 
-def _remainders(config: RunConfig) -> bool:
+def _stores_remainders(config: RunConfig) -> bool:
     return config.optimizer.store_param_remainders and config.precision.params_dtype == "bf16"
 
 
-def _rounds(config: RunConfig) -> bool:
-    """Whether the rule widens what it moves, and so knows which rows these are."""
+def _has_low_precision_state(config: RunConfig) -> bool:
+    """Return True if the update rule rounds its state stochastically, for which it stores the global row indices."""
     optimizer = config.optimizer
     formats = {"adam": (optimizer.exp_avg_dtype, optimizer.exp_avg_sq_dtype), "lion": (optimizer.exp_avg_dtype,)}
-    return _remainders(config) or "bf16" in formats.get(optimizer.optimizer, ())
-
-
-def _buffers(config: RunConfig, pp_rank: int) -> int:
-    """Those that do not depend on parameters: of every stage the frequencies, and one window of losses and norms."""
-    wide = master_bytes(config)
-    stages = stages_by_rank(config.model, config.parallel)[pp_rank]
-    window = 3 * INTEGER * config.optimizer.spike_window if config.optimizer.skip_spikes is not None else 0
-    return len(stages) * (config.model.rotary_dim // 2) * wide + window
+    return _stores_remainders(config) or "bf16" in formats.get(optimizer.optimizer, ())
 
 
 def transient_bytes(config: RunConfig, world_size: int) -> int:
-    """At most so many bytes of gradients are on their way on the fullest rank, beside what is kept.
+    """Return an upper bound for the bytes of gradient reduction in flight on the rank with the most.
 
-    On GPUs the sum over the ranks that cut a bucket takes the place of this rank's part (gloo, on CPUs, needs as much
-    besides). What travels as bf16 is rounded into a buffer as large as the bucket, and comes in another, of as many
-    buckets as are on their way at once. In ZeRO-2 the buckets themselves are there only from the first gradient of a
-    micro-batch until they are summed, in buffers that go from one to the next of its size.
+    On GPUs a reduce-scatter writes into the rank's own shard (gloo, on CPUs, needs a second buffer of that size). A
+    reduction in bf16 needs a send and a receive buffer of the bucket's size, for every concurrent reduction. In ZeRO-2
+    a full bucket exists only from the first gradient of a micro-batch until its reduction; buckets of equal size reuse
+    buffers.
 
     Raises:
-        ValueError: while the vocabulary's size is not known.
+        ValueError: when the vocabulary size is not set.
     """
     layout = Layout.from_config(config.parallel, world_size)
     wide = master_bytes(config)
-    found = []
+    bf16_buffers = 2 * BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0
+    by_stage = []
     for pp in range(layout.sizes["pp"]):
         reduced = [bucket for bucket in buckets(config, layout, pp) if bucket.shards * bucket.copies > 1]
-        streamed = [bucket for bucket in reduced if config.parallel.zero_stage == 2 and bucket.shards > 1]
-        kept = [bucket for bucket in reduced if bucket not in streamed]
-        latest = [sorted(_sum_bytes(config, bucket) for bucket in kind)[-SUMS - 1 :] for kind in (streamed, kept)]
-        found.append(sum(map(sum, latest)) + _streamed_elements(streamed, _in_turn(config, layout, pp)) * wide)
-    return max(found)
+        zero2 = [bucket for bucket in reduced if config.parallel.zero_stage == 2 and bucket.shards > 1]
+        others = [bucket for bucket in reduced if bucket not in zero2]
+        largest = [sorted(bucket.packing.size * bf16_buffers for bucket in b)[-SUMS - 1 :] for b in (zero2, others)]
+        full_buckets = _zero2_buffer_elements(zero2, _finishes_in_layer_order(config, layout, pp)) * wide
+        by_stage.append(sum(map(sum, largest)) + full_buckets)
+    return max(by_stage)
 
 
-def _in_turn(config: RunConfig, layout: Layout, pp: int) -> bool:
-    """Whether gradients come layer by layer, the last first: from one stage, and with those of its activations."""
+def _finishes_in_layer_order(config: RunConfig, layout: Layout, pp: int) -> bool:
+    """Return True if gradients arrive layer by layer: one stage per rank, and no delayed weight gradients."""
     if len(stages_by_rank(config.model, config.parallel)[pp]) > 1:
         return False
     program = program_for(config.parallel, microbatches(config.training, layout.sizes["dp"]))
     return all(action.kind != WEIGHT for action in program.ranks[pp])
 
 
-def _sum_bytes(config: RunConfig, bucket: Bucket) -> int:
-    """Of what a sum on its way needs besides its bucket."""
-    return 2 * bucket.packing.size * BYTES["bf16"] if config.parallel.grad_reduce_in_bf16 else 0
+def _zero2_buffer_elements(zero2: list[Bucket], in_layer_order: bool) -> int:
+    """Return the elements of full ZeRO-2 buckets: those that collect gradients, and those being reduced.
 
-
-def _streamed_elements(streamed: list[Bucket], in_turn: bool) -> int:
-    """Of the whole buckets of ZeRO-2: those that wait for gradients, one of a kind where layers come in turn."""
+    In layer order, only one bucket per key collects gradients at a time.
+    """
     total = 0
-    for size in {bucket.packing.size for bucket in streamed}:
-        alike = [bucket.key for bucket in streamed if bucket.packing.size == size]
-        total += size * (len(set(alike) if in_turn else alike) + SUMS)
+    for size in {bucket.packing.size for bucket in zero2}:
+        keys = [bucket.key for bucket in zero2 if bucket.packing.size == size]
+        total += size * (len(set(keys) if in_layer_order else keys) + SUMS)
     return total
 
 
 def shown(count: float) -> str:
-    """Bytes as people say them, in units of 2^20 or 2^30 as memory is sold: ``12.50 MB``, ``1.87 GB``."""
-    unit, name = (2**30, "GB") if count >= 0.1 * 2**30 else (2**20, "MB")
-    return f"{count / unit:,.2f} {name}"
+    """Format bytes of memory: ``12.50 MiB``, ``1.87 GiB``."""
+    return format_bytes(count, binary=True)

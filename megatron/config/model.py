@@ -1,4 +1,4 @@
-"""The shape of a model, described by independent switches; no family is known by name."""
+"""Model architecture as independent options; there are no model families."""
 
 from __future__ import annotations
 
@@ -7,32 +7,27 @@ from dataclasses import dataclass
 from megatron.config.option import option
 
 GATED_ACTIVATIONS = ("swiglu",)
-"""Activations that multiply a gate into the MLP's first projection."""
+"""Activations whose first projection has a second half, the gate."""
 
 
 def _window(text: str) -> int | None:
-    """Keys a token sees. Megatron-LM counts those to the left and right of it: ``L,0``, ``(L, 0)``; -1 is all.
-
-    Raises:
-        ValueError: when the text is neither, or a token would see what comes after it.
-    """
-    numbers = text.strip("() ").split(",")
+    """Parse a window size in tokens, or Megatron-LM's ``left,right`` as ``L,0`` or ``(L, 0)``, where -1 is no limit."""
     try:
-        left, *right = (int(n) for n in numbers)
+        left, *right = (int(n) for n in text.strip("() ").split(","))
     except ValueError:
-        raise ValueError(f"{text!r} is neither a number of keys nor Megatron-LM's left,right") from None
+        raise ValueError(f"{text!r} is neither a number of tokens nor Megatron-LM's left,right") from None
     if not right:
         return left
     if right != [0] or left < -1:
-        raise ValueError(f"{text!r}: a causal window is left,0 with left from 0, or -1 for all")
+        raise ValueError(f"{text!r}: a causal window is left,0 with left >= 0, or -1 for no limit")
     return None if left == -1 else left + 1
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer.
+    """Decoder-only transformer.
 
-    Attention heads share key/value heads in groups (``n`` = num_attention_heads, ``g`` = num_query_groups)::
+    Query heads share key/value heads in groups (``n`` = num_attention_heads, ``g`` = num_query_groups)::
 
         MHA: g = n      GQA: 1 < g < n      MQA: g = 1
         q q q q         q q q q             q q q q
@@ -40,66 +35,65 @@ class ModelConfig:
         k k k k          k     k               k
     """
 
-    num_layers: int = option(2, "Transformer blocks.", at_least=1)
+    num_layers: int = option(2, "Number of transformer blocks.", at_least=1)
     hidden_size: int = option(128, "Width of the residual stream.", at_least=1)
     ffn_hidden_size: int | None = option(
         None,
-        "Width inside the MLP. Default: 4 x hidden; with swiglu 2/3 of that, rounded down to a multiple of 64.",
+        "Hidden width of the MLP. Default: 4 x hidden_size; with swiglu 2/3 of that, rounded down to a multiple of 64.",
         at_least=1,
     )
-    num_attention_heads: int = option(4, "Query heads.", at_least=1)
+    num_attention_heads: int = option(4, "Number of query heads.", at_least=1)
     num_query_groups: int | None = option(
-        None, "Key/value heads. Default: one per query head (MHA); 1 is MQA.", at_least=1
+        None, "Number of key/value heads. Default: one per query head (MHA); 1 is MQA.", at_least=1
     )
-    kv_channels: int | None = option(None, "Width of one head. Default: hidden_size / num_attention_heads.", at_least=1)
-    vocab_size: int | None = option(None, "Entries of the vocabulary. Default: what the tokenizer has.", at_least=1)
+    kv_channels: int | None = option(None, "Channels per head. Default: hidden_size / num_attention_heads.", at_least=1)
+    vocab_size: int | None = option(None, "Vocabulary size. Default: that of the tokenizer.", at_least=1)
     make_vocab_size_divisible_by: int = option(
         128,
-        "Each rank's embedding rows are padded so that the whole is a multiple of this x TP; padding is never seen.",
+        "Pad the embedding rows to a multiple of this x TP. The model never sees the padding.",
         at_least=1,
     )
-    untie_embeddings_and_output_weights: bool = option(False, "Give the output layer its own weight.")
+    untie_embeddings_and_output_weights: bool = option(False, "Give the output layer a weight of its own.")
 
     position_embedding_type: str = option(
         "learned_absolute",
-        "How positions enter.",
+        "Position embedding.",
         choices=("learned_absolute", "rope", "yarn", "none"),
         aliases={"--use-rotary-position-embeddings": "rope"},
     )
-    max_position_embeddings: int | None = option(
-        None, "Longest sequence the model knows. Default: seq_length.", at_least=1
-    )
+    max_position_embeddings: int | None = option(None, "Longest supported sequence. Default: seq_length.", at_least=1)
     rotary_base: float = option(10000.0, "Base of the rotary frequencies (theta).", above=1)
-    rotary_percent: float = option(1.0, "Share of a head's channels that rotate.", above=0, at_most=1)
-    rotary_interleaved: bool = option(False, "Rotate channel pairs (0,1),(2,3).. instead of (i, i+d/2).")
-    use_rope_scaling: bool = option(False, "Llama-3 frequency scaling of rope.")
-    rope_scaling_factor: float = option(8.0, "Factor of the Llama-3 scaling.", at_least=1)
-    rope_original_max_position: int = option(8192, "Context length before the Llama-3 scaling.", at_least=1)
+    rotary_percent: float = option(1.0, "Fraction of a head's channels that are rotated.", above=0, at_most=1)
+    rotary_interleaved: bool = option(False, "Rotate channel pairs (0,1), (2,3), ... instead of (i, i+d/2).")
+    use_rope_scaling: bool = option(False, "Apply Llama-3's scaling of the rotary frequencies.")
+    rope_scaling_factor: float = option(8.0, "Llama-3 scaling: context extension factor.", at_least=1)
+    rope_original_max_position: int = option(8192, "Llama-3 scaling: original context length.", at_least=1)
     rope_low_freq_factor: float = option(
         1.0, "Llama-3 scaling: wavelengths above original/low are divided by the factor.", above=0
     )
     rope_high_freq_factor: float = option(
-        4.0, "Llama-3 scaling: wavelengths below original/high stay as they are.", above=0
+        4.0, "Llama-3 scaling: wavelengths below original/high are unchanged.", above=0
     )
-    rotary_scaling_factor: float = option(1.0, "Context extension factor of YaRN.", at_least=1)
+    rotary_scaling_factor: float = option(1.0, "YaRN: context extension factor.", at_least=1)
     yarn_original_max_position_embeddings: int | None = option(
-        None, "Context length before YaRN. Required by yarn.", at_least=1
+        None, "YaRN: original context length. Required by yarn.", at_least=1
     )
-    yarn_beta_fast: float = option(32.0, "YaRN: rotations above which a channel is kept.", above=0)
-    yarn_beta_slow: float = option(1.0, "YaRN: rotations below which a channel is interpolated.", above=0)
+    yarn_beta_fast: float = option(32.0, "YaRN: channels with more rotations than this are unchanged.", above=0)
+    yarn_beta_slow: float = option(1.0, "YaRN: channels with fewer rotations than this are interpolated.", above=0)
     window_size: int | None = option(
         None,
-        "Sliding window: a token attends to itself and the window_size - 1 before it. L,0 is L+1, as in Megatron-LM.",
+        "Sliding window: a token attends to itself and the window_size - 1 tokens before it. Megatron-LM's form L,0 "
+        "means L+1.",
         at_least=1,
         parse=_window,
     )
 
-    normalization: str = option("LayerNorm", "Kind of norm.", choices=("LayerNorm", "RMSNorm"))
-    norm_epsilon: float = option(1e-5, "Added to the variance inside norms.", above=0)
-    qk_layernorm: bool = option(False, "Normalise queries and keys per head, before rotation.")
+    normalization: str = option("LayerNorm", "Normalization layer.", choices=("LayerNorm", "RMSNorm"))
+    norm_epsilon: float = option(1e-5, "Epsilon added to the variance.", above=0)
+    qk_layernorm: bool = option(False, "Normalize queries and keys per head, before the rotary embedding.")
     activation: str = option(
         "gelu_tanh",
-        "Nonlinearity of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes.",
+        "Activation of the MLP. gelu_tanh is what Megatron-LM's fused bias-gelu computes.",
         choices=("gelu", "gelu_tanh", "swiglu", "relu2"),
         aliases={
             "--swiglu": "swiglu",
@@ -107,112 +101,113 @@ class ModelConfig:
             "--openai-gelu": "gelu_tanh",
         },
     )
-    add_bias_linear: bool = option(True, "Biases in all linear layers.", aliases={"--disable-bias-linear": False})
-    add_qkv_bias: bool = option(False, "Bias in the QKV projection even without add_bias_linear.")
-    hidden_dropout: float = option(0.1, "Dropout of embeddings and of each block's two outputs.", at_least=0, below=1)
+    add_bias_linear: bool = option(True, "Use biases in all linear layers.", aliases={"--disable-bias-linear": False})
+    add_qkv_bias: bool = option(False, "Use a bias in the QKV projection even without add_bias_linear.")
+    hidden_dropout: float = option(
+        0.1, "Dropout rate of the embeddings and of each block's two residual branches.", at_least=0, below=1
+    )
     attention_dropout: float = option(
-        0.1, "Dropout of attention weights; above 0 attention is not fused.", at_least=0, below=1
+        0.1, "Dropout rate of attention weights. Above 0, attention is not fused.", at_least=0, below=1
     )
     init_method_std: float = option(
-        0.02, "Standard deviation of the initial weights; output projections use std/sqrt(2L).", at_least=0
+        0.02, "Standard deviation of the initial weights; output projections use std/sqrt(2 x num_layers).", at_least=0
     )
-    z_loss_coeff: float = option(
-        0.0, "Weight of the squared log-partition added to the loss (PaLM's z-loss).", at_least=0
-    )
+    z_loss_coeff: float = option(0.0, "Weight of PaLM's z-loss, the squared log-partition of the logits.", at_least=0)
 
     num_experts: int | None = option(
-        None, "Experts of every block, in place of its MLP (mixture of experts). Default: none.", at_least=2
+        None, "Number of experts per block, in place of the MLP (mixture of experts). Default: none.", at_least=2
     )
-    moe_router_topk: int = option(2, "Experts that compute each token.", at_least=1)
-    moe_ffn_hidden_size: int | None = option(
-        None, "Width inside an expert. Default: ffn_hidden_size, or what that is by default.", at_least=1
-    )
+    moe_router_topk: int = option(2, "Number of experts per token.", at_least=1)
+    moe_ffn_hidden_size: int | None = option(None, "Hidden width of an expert. Default: that of the MLP.", at_least=1)
     moe_shared_expert_intermediate_size: int | None = option(
-        None, "Width of an expert that computes all tokens besides. Default: there is none.", at_least=1
+        None, "Hidden width of a shared expert, which processes every token. Default: no shared expert.", at_least=1
     )
     moe_router_pre_softmax: bool = option(
-        False, "Weigh experts by the softmax over all of them, instead of over those that were chosen."
+        False, "Apply the softmax over all experts before the top-k, instead of over the chosen experts."
     )
     moe_router_load_balancing_type: str = option(
         "seq_aux_loss",
-        "What the balancing loss compares the experts' shares over: each sequence, or (as in the Switch Transformer) "
-        "each micro-batch of a rank, which makes it depend on the layout.",
+        "Scope of the load-balancing loss: each sequence (seq_aux_loss), or, as in the Switch Transformer, each "
+        "micro-batch of a rank (aux_loss), which makes it depend on the layout.",
         choices=("seq_aux_loss", "aux_loss", "none"),
     )
     moe_aux_loss_coeff: float = option(0.0, "Weight of the load-balancing loss.", at_least=0)
     moe_z_loss_coeff: float | None = option(
-        None, "Weight of the squared log-partition of the router's logits (ST-MoE's z-loss). Default: 0.", at_least=0
+        None, "Weight of ST-MoE's z-loss, the squared log-partition of the router's logits. Default: 0.", at_least=0
     )
 
     @property
     def head_dim(self) -> int:
-        """Channels of one head."""
+        """Channels per head."""
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
     def kv_groups(self) -> int:
-        """Key/value heads."""
+        """Number of key/value heads."""
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def heads_per_group(self) -> int:
-        """Query heads that share one key/value head."""
+        """Query heads per key/value head."""
         return self.num_attention_heads // self.kv_groups
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP's first projection has a gate beside it."""
+        """True if the MLP's first projection includes a gate."""
         return self.activation in GATED_ACTIVATIONS
 
     @property
     def ffn(self) -> int:
-        """Width inside the MLP."""
+        """Hidden width of the MLP."""
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
         return int(8 * self.hidden_size / 3) // 64 * 64 if self.gated else 4 * self.hidden_size
 
     @property
     def expert_ffn(self) -> int:
-        """Width inside an expert."""
+        """Hidden width of an expert."""
         return self.moe_ffn_hidden_size or self.ffn
 
     @property
     def vocab(self) -> int:
-        """Entries of the vocabulary, once they are known.
-
-        Raises:
-            ValueError: when neither a flag nor the tokenizer has said it yet.
-        """
+        """Vocabulary size; ValueError until a flag or the tokenizer has set it."""
         if self.vocab_size is None:
             raise ValueError("vocab_size is not known yet: pass --vocab-size or a tokenizer")
         return self.vocab_size
 
     @property
     def qkv_bias(self) -> bool:
-        """Whether the QKV projection has a bias."""
+        """True if the QKV projection has a bias."""
         return self.add_bias_linear or self.add_qkv_bias
 
     @property
     def rotary_dim(self) -> int:
-        """Channels of a head that rotate; 0 without rotary positions."""
+        """Rotated channels per head; 0 without rotary embedding."""
         if self.position_embedding_type not in ("rope", "yarn"):
             return 0
         return int(self.head_dim * self.rotary_percent)
 
     def num_parameters(self, active: bool = False) -> int:
-        """Trainable parameters, vocabulary padding excluded (closed formula, asserted against the built model).
+        """Return the number of trainable parameters without vocabulary padding.
+
+        A closed formula, compared with the built model when it is built.
 
         Args:
-            active: of the experts, only as many as compute a token.
+            active: count only the experts that one token uses.
         """
-        idle = self.layer_parameters() - self.layer_parameters(active)
-        return self.part_parameters(self.num_layers, first=True, last=True) - self.num_layers * idle
+        inactive = self.layer_parameters() - self.layer_parameters(active)
+        return self.part_parameters(self.num_layers, first=True, last=True) - self.num_layers * inactive
 
     def part_parameters(self, layers: int, first: bool, last: bool) -> int:
-        """Those of some blocks, with what stands before the first and behind the last; a tied weight counts once.
+        """Return the number of parameters of a pipeline stage.
+
+        Args:
+            layers: number of blocks.
+            first: include the embeddings.
+            last: include the final norm and the output layer. A tied weight counts once.
 
         Raises:
-            ValueError: while the vocabulary or the number of positions is not known.
+            ValueError: when the vocabulary size or the number of positions is not set.
         """
         tables = first + last if self.untie_embeddings_and_output_weights else first or last
         count = layers * self.layer_parameters() + (self.vocab * self.hidden_size * tables if tables else 0)
@@ -223,11 +218,11 @@ class ModelConfig:
         return count + (self.norm_parameters() if last else 0)
 
     def norm_parameters(self) -> int:
-        """Parameters of one norm over the hidden size."""
+        """Return the number of parameters of one norm over the hidden size."""
         return self.hidden_size * (2 if self.normalization == "LayerNorm" else 1)
 
     def layer_parameters(self, active: bool = False) -> int:
-        """Parameters of one transformer block; ``active``: of its experts, as many as compute a token."""
+        """Return the number of parameters of one block; with ``active``, of the experts that one token uses."""
         h, d, bias = self.hidden_size, self.head_dim, int(self.add_bias_linear)
         qkv_rows = (self.heads_per_group + 2) * self.kv_groups * d
         attention = qkv_rows * (h + int(self.qkv_bias)) + self.num_attention_heads * d * h + bias * h
@@ -236,7 +231,7 @@ class ModelConfig:
         return attention + self.mlp_parameters(active) + 2 * self.norm_parameters()
 
     def mlp_parameters(self, active: bool = False) -> int:
-        """Those of a block's MLP, or of its router and experts; ``active``: of as many experts as compute a token."""
+        """Return the number of parameters of a block's MLP, or of its router and experts; ``active`` as above."""
         h, matrices = self.hidden_size, 3 if self.gated else 2
         if self.num_experts is None:
             bias = (matrices - 1) * self.ffn + h if self.add_bias_linear else 0

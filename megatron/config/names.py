@@ -1,4 +1,4 @@
-"""Names for datasets that nobody has named: short, and each another."""
+"""Short unique names for datasets without a name."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from pathlib import PurePath
 
 APART = r"[\s:/]+"
-"""What parts names from one another where records, curves and folders are named after them."""
+"""Characters that dataset names must not contain: they separate names in records, curves and folders."""
 
 
 def unique_names(prefixes: Sequence[str]) -> tuple[str, ...]:
-    """A name for each prefix: its last part, or as many of its last parts as tell all of them apart.
+    """Return a unique name for each prefix: as few of its last path components as tell all prefixes apart.
 
-    What would be there twice gets a number, and what no name may hold becomes a ``-``.
+    Equal names get a number; characters that names must not contain become ``-``.
     """
     paths = [PurePath(prefix) for prefix in prefixes]
     parts = [tuple(re.sub(APART, "-", part) for part in path.parts if part != path.anchor) for path in paths]
     lengths = range(1, max([1, *map(len, parts)]) + 1)
-    tries = [["-".join(some[-length:]) for some in parts] for length in lengths]
-    apart = len(set(parts))
-    return tuple(_numbered(next((names for names in tries if len(set(names)) == apart), tries[-1])))
+    candidates = [["-".join(path_parts[-length:]) for path_parts in parts] for length in lengths]
+    distinct = len(set(parts))
+    return tuple(_numbered(next((names for names in candidates if len(set(names)) == distinct), candidates[-1])))
 
 
 def _numbered(names: Iterable[str]) -> Iterator[str]:
-    """The names, with a number behind those that were there before."""
+    """Append a number to names that occurred before."""
     seen: set[str] = set()
     for name in names:
         unique, number = name, 2

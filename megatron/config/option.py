@@ -1,4 +1,4 @@
-"""How a dataclass field becomes a flag: the one helper every configuration class uses."""
+"""The helper that declares a dataclass field as a command-line flag."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megatron.config.numbers import text
 
 @dataclass(frozen=True)
 class Limits:
-    """The interval a number, or each of several, must lie in; None leaves a side open."""
+    """The interval that a number, or every number of a tuple, must lie in; None leaves a side open."""
 
     at_least: float | None = None
     above: float | None = None
@@ -19,7 +19,7 @@ class Limits:
     below: float | None = None
 
     def hold(self, value: float) -> bool:
-        """Whether ``value`` lies inside."""
+        """Return True if ``value`` lies inside."""
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
@@ -39,24 +39,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class Option:
-    """What a field says about itself beyond its name, type and default.
-
-    Attributes:
-        help: one or two sentences.
-        choices: the words allowed (each of them, where the field is a tuple).
-        aliases: an extra flag -> the constant it stores, for the negative and shorthand spellings of Megatron-LM
-            (``--disable-bias-linear`` stores ``False`` in ``add_bias_linear``).
-        limits: the numbers allowed.
-        parse: turns the text of a flag into the value; raises ValueError. Default: by the field's type.
-        example: a value that is often good, of an option whose default is none.
-    """
+    """The metadata of a config field besides its name, type and default."""
 
     help: str
-    choices: tuple[str, ...] | None = None
+    choices: tuple[str, ...] | None = None  # allowed words, for a tuple of every item
+    # Extra flags and the constants they store, for the negative and shorthand spellings of Megatron-LM:
+    # ``--disable-bias-linear`` stores False in ``add_bias_linear``.
     aliases: Mapping[str, Any] | None = None
-    limits: Limits = Limits()
+    limits: Limits = Limits()  # allowed numbers
+    # converts the flag's text, raises ValueError; default: by type
     parse: Callable[[str], Any] | None = None
-    example: float | None = None
+    example: float | None = None  # a reasonable value, for a number without a default
 
 
 def option(
@@ -69,17 +62,18 @@ def option(
     example: float | None = None,
     **limits: float,
 ) -> Any:
-    """A dataclass field with a help text; the flag is ``--field-name`` (booleans also ``--no-field-name``).
+    """Declare a dataclass field with a help text.
+
+    The flag is ``--field-name``; booleans also have ``--no-field-name``.
 
     Args:
-        default: value when nobody says anything.
-        help: see ``Option``, as for the rest.
-        choices: words allowed.
+        default: value when no source sets the field.
+        help: one or two sentences.
+        choices: allowed words.
         aliases: extra flags and the constants they store.
-        parse: reads the flag's text.
-        example: offered in place of a number that is not allowed.
+        parse: converts the flag's text.
+        example: suggested in place of a number that is not allowed.
         limits: ``at_least``, ``above``, ``at_most``, ``below``.
-
     """
     record = Option(help, tuple(choices) if choices else None, aliases, Limits(**limits), parse, example)
     return field(default=default, metadata={"option": record})

@@ -1,7 +1,4 @@
-"""Flags by the names that they have in other trainers, and in older versions of Megatron-LM.
-
-Pure data, read only when such a flag is met.
-"""
+"""Flag names of other trainers and of older Megatron-LM versions, with their counterparts here."""
 
 from __future__ import annotations
 
@@ -95,45 +92,49 @@ SAME = {
     "--microbatch-group-size-per-vp-stage": "--microbatch-group-size-per-virtual-pipeline-stage",
     "--random-seed": "--seed",
 }
-"""A flag of others -> ours, which takes the same value."""
+"""Flag of another trainer -> our flag, which takes the same value."""
 
+_ALWAYS_MAPPED = "token files are always memory-mapped"
 _TO_TENSORBOARD = (
     "--log-batch-size-to-tensorboard",
     "--no-log-batch-size-to-tensorboard",
     "--log-learning-rate-to-tensorboard",
     "--no-log-learning-rate-to-tensorboard",
-    "--no-log-learnig-rate-to-tensorboard",  # so it was spelled
+    "--no-log-learnig-rate-to-tensorboard",  # spelled like this in Megatron-LM
     "--log-loss-scale-to-tensorboard",
 )
 
-_ENCODERS = "it is of models with an encoder, and here is a decoder alone"
+_ENCODERS = "it belongs to encoder-decoder models, which are not supported"
 
 OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
-    "--dtype": ("a format is a flag by itself", ("--bf16", "--fp16", "--params-dtype fp32")),
-    "--mixed-precision": ("a format is a flag by itself", ("--bf16", "--fp16", "--params-dtype fp32")),
+    "--dtype": ("every data type has its own flag", ("--bf16", "--fp16", "--params-dtype fp32")),
+    "--mixed-precision": ("every data type has its own flag", ("--bf16", "--fp16", "--params-dtype fp32")),
     "--gradient-accumulation-steps": (
-        "it follows from the batch: micro-batch x data-parallel ranks x accumulation",
+        "set the global batch size: micro-batch size x data-parallel size x accumulation steps",
         ("--global-batch-size N",),
     ),
     "--num-microbatches": (
-        "it follows from the batch: --global-batch-size / (--micro-batch-size x data-parallel ranks)",
+        "it is --global-batch-size / (--micro-batch-size x data-parallel size)",
         ("drop --num-microbatches",),
     ),
     "--gradient-checkpointing": ("activations are recomputed", ("--recompute-granularity full",)),
     "--activation-checkpointing": ("activations are recomputed", ("--recompute-granularity full",)),
-    "--epochs": ("a run's length is said in steps or samples", ("--train-iters N", "--train-samples N")),
-    "--num-epochs": ("a run's length is said in steps or samples", ("--train-iters N", "--train-samples N")),
-    "--num-train-epochs": ("a run's length is said in steps or samples", ("--train-iters N", "--train-samples N")),
-    "--data-impl": ("token files are memory-mapped, and nothing else", ("drop --data-impl",)),
-    "--dataset-impl": ("token files are memory-mapped, and nothing else", ("drop --dataset-impl",)),
-    "--nproc": ("the launcher starts the ranks", ("torchrun --nproc-per-node {} pretrain_gpt.py",)),
+    "--epochs": ("the run length is given in steps or samples", ("--train-iters N", "--train-samples N")),
+    "--num-epochs": ("the run length is given in steps or samples", ("--train-iters N", "--train-samples N")),
+    "--num-train-epochs": (
+        "the run length is given in steps or samples",
+        ("--train-iters N", "--train-samples N"),
+    ),
+    "--data-impl": (_ALWAYS_MAPPED, ("drop --data-impl",)),
+    "--dataset-impl": (_ALWAYS_MAPPED, ("drop --dataset-impl",)),
+    "--nproc": ("it belongs to the launcher", ("torchrun --nproc-per-node {} pretrain_gpt.py",)),
     "--nproc-per-node": ("it belongs to the launcher", ("torchrun --nproc-per-node {} pretrain_gpt.py",)),
     "--wandb-mode": (
-        "the environment says it, before the command",
+        "set the environment variable before the command",
         ("WANDB_MODE=offline", "WANDB_MODE=online", "WANDB_MODE=disabled"),
     ),
     "--standalone-embedding-stage": (
-        "a layout gives the embedding a stage of its own, such as --pipeline-model-parallel-layout 'E|t*4|t*4|t*4L'",
+        "use a layout with a stage for the embedding, such as --pipeline-model-parallel-layout 'E|t*4|t*4|t*4L'",
         ("drop --standalone-embedding-stage",),
     ),
     "--pipeline-model-parallel-split-rank": (_ENCODERS, ("drop --pipeline-model-parallel-split-rank",)),
@@ -141,11 +142,11 @@ OTHERWISE: dict[str, tuple[str, tuple[str, ...]]] = {
     "--overlap-p2p-communication": ("transfers always overlap", ("drop --overlap-p2p-communication",)),
     **{flag: (ALL_SINKS, (f"drop {flag}",)) for flag in _TO_TENSORBOARD},
 }
-"""A flag of others that says what is said in another way here -> which way, and what to paste; ``{}`` is the value."""
+"""Flag of another trainer -> how to express it here, and fixes to paste; ``{}`` stands for the flag's value."""
 
 HARMLESS = {
-    "--data-impl": (("mmap", "infer"), "token files are memory-mapped, and nothing else"),
-    "--dataset-impl": (("mmap", "infer"), "token files are memory-mapped, and nothing else"),
+    "--data-impl": (("mmap", "infer"), _ALWAYS_MAPPED),
+    "--dataset-impl": (("mmap", "infer"), _ALWAYS_MAPPED),
     **dict.fromkeys(_TO_TENSORBOARD, ((), ALL_SINKS)),
 }
-"""An older flag -> the values that ask for what is done anyhow, and why they may be ignored."""
+"""Old flag -> the values with which it is ignored, and the reason."""

@@ -1,7 +1,7 @@
-"""What a rank has of every parameter, as names and shapes, from the configuration alone.
+"""Names and shapes of the parameters of a rank, computed from the configuration without torch.
 
-The layers declare their parameters themselves; a test holds this list against what they declare. It is in the order in
-which they do, because buckets are cut in it.
+The layers declare their own parameters; a test compares this list with them. The order is that of declaration, because
+buckets are filled in it.
 """
 
 from __future__ import annotations
@@ -17,69 +17,64 @@ from megatron.pipeline.partition import StageLayers
 from megatron.pipeline.plan import placement, stage_layers, virtual_stages
 
 WORDS = "embedding.word_embeddings.weight"
-"""The word embeddings; tied, also the output projection."""
+"""Name of the word embeddings; with tied embeddings also the output layer."""
 
 
 @dataclass(frozen=True)
 class Parameter:
-    """A rank's part of a parameter.
+    """Shape of a rank's part of a parameter."""
 
-    Attributes:
-        name: global.
-        shape: of the rank's tensor, as it is stored: 1-D or 2-D, padding included.
-        axes: of the rank grid, over which its gradients are summed.
-        tied: it is the embedding and the output projection both.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    axes: tuple[str, ...] = DENSE
-    tied: bool = False
+    name: str  # global name
+    shape: tuple[int, ...]  # of the local tensor as stored: 1-D or 2-D, with padding
+    axes: tuple[str, ...] = DENSE  # axes of the rank grid over which its gradients are summed
+    tied: bool = False  # both embedding and output layer
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return prod(self.shape)
 
     @property
     def vector(self) -> bool:
-        """Whether it has one dimension."""
+        """True for a 1-D parameter."""
         return len(self.shape) == 1
 
     @property
     def of_block(self) -> bool:
-        """Whether it is a matrix of a block, not of the embeddings or the output layer."""
+        """True for a matrix of a block, as opposed to the embeddings and the output layer."""
         return self.name.startswith("layers.") and not self.vector
 
 
 def stages_by_rank(model: ModelConfig, parallel: ParallelConfig) -> list[list[StageLayers]]:
-    """The stages of each pipeline rank.
+    """Return the stages of each pipeline rank.
 
     Raises:
-        ScheduleError: when the pipeline cannot share the layers.
+        ScheduleError: when the pipeline cannot distribute the layers.
     """
-    held: list[list[StageLayers]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
+    stages: list[list[StageLayers]] = [[] for _ in range(parallel.pipeline_model_parallel_size)]
     ranks = placement(parallel, virtual_stages(model, parallel))
     for rank, stage in zip(ranks, stage_layers(model, parallel), strict=True):
-        held[rank].append(stage)
-    return held
+        stages[rank].append(stage)
+    return stages
 
 
 def parameters(model: ModelConfig, parallel: ParallelConfig, pp_rank: int) -> tuple[Parameter, ...]:
-    """Those of a pipeline rank, in the order of declaration; the same on all ranks along the other axes.
+    """Return the parameters of a pipeline rank, in the order of declaration.
+
+    They are the same on all ranks along the other axes. A tied weight appears once.
 
     Raises:
-        ValueError: while the size of the vocabulary is not known.
-        ScheduleError: when the pipeline cannot share the layers.
+        ValueError: when the vocabulary size is not set.
+        ScheduleError: when the pipeline cannot distribute the layers.
     """
     shapes = _Shapes(model, parallel)
-    found = (p for stage in stages_by_rank(model, parallel)[pp_rank] for p in shapes.of_stage(stage))
-    return tuple({parameter.name: parameter for parameter in found}.values())
+    declared = (p for stage in stages_by_rank(model, parallel)[pp_rank] for p in shapes.of_stage(stage))
+    return tuple({parameter.name: parameter for parameter in declared}.values())
 
 
 @dataclass(frozen=True)
 class _Shapes:
-    """The parameters of modules, each as a rank has it."""
+    """Local parameter shapes of each module."""
 
     model: ModelConfig
     parallel: ParallelConfig
@@ -89,7 +84,7 @@ class _Shapes:
         return self.parallel.tensor_model_parallel_size
 
     def of_stage(self, stage: StageLayers) -> Iterator[Parameter]:
-        """Of the blocks of a stage, and of what stands before the first and behind the last."""
+        """Yield the parameters of a stage, with embeddings in the first and final norm and output layer in the last."""
         m = self.model
         if stage.first:
             yield self._words(WORDS)
@@ -123,8 +118,8 @@ class _Shapes:
             yield Parameter(f"{name}.bias", (width,))
 
     def _attention(self, name: str) -> Iterator[Parameter]:
-        """Where TP has more ranks than there are key/value heads, each has a copy of one."""
         m = self.model
+        # with more TP ranks than key/value heads, each rank holds a copy of one
         queries, groups = m.num_attention_heads // self._tp, max(1, m.kv_groups // self._tp)
         yield from self._linear(f"{name}.linear_qkv", (queries + 2 * groups) * m.head_dim, m.hidden_size, m.qkv_bias)
         yield from self._linear(f"{name}.linear_proj", m.hidden_size, queries * m.head_dim, m.add_bias_linear)
@@ -134,19 +129,20 @@ class _Shapes:
 
     def _mlp(self, name: str, ffn: int) -> Iterator[Parameter]:
         m, width = self.model, ffn // self._tp
-        yield from self._linear(f"{name}.linear_fc1", self._up(width), m.hidden_size, m.add_bias_linear)
+        yield from self._linear(f"{name}.linear_fc1", self._fc1_rows(width), m.hidden_size, m.add_bias_linear)
         yield from self._linear(f"{name}.linear_fc2", m.hidden_size, width, m.add_bias_linear)
 
     def _experts(self, name: str, experts: int) -> Iterator[Parameter]:
         m = self.model
-        held, width = experts // self.parallel.expert_model_parallel_size, m.expert_ffn // self.parallel.expert_tp
+        local = experts // self.parallel.expert_model_parallel_size
+        width = m.expert_ffn // self.parallel.expert_tp
         yield Parameter(f"{name}.router.weight", (experts, m.hidden_size))
-        yield Parameter(f"{name}.experts.linear_fc1.weight", (held * self._up(width), m.hidden_size), EXPERT)
-        yield Parameter(f"{name}.experts.linear_fc2.weight", (held * m.hidden_size, width), EXPERT)
+        yield Parameter(f"{name}.experts.linear_fc1.weight", (local * self._fc1_rows(width), m.hidden_size), EXPERT)
+        yield Parameter(f"{name}.experts.linear_fc2.weight", (local * m.hidden_size, width), EXPERT)
         if m.moe_shared_expert_intermediate_size:
             yield from self._mlp(f"{name}.shared_experts", m.moe_shared_expert_intermediate_size)
 
-    def _up(self, width: int) -> int:
+    def _fc1_rows(self, width: int) -> int:
         return width * 2 if self.model.gated else width
 
     def _linear(self, name: str, outputs: int, inputs: int, bias: bool) -> Iterator[Parameter]:

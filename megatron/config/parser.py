@@ -1,4 +1,4 @@
-"""The flags of every configuration field, for argparse."""
+"""The argparse parser with the flags of every config field."""
 
 from __future__ import annotations
 
@@ -13,82 +13,75 @@ from megatron.config.problems import Problem
 from megatron.config.settings import GROUPS, NOUNS, SETTINGS, SPELLINGS, Setting
 from megatron.config.sources import Layer
 
-MOST_LETTERS = 70  # of the words to choose from that are shown beside a flag
+MAX_CHOICES_WIDTH = 70  # characters of choices in a placeholder; longer ones are listed in the help text
 
 
 @dataclass(frozen=True)
 class Given:
-    """One flag as it was written.
-
-    Attributes:
-        spelling: the flag.
-        setting: the field it is about.
-        words: what followed it.
-        constant: what the flag stores by itself; None for a flag that takes words.
-    """
+    """One flag as it was written."""
 
     spelling: str
     setting: Setting
-    words: tuple[str, ...] = ()
-    constant: Any = None
+    words: tuple[str, ...] = ()  # after the flag
+    constant: Any = None  # stored by a flag without words
 
     @property
     def main(self) -> str:
-        """The spelling, one for ``--x`` and ``--no-x``: of those a later one is meant to override an earlier."""
+        """The spelling, the same for ``--x`` and ``--no-x``: of two, the later overrides the earlier."""
         return self.setting.flag if self.spelling == self.setting.negative else self.spelling
 
     def value(self) -> Any:
-        """What it means.
+        """Return the value.
 
         Raises:
-            ValueError: when the words are no value.
+            ValueError: if the words are not a value.
         """
         return self.setting.from_words(self.words) if self.constant is None else self.constant
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A command line, taken apart.
+    """A command line, split into flags."""
 
-    Attributes:
-        known: ``preset``, ``config``, ``set``, ``check_config``, ``fake_world``, ``fake_rank``, ``world_size``;
-            the flags of fields as ``given``.
-        foreign: flags that are not ours, each with the words after it; and words that follow no flag.
-        malformed: what is wrong with the way in which flags are written.
-    """
-
+    # --preset, --config, --set, --check-config, --fake-world, --fake-rank, --world-size; field flags in ``given``
     known: argparse.Namespace
+    # Unknown flags, each with the words after it; and words that follow no flag.
     foreign: list[list[str]] = field(default_factory=list)
-    malformed: Layer = field(default_factory=Layer)
+    malformed: Layer = field(default_factory=Layer)  # problems of flags that argparse rejected
 
     @property
     def given(self) -> list[Given]:
-        """The flags of fields, in order."""
+        """The flags of config fields, in order."""
         return self.known.given
 
     @property
     def spellings(self) -> set[str]:
-        """The flags that could be read, and those that are not ours."""
+        """All spellings on the command line."""
         return {given.spelling for given in self.given} | {words[0] for words in self.foreign}
 
 
 def read(argv: Sequence[str]) -> Reading:
-    """Take a command line apart, flag by flag, so that one which cannot be read hides no other."""
+    """Parse a command line flag by flag, so that one malformed flag does not hide problems of the others."""
     parser = make_parser()
     reading = Reading(parser.parse_args([]))
-    for words in _flags(argv):
+    for words in _split_flags(argv):
         try:
             _, rest = parser.parse_known_args(words, reading.known)
         except argparse.ArgumentError as error:
-            _refuse(reading.malformed, words[0].partition("=")[0], error.message)
+            spelling = words[0].partition("=")[0]
+            setting = SPELLINGS.get(spelling)
+            if setting is None:
+                reading.malformed.problems.append(Problem("E002", f"{spelling}: {error.message}"))
+            else:  # argparse rejects only words after a constant's flag; words after other flags are checked later
+                reading.malformed.refuse(setting, spelling, ValueError("takes no value"))
             continue
         if rest:
             reading.foreign.append(rest)
     return reading
 
 
-def _flags(argv: Sequence[str]) -> Iterator[list[str]]:
-    """Each flag with the words after it; words before any flag come first."""
+def _split_flags(argv: Sequence[str]) -> Iterator[list[str]]:
+    """Yield each flag with the words after it; words before the first flag come first."""
     words: list[str] = []
     for word in argv:
         if word.startswith("--") and words:
@@ -99,16 +92,8 @@ def _flags(argv: Sequence[str]) -> Iterator[list[str]]:
         yield words
 
 
-def _refuse(layer: Layer, spelling: str, message: str) -> None:
-    setting = SPELLINGS.get(spelling)
-    if setting is None:
-        layer.problems.append(Problem("E002", f"{spelling}: {message}"))
-    else:  # words after the flag of a field are judged later; only a constant's flag is refused by the parser
-        layer.refuse(setting, spelling, ValueError("takes no value"))
-
-
-class _Note(argparse.Action):
-    """Remembers that a flag was written; what it means is decided when all flags are known."""
+class _RecordFlag(argparse.Action):
+    """Record that a flag was written; it is interpreted when all flags are known."""
 
     def __call__(
         self,
@@ -125,14 +110,14 @@ class _Help(argparse.HelpFormatter):
         super().__init__(prog, max_help_position=34, width=110)
 
     def _format_args(self, action: argparse.Action, default_metavar: str) -> str:
-        """Show one value as one: the parser itself takes any number, to say what is wrong with it later."""
-        if isinstance(action, _Note):
+        """Show one value: the parser accepts any number, to report a wrong number later."""
+        if isinstance(action, _RecordFlag):
             return str(action.metavar)
         return super()._format_args(action, default_metavar)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The parser, with one group of flags for each configuration class."""
+    """Build the parser, with one group of flags for each config class."""
     parser = argparse.ArgumentParser(
         prog="pretrain_gpt.py",
         usage="%(prog)s [--preset NAME] [--config FILE] [flags] [--set GROUP.FIELD=VALUE]",
@@ -142,7 +127,7 @@ def make_parser() -> argparse.ArgumentParser:
         formatter_class=_Help,
     )
     parser.set_defaults(given=[])
-    _add_sources(parser.add_argument_group("sources", "Later ones win: preset, config, flags, set."))
+    _add_sources(parser.add_argument_group("sources", "Later ones override earlier ones: preset, config, flags, set."))
     for group, cls in GROUPS.items():
         arguments = parser.add_argument_group(group, inspect.cleandoc(cls.__doc__ or "").split("\n")[0])
         for setting in (s for s in SETTINGS.values() if s.group == group):
@@ -158,19 +143,19 @@ def _add_sources(group: Any) -> None:
         action="extend",
         default=[],
         metavar="FILE",
-        help="YAML, by group or flat; the last wins.",
+        help="YAML, by group or flat; later files override earlier ones.",
     )
-    assignment = "Set a field; null empties it."
+    assignment = "Set a field; null clears it."
     group.add_argument("--set", nargs="+", action="extend", default=[], metavar="GROUP.FIELD=VALUE", help=assignment)
     group.add_argument("--check-config", action="store_true", help="Check everything, print a summary and stop.")
-    ranks = "Ranks to check for. Default: as many as launched."
-    fake = "Check, then build one rank of --world-size, with nothing allocated and no other rank there, and stop."
+    ranks = "Number of ranks to check for. Default: as many as launched."
+    fake = "Check, build one rank of --world-size without allocating memory or starting other ranks, and stop."
     group.add_argument("--fake-world", action="store_true", help=fake)
-    group.add_argument("--fake-rank", type=_whole, metavar="R", help="The rank of --fake-world. [0]")
-    group.add_argument("--world-size", type=_whole, metavar="N", help=ranks)
+    group.add_argument("--fake-rank", type=_int, metavar="R", help="The rank that --fake-world builds. [0]")
+    group.add_argument("--world-size", type=_int, metavar="N", help=ranks)
 
 
-def _whole(text: str) -> int:
+def _int(text: str) -> int:
     try:
         return int(text)
     except ValueError:
@@ -184,41 +169,41 @@ def _add(group: Any, setting: Setting) -> None:
     else:
         constants = {}
         group.add_argument(
-            setting.flag, action=_Note, dest=setting.name, nargs="*", metavar=metavar(setting), help=text
+            setting.flag, action=_RecordFlag, dest=setting.name, nargs="*", metavar=metavar(setting), help=text
         )
     for alias, value in (setting.option.aliases or {}).items():
         constants[alias] = (value, f"The same as {setting.spell(value)}.")
     for spelling, (value, text) in constants.items():
-        group.add_argument(spelling, action=_Note, dest=setting.name, nargs=0, const=value, help=text)
+        group.add_argument(spelling, action=_RecordFlag, dest=setting.name, nargs=0, const=value, help=text)
 
 
 def metavar(setting: Setting) -> str:
-    """What the help shows in place of the value."""
+    """Return the placeholder for the value in the help."""
     word = {int: "N", float: "X", str: "TEXT"}[setting.kind.scalar]
     if setting.option.choices:
-        word = "WORD" if _are_many(setting) else "{" + ",".join(setting.option.choices) + "}"
+        word = "WORD" if _choices_are_long(setting) else "{" + ",".join(setting.option.choices) + "}"
     return " ".join([word] * (setting.kind.length or 1)) + (
         " ..." if setting.kind.many and not setting.kind.length else ""
     )
 
 
 def describe(setting: Setting) -> str:
-    """Help text with the words to choose from, where they are many, and the default, where the text does not say it."""
+    """Return the help text with the default and long lists of choices."""
     text = setting.option.help
-    if _are_many(setting):
+    if _choices_are_long(setting):
         text += f" One of {', '.join(setting.option.choices or ())}."
     if setting.default is None or setting.default == ():
         return text
     return f"{text} [{shown_default(setting)}]"
 
 
-def _are_many(setting: Setting) -> bool:
-    """Whether the words to choose from would not fit beside the flag."""
-    return sum(map(len, setting.option.choices or ())) > MOST_LETTERS
+def _choices_are_long(setting: Setting) -> bool:
+    """Return True if the choices are too long for the placeholder."""
+    return sum(map(len, setting.option.choices or ())) > MAX_CHOICES_WIDTH
 
 
 def shown_default(setting: Setting) -> str:
-    """The default as one would write it; for a boolean, how to turn it off."""
+    """Return the default as text; for a boolean, the flag that turns it off."""
     if setting.kind.scalar is bool:
         return f"on; off: {setting.negative}" if setting.default else "off"
     return setting.spell(setting.default).partition(" ")[2]

@@ -1,6 +1,6 @@
 """Known models: shape, sequence length and the optimizer settings of their papers. Dropout is 0 in all.
 
-A preset says nothing about layout, precision, batch or length: those depend on the machine and the budget.
+A preset sets neither layout, precision, batch nor length: those depend on the machine and the budget.
 """
 
 from __future__ import annotations

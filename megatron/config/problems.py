@@ -1,4 +1,4 @@
-"""What is wrong with what a person asked for, and how it is told."""
+"""User-facing configuration errors."""
 
 from __future__ import annotations
 
@@ -9,17 +9,11 @@ from difflib import get_close_matches
 
 @dataclass(frozen=True)
 class Problem:
-    """One thing that is wrong.
+    """One error in a command line, file or configuration."""
 
-    Attributes:
-        code: ``E`` and three digits; its section in docs/troubleshooting.md explains the rule.
-        sentence: what was seen and which rule it breaks.
-        fixes: ways out, each of which can be pasted into the command.
-    """
-
-    code: str
-    sentence: str
-    fixes: tuple[str, ...] = ()
+    code: str  # ``E`` and three digits; docs/troubleshooting.md has a section on each
+    sentence: str  # what is wrong, and the rule
+    fixes: tuple[str, ...] = ()  # alternatives to paste into the command
 
     def __str__(self) -> str:
         text = f"{self.code} {self.sentence}"
@@ -27,20 +21,20 @@ class Problem:
 
 
 class UserError(ValueError):
-    """Everything that is wrong with a request, told at once; ``str()`` is what the person reads."""
+    """All problems of a request; ``str()`` is the message for the user."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
-        """Tell of one or more problems."""
+        """Store one or more problems."""
         self.problems = tuple(problems)
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
         closing = f"{count}; docs/troubleshooting.md explains the codes"
         super().__init__("\n".join([*map(str, problems), closing]))
 
     def __reduce__(self) -> tuple[type[UserError], tuple[tuple[Problem, ...]]]:
-        """Pickled, it is made of the same problems again."""
+        """Pickle by the problems, not by the message."""
         return type(self), (self.problems,)
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """The known word that ``word`` is most likely a misspelling of."""
+    """Return the known word closest to a misspelt ``word``, or None."""
     return next(iter(get_close_matches(word, list(known), n=1, cutoff=0.72)), None)

@@ -1,4 +1,4 @@
-"""Filling in what follows from the rest, so that the written configuration shows every number."""
+"""Writes out derived defaults, so that the saved configuration contains every number."""
 
 from __future__ import annotations
 
@@ -14,32 +14,28 @@ from megatron.pipeline.plan import resolved
 
 
 def resolve(config: RunConfig, world_size: int) -> RunConfig:
-    """The same run with derived defaults written out; resolving twice changes nothing.
+    """Return the configuration with derived defaults written out. Idempotent.
 
-    The vocabulary's size stays open until the tokenizer has said it, and an open ``lr_decay_iters`` keeps meaning
-    "the whole run", however long that is made later.
+    ``vocab_size`` stays open until the tokenizer is known. An open ``lr_decay_iters`` stays open: it means the whole
+    run, also when the run is extended later.
     """
+    model = config.model
     return replace(
         config,
-        model=_model(config.model, config.training.seq_length),
-        parallel=_parallel(config.model, config.parallel),
-        training=_training(config, config.parallel.data_parallel_size(world_size)),
+        model=replace(
+            model,
+            num_query_groups=model.kv_groups,
+            kv_channels=model.head_dim,
+            ffn_hidden_size=model.ffn,
+            max_position_embeddings=model.max_position_embeddings or config.training.seq_length,
+        ),
+        parallel=_resolve_parallel(model, config.parallel),
+        training=_resolve_training(config, config.parallel.data_parallel_size(world_size)),
     )
 
 
-def _model(model: ModelConfig, seq_length: int) -> ModelConfig:
-    return replace(
-        model,
-        num_query_groups=model.kv_groups,
-        kv_channels=model.head_dim,
-        ffn_hidden_size=model.ffn,
-        max_position_embeddings=model.max_position_embeddings or seq_length,
-    )
-
-
-def _parallel(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
-    """A pipeline that contradicts itself, which the checks tell of, stays as it is."""
-    with suppress(ScheduleError):
+def _resolve_parallel(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
+    with suppress(ScheduleError):  # reported by the pipeline checks
         parallel = resolved(model, parallel)
     return replace(
         parallel,
@@ -47,10 +43,10 @@ def _parallel(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
     )
 
 
-def _training(config: RunConfig, data_parallel_size: int) -> TrainingConfig:
+def _resolve_training(config: RunConfig, data_parallel_size: int) -> TrainingConfig:
     training = replace(config.training, global_batch_size=global_batch(config.training, data_parallel_size))
     if training.recompute_granularity != "full":
         return training
     method = training.recompute_method or "uniform"
-    every = 1 if method == "uniform" else config.model.num_layers
-    return replace(training, recompute_method=method, recompute_num_layers=training.recompute_num_layers or every)
+    default = 1 if method == "uniform" else config.model.num_layers
+    return replace(training, recompute_method=method, recompute_num_layers=training.recompute_num_layers or default)

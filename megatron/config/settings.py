@@ -1,4 +1,4 @@
-"""The fields of all configuration classes as one flat table, and how text becomes their values."""
+"""All config fields as one flat table, and the conversion of text into their values."""
 
 from __future__ import annotations
 
@@ -19,28 +19,21 @@ NOUNS = {int: "a whole number", float: "a number", bool: "true or false", str: "
 
 @dataclass(frozen=True)
 class Kind:
-    """The type of a field, taken apart.
+    """The type of a config field."""
 
-    Attributes:
-        scalar: of the value, or of each item.
-        optional: whether None is a value.
-        many: whether the value is a tuple.
-        length: items the tuple must have; None for any number.
-    """
-
-    scalar: type
-    optional: bool = False
-    many: bool = False
-    length: int | None = None
+    scalar: type  # of the value, or of each item
+    optional: bool = False  # None is allowed
+    many: bool = False  # the value is a tuple
+    length: int | None = None  # items of the tuple; None for any number
 
     @property
     def open(self) -> bool:
-        """Whether the value is a tuple of any length."""
+        """True for a tuple of any length."""
         return self.many and self.length is None
 
     @classmethod
     def of(cls, hint: Any) -> Kind:
-        """Of an annotation: a scalar, ``tuple[int, int]``, ``tuple[str, ...]``, each perhaps ``| None``."""
+        """Parse an annotation: a scalar, ``tuple[int, int]`` or ``tuple[str, ...]``, each optionally ``| None``."""
         optional = isinstance(hint, UnionType)
         if optional:
             hint = next(a for a in get_args(hint) if a is not type(None))
@@ -52,30 +45,22 @@ class Kind:
 
 @dataclass(frozen=True)
 class Setting:
-    """One field of one group.
+    """One field of one config group."""
 
-    Attributes:
-        group: field of RunConfig it lies in.
-        name: its own, unique over all groups.
-        kind: its type.
-        default: value when nobody says anything.
-        option: help, choices, aliases, limits.
-    """
-
-    group: str
-    name: str
+    group: str  # field of RunConfig
+    name: str  # unique over all groups
     kind: Kind
     default: Any
     option: Option
 
     @property
     def key(self) -> str:
-        """``group.name``, as ``--set`` spells it."""
+        """``group.name``, as in ``--set``."""
         return f"{self.group}.{self.name}"
 
     @property
     def flag(self) -> str:
-        """The flag's main spelling."""
+        """The main spelling of the flag."""
         return flag(self.name)
 
     @property
@@ -85,12 +70,12 @@ class Setting:
 
     @property
     def spellings(self) -> list[str]:
-        """All flags about it."""
+        """All flags that set this field."""
         negative = [self.negative] if self.kind.scalar is bool else []
         return [self.flag, *negative, *(self.option.aliases or {})]
 
     def spell(self, value: Any) -> str:
-        """The flag, in its main spelling, that stores ``value``."""
+        """Return the flag, in its main spelling, that stores ``value``."""
         if value is None or value == ():
             return f"--set {self.key}=null"
         if isinstance(value, bool):
@@ -100,10 +85,10 @@ class Setting:
         return " ".join([self.flag, *words])
 
     def from_words(self, words: Sequence[str]) -> Any:
-        """The value that the words after a flag mean; ``null`` is None where None is a value, and an empty list.
+        """Parse the words after a flag; ``null`` is None for an optional field and () for an open tuple.
 
         Raises:
-            ValueError: saying what is wrong with them.
+            ValueError: with a message for the user.
         """
         if list(words) == ["null"] and (self.kind.optional or self.kind.open):
             return None if self.kind.optional else ()
@@ -111,13 +96,13 @@ class Setting:
             return self._tuple([self._from_text(w) for w in words])
         if len(words) != 1:
             raise ValueError("needs a value" if not words else f"takes one value, not {len(words)}: {' '.join(words)}")
-        return self._chosen(self._from_text(words[0]))
+        return self._check_choice(self._from_text(words[0]))
 
     def from_native(self, value: Any) -> Any:
-        """The value that a YAML or JSON value means. Numbers may be text: YAML reads ``1e-5`` as such.
+        """Convert a YAML or JSON value. Numbers may be text, because YAML reads ``1e-5`` as text.
 
         Raises:
-            ValueError: saying what is wrong with it.
+            ValueError: with a message for the user.
         """
         if value is None:
             if self.kind.optional or self.kind.open:
@@ -125,21 +110,21 @@ class Setting:
             raise ValueError("needs a value")
         if self.kind.many:
             return self._tuple([self._item(v) for v in (value if isinstance(value, (list, tuple)) else [value])])
-        return self._chosen(self._scalar(value))
+        return self._check_choice(self._scalar(value))
 
     def _tuple(self, items: list[Any]) -> tuple[Any, ...]:
         if self.kind.length not in (None, len(items)):
             raise ValueError(f"takes {self.kind.length} values, not {len(items)}")
-        return tuple(self._chosen(item) for item in items)
+        return tuple(self._check_choice(item) for item in items)
 
-    def _chosen(self, value: Any) -> Any:
+    def _check_choice(self, value: Any) -> Any:
         choices = self.option.choices
         if choices and value is not None and value not in choices:
             raise ValueError(f"{value!r} is not one of {', '.join(choices)}")
         return value
 
     def _item(self, value: Any) -> Any:
-        """One of several values; in a list of texts, as one of weights and prefixes is, a number need not be quoted."""
+        """Convert one item of a tuple; in a list of texts, such as weights and prefixes, numbers need no quotes."""
         return str(value) if self.kind.scalar is str and type(value) in (int, float) else self._scalar(value)
 
     def _scalar(self, value: Any) -> Any:
@@ -149,7 +134,7 @@ class Setting:
             return float(value)
         if type(value) is not self.kind.scalar:
             raise ValueError(f"{value!r} is not {NOUNS[self.kind.scalar]}")
-        return _finite(value)
+        return _check_finite(value)
 
     def _from_text(self, text: str) -> Any:
         if self.option.parse:
@@ -162,33 +147,33 @@ class Setting:
                 raise ValueError(f"{text!r} is not {NOUNS[bool]}")
             return text.lower() == "true"
         try:
-            return _finite(scalar(text))
+            return _check_finite(scalar(text))
         except ValueError:
             raise ValueError(f"{text!r} is not {NOUNS[scalar]}") from None
 
 
-def _finite(value: Any) -> Any:
+def _check_finite(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{value} is not {NOUNS[float]}")
     return value
 
 
 def flag(name: str) -> str:
-    """The flag of a field: ``hidden_size`` -> ``--hidden-size``."""
+    """Return the flag of a field: ``hidden_size`` -> ``--hidden-size``."""
     return "--" + name.replace("_", "-")
 
 
 def in_flags(sentence: str) -> str:
-    """The same sentence with the flags of the fields that it speaks of.
+    """Replace the field names in a sentence by their flags.
 
-    A name of one word is an ordinary word except at the beginning, where it is what the sentence is about.
+    A name of one word is replaced only at the beginning; elsewhere it is probably an ordinary word.
     """
-    return re.sub(r"(?<![\w./=-])[a-z0-9]+(_[a-z0-9]+)+(?![\w./=-])|^\w+(?= )", _in_flags, sentence)
 
+    def flag_of(word: re.Match[str]) -> str:
+        setting = SETTINGS.get(word[0])
+        return setting.flag if setting else word[0]
 
-def _in_flags(word: re.Match[str]) -> str:
-    setting = SETTINGS.get(word[0])
-    return setting.flag if setting else word[0]
+    return re.sub(r"(?<![\w./=-])[a-z0-9]+(_[a-z0-9]+)+(?![\w./=-])|^\w+(?= )", flag_of, sentence)
 
 
 def _all_settings() -> dict[str, Setting]:

@@ -1,4 +1,4 @@
-"""What a configuration amounts to, in a few lines: printed by ``--check-config`` and before the first step."""
+"""The summary of a configuration, printed by ``--check-config`` and before the first step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,13 @@ from megatron.pipeline.plan import (
 
 
 def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> str:
-    """At most eleven lines: ranks, pipeline, model, memory, batch, ramp, length, learning rate, precision, checkpoints.
+    """Return at most eleven lines, from ranks and pipeline to precision and checkpoints.
 
     Args:
         config: resolved or not.
-        world_size: ranks.
-        iteration: steps taken before the run goes on, perhaps in other batches.
-        consumed_samples: samples they used.
-
+        world_size: number of ranks.
+        iteration: steps taken before, possibly with other batch sizes.
+        consumed_samples: samples used before.
     """
     rows = {
         "ranks": _ranks(config, world_size),
@@ -49,39 +48,42 @@ def summary(config: RunConfig, world_size: int, iteration: int = 0, consumed_sam
 
 
 def _ranks(config: RunConfig, world_size: int) -> str:
-    p = config.parallel
-    dp, tp = p.data_parallel_size(world_size), p.tensor_model_parallel_size
-    sharing = "tensor and sequence parallel" if p.sequence_parallel and tp > 1 else "tensor parallel"
-    chunks = virtual_stages(config.model, p)
+    parallel = config.parallel
+    dp = parallel.data_parallel_size(world_size)
+    tp = parallel.tensor_model_parallel_size
+    sharing = "tensor and sequence parallel" if parallel.sequence_parallel and tp > 1 else "tensor parallel"
+    chunks = virtual_stages(config.model, parallel)
     stages = f"pipeline, VPP {chunks}" if chunks > 1 else "pipeline"
-    pp = f"PP {p.pipeline_model_parallel_size} ({stages}) x " if p.pipeline_model_parallel_size > 1 else ""
-    return (
-        f"{world_size} = {pp}DP {dp} (copies of the model) x TP {tp} ({sharing}){_grid_of_experts(config, world_size)}"
+    pp = (
+        f"PP {parallel.pipeline_model_parallel_size} ({stages}) x " if parallel.pipeline_model_parallel_size > 1 else ""
     )
+    return f"{world_size} = {pp}DP {dp} (copies of the model) x TP {tp} ({sharing}){_expert_ranks(config, world_size)}"
 
 
-def _grid_of_experts(config: RunConfig, world_size: int) -> str:
-    """The other grid over the same ranks."""
+def _expert_ranks(config: RunConfig, world_size: int) -> str:
+    """Return the expert-parallel grid over the same ranks."""
     if config.model.num_experts is None:
         return ""
-    ep, tp = config.parallel.expert_model_parallel_size, config.parallel.expert_tp
+    ep = config.parallel.expert_model_parallel_size
+    tp = config.parallel.expert_tp
     copies = world_size // (config.parallel.pipeline_model_parallel_size * ep * tp)
     return f"; experts: DP {copies} x EP {ep} x TP {tp}"
 
 
 def _pipeline(config: RunConfig, world_size: int) -> str:
-    """Schedule, stages, bubble of the full batch where communication takes no time, and what is kept."""
+    """Return schedule, stages, bubble of the full batch (communication excluded), and activations kept."""
     parallel = resolved(config.model, config.parallel)
     stages = stage_layers(config.model, parallel)
     if len(stages) == 1:
         return ""
     count = microbatches(config.training, parallel.data_parallel_size(world_size))
     kept = f"at most {max(peaks_for(parallel, count).both)} micro-batches of a stage kept"
-    return f"{parallel.pipeline_schedule}, {_dealt(config, stages)}, {_bubble(config.model, parallel, count)}, {kept}"
+    bubble = _bubble(config.model, parallel, count)
+    return f"{parallel.pipeline_schedule}, {_stage_layers(config, stages)}, {bubble}, {kept}"
 
 
 def _bubble(model: ModelConfig, parallel: ParallelConfig, count: int) -> str:
-    """Where all stages cost the same, as the formulas have it, and as they do cost; of ``count`` micro-batches."""
+    """Return the bubble for stages of equal cost, as in the formulas, and for the estimated costs."""
     same = f"{bubble_of(parallel, count):.1%}"
     if model.vocab_size is None:
         return f"bubble {same} where stages cost the same"
@@ -89,42 +91,44 @@ def _bubble(model: ModelConfig, parallel: ParallelConfig, count: int) -> str:
     return f"bubble {same}" + (f" ({real} as these stages cost)" if real != same else "")
 
 
-def _dealt(config: RunConfig, stages: Sequence[StageLayers]) -> str:
-    """Layers of every stage, where they are not equally many as a layout."""
+def _stage_layers(config: RunConfig, stages: Sequence[StageLayers]) -> str:
+    """Return the number of layers of each stage, as a layout unless all are equal."""
     sizes = {stage.count for stage in stages}
     if len(sizes) == 1:
         return f"{len(stages)} stages of {_counted(sizes.pop(), 'layer', 'layers')}"
     if config.model.vocab_size is None and dealt_by_cost(config.model, config.parallel):
-        return f"{len(stages)} stages of equal cost; the tokenizer says what the output layer costs"
+        return f"{len(stages)} stages of equal cost; the cost of the output layer depends on the tokenizer"
     return f"{len(stages)} stages {notation(stages)}"
 
 
-def _model(m: ModelConfig) -> str:
-    heads = f"{m.num_attention_heads} heads of {m.head_dim}"
-    if m.kv_groups != m.num_attention_heads:
-        heads += f" on {m.kv_groups} key/value heads"
-    shape = f"{m.num_layers} layers, hidden {m.hidden_size}, {heads}, {_feed_forward(m)}"
-    return f"{shape}, {m.normalization}, positions {m.position_embedding_type}"
+def _model(model: ModelConfig) -> str:
+    heads = f"{model.num_attention_heads} heads of {model.head_dim}"
+    if model.kv_groups != model.num_attention_heads:
+        heads += f" on {model.kv_groups} key/value heads"
+    shape = f"{model.num_layers} layers, hidden {model.hidden_size}, {heads}, {_feed_forward(model)}"
+    return f"{shape}, {model.normalization}, positions {model.position_embedding_type}"
 
 
-def _feed_forward(m: ModelConfig) -> str:
-    if m.num_experts is None:
-        return f"{m.activation} MLP of {m.ffn}"
-    shared = m.moe_shared_expert_intermediate_size
-    beside = f" and a shared one of {shared}" if shared else ""
-    return f"{m.moe_router_topk} of {m.num_experts} {m.activation} experts of {m.expert_ffn}{beside}"
+def _feed_forward(model: ModelConfig) -> str:
+    if model.num_experts is None:
+        return f"{model.activation} MLP of {model.ffn}"
+    shared = model.moe_shared_expert_intermediate_size
+    shared_expert = f" and a shared one of {shared}" if shared else ""
+    routed = f"{model.moe_router_topk} of {model.num_experts} {model.activation} experts of {model.expert_ffn}"
+    return routed + shared_expert
 
 
 def _parameters(config: RunConfig) -> str:
-    m, tp = config.model, config.parallel.tensor_model_parallel_size
-    if m.vocab_size is None:
-        blocks = m.num_layers * m.layer_parameters() + m.norm_parameters()
-        return f"{blocks:,} and the embeddings; the tokenizer says how many entries they have"
-    held = rank_parameters(m, config.parallel)
-    padded = padded_vocabulary(m.vocab, m.make_vocab_size_divisible_by, tp)
-    padding = f"; vocabulary {m.vocab:,}" + (f" padded to {padded:,}" if padded != m.vocab else "")
-    active = "" if m.num_experts is None else f"{m.num_parameters(active=True):,} compute a token, "
-    return f"{m.num_parameters():,} ({active}{held:,} on {_each(config)}){padding}"
+    model = config.model
+    tp = config.parallel.tensor_model_parallel_size
+    if model.vocab_size is None:
+        blocks = model.num_layers * model.layer_parameters() + model.norm_parameters()
+        return f"{blocks:,} and the embeddings, whose size depends on the tokenizer"
+    held = rank_parameters(model, config.parallel)
+    padded = padded_vocabulary(model.vocab, model.make_vocab_size_divisible_by, tp)
+    padding = f"; vocabulary {model.vocab:,}" + (f" padded to {padded:,}" if padded != model.vocab else "")
+    active = "" if model.num_experts is None else f"{model.num_parameters(active=True):,} active per token, "
+    return f"{model.num_parameters():,} ({active}{held:,} on {_holder(config)}){padding}"
 
 
 def _memory(config: RunConfig, world_size: int) -> str:
@@ -132,26 +136,27 @@ def _memory(config: RunConfig, world_size: int) -> str:
         return ""
     parts = state_bytes(config, world_size)
     by_part = ", ".join(f"{name} {shown(held)}" for name, held in parts.items() if shown(held) != shown(0))
-    whose = "the fullest rank" if config.parallel.zero_stage else _each(config)
-    return f"{shown(sum(parts.values()))} on {whose}, without activations: {by_part}"
+    holder = "the fullest rank" if config.parallel.zero_stage else _holder(config)
+    return f"{shown(sum(parts.values()))} on {holder}, without activations: {by_part}"
 
 
-def _each(config: RunConfig) -> str:
+def _holder(config: RunConfig) -> str:
     return "each rank" if config.parallel.pipeline_model_parallel_size == 1 else "the fullest rank"
 
 
 def _batch(config: RunConfig, world_size: int) -> str:
-    t, dp = config.training, config.parallel.data_parallel_size(world_size)
-    full = global_batch(t, dp)
-    count = _counted(microbatches(t, dp), "micro-batch", "micro-batches")
-    tokens = f"{full * t.seq_length:,} tokens"
-    row = f"{full:,} samples x {t.seq_length} = {tokens} a step: {count} of {t.micro_batch_size} on each DP rank"
-    return row + _padding(t, dp, full)
+    training = config.training
+    dp = config.parallel.data_parallel_size(world_size)
+    full = global_batch(training, dp)
+    count = _counted(microbatches(training, dp), "micro-batch", "micro-batches")
+    tokens = f"{full * training.seq_length:,} tokens"
+    split = f"{count} of {training.micro_batch_size} on each DP rank"
+    return f"{full:,} samples x {training.seq_length} = {tokens} a step: {split}" + _padding(training, dp, full)
 
 
-def _padding(t: TrainingConfig, dp: int, size: int) -> str:
-    """What of a batch is computed and does not count."""
-    extra = padding(t, dp, size)
+def _padding(training: TrainingConfig, dp: int, size: int) -> str:
+    """Return the share of a batch that is padding."""
+    extra = padding(training, dp, size)
     whole = size + extra
     return f", {extra:,} of {whole:,} samples padding ({extra / whole:.1%} of the work)" if extra else ""
 
@@ -161,62 +166,70 @@ def _counted(count: int, one: str, many: str) -> str:
 
 
 def _ramp(config: RunConfig, world_size: int) -> str:
-    t, dp = config.training, config.parallel.data_parallel_size(world_size)
-    stages = batch_stages(t, dp)
+    training = config.training
+    dp = config.parallel.data_parallel_size(world_size)
+    stages = batch_stages(training, dp)
     if len(stages) == 1:
         return ""
     shown = [f"{size} from sample {at:,}" for at, size in stages]
     if len(shown) > 4:
         shown[2:-1] = [f"... {len(shown) - 3} more ..."]
-    most = max((size for _, size in stages), key=lambda size: padding(t, dp, size) / size)
-    extra = padding(t, dp, most)
+    most = max((size for _, size in stages), key=lambda size: padding(training, dp, size) / size)
+    extra = padding(training, dp, most)
     return ", ".join(shown) + (f"; at most {extra / (most + extra):.1%} of the work is padding" if extra else "")
 
 
 def _length(config: RunConfig, world_size: int, *begin: int) -> str:
-    t, dp = config.training, config.parallel.data_parallel_size(world_size)
-    steps, samples = total_steps(t, dp, *begin), trained_samples(t, dp, *begin)
-    row = f"{steps:,} steps, {samples:,} samples, {samples * t.seq_length:,} tokens"
-    if t.eval_iters:
-        often = f"every {t.eval_interval} steps and at the end" if t.eval_interval else "at the end"
-        row += f"; evaluation on {_counted(t.eval_iters, 'batch', 'batches')} {often}"
+    training = config.training
+    dp = config.parallel.data_parallel_size(world_size)
+    steps = total_steps(training, dp, *begin)
+    samples = trained_samples(training, dp, *begin)
+    row = f"{steps:,} steps, {samples:,} samples, {samples * training.seq_length:,} tokens"
+    if training.eval_iters:
+        interval = f"every {training.eval_interval} steps and at the end" if training.eval_interval else "at the end"
+        row += f"; evaluation on {_counted(training.eval_iters, 'batch', 'batches')} {interval}"
     return row
 
 
 def _optimizer(config: RunConfig, world_size: int) -> str:
-    o, p = config.optimizer, config.parallel
-    sharers = p.data_parallel_size(world_size) // p.num_distributed_optimizer_instances
-    sharing = f", ZeRO-{p.zero_stage} over {_counted(sharers, 'rank', 'ranks')}" if p.zero_stage else ""
-    row = f"{o.optimizer}{sharing}, learning rate {o.lr:g} {o.lr_decay_style}"
-    if o.lr_decay_style != "constant":
-        row += f" to {o.min_lr:g}"
+    optimizer, parallel = config.optimizer, config.parallel
+    shards = parallel.data_parallel_size(world_size) // parallel.num_distributed_optimizer_instances
+    sharing = f", ZeRO-{parallel.zero_stage} over {_counted(shards, 'rank', 'ranks')}" if parallel.zero_stage else ""
+    row = f"{optimizer.optimizer}{sharing}, learning rate {optimizer.lr:g} {optimizer.lr_decay_style}"
+    if optimizer.lr_decay_style != "constant":
+        row += f" to {optimizer.min_lr:g}"
     warmups = (
-        (o.lr_warmup_fraction, f"{100 * (o.lr_warmup_fraction or 0):.3g}% of the decay"),
-        (o.lr_warmup_samples, f"{o.lr_warmup_samples:,} samples"),
-        (o.lr_warmup_iters, f"{o.lr_warmup_iters:,} steps"),
+        (optimizer.lr_warmup_fraction, f"{100 * (optimizer.lr_warmup_fraction or 0):.3g}% of the decay"),
+        (optimizer.lr_warmup_samples, f"{optimizer.lr_warmup_samples:,} samples"),
+        (optimizer.lr_warmup_iters, f"{optimizer.lr_warmup_iters:,} steps"),
     )
     warmup = next((words for used, words in warmups if used), None)
-    return row + (f", warm-up {warmup}" if warmup else "") + f", clip {o.clip_grad:g}"
+    return row + (f", warm-up {warmup}" if warmup else "") + f", clip {optimizer.clip_grad:g}"
 
 
 def _precision(config: RunConfig) -> str:
-    p = config.precision
-    if p.params_dtype in ("fp64", "fp32"):
-        return p.params_dtype
-    scale = "" if p.params_dtype == "bf16" else f", loss scale {'dynamic' if p.loss_scale is None else p.loss_scale}"
-    return f"{p.params_dtype}, masters and gradients fp32{scale}"
+    precision = config.precision
+    if precision.params_dtype in ("fp64", "fp32"):
+        return precision.params_dtype
+    scale = (
+        ""
+        if precision.params_dtype == "bf16"
+        else f", loss scale {'dynamic' if precision.loss_scale is None else precision.loss_scale}"
+    )
+    return f"{precision.params_dtype}, main parameters and gradients fp32{scale}"
 
 
 def _saves(config: RunConfig) -> str:
-    c = config.checkpoint
-    if c.save is None:
-        return "nothing: there is no --save"
+    checkpoint = config.checkpoint
+    if checkpoint.save is None:
+        return "none: --save is not set"
     size = f"{shown(checkpoint_bytes(config))} each, " if config.model.vocab_size is not None else ""
-    often = f"every {_counted(c.save_interval, 'step', 'steps')} and " if c.save_interval else ""
-    row = f"{often}at the end, {size}to {c.save}"
-    if c.keep_last is not None:
-        row += f"; the last {c.keep_last:,} are kept" if c.keep_last > 1 else "; the last is kept"
-        row += f", and those of every {c.keep_every:,} steps" if c.keep_every else ""
-    if c.local_save is not None:
-        row += f"; on the nodes every {_counted(c.local_save_interval or 1, 'step', 'steps')}, to {c.local_save}"
+    interval = f"every {_counted(checkpoint.save_interval, 'step', 'steps')} and " if checkpoint.save_interval else ""
+    row = f"{interval}at the end, {size}to {checkpoint.save}"
+    if checkpoint.keep_last is not None:
+        row += f"; the last {checkpoint.keep_last:,} are kept" if checkpoint.keep_last > 1 else "; the last is kept"
+        row += f", and those of every {checkpoint.keep_every:,} steps" if checkpoint.keep_every else ""
+    if checkpoint.local_save is not None:
+        steps = _counted(checkpoint.local_save_interval or 1, "step", "steps")
+        row += f"; on the nodes every {steps}, to {checkpoint.local_save}"
     return row

@@ -1,4 +1,4 @@
-"""What data-parallel ranks send each other in a step, in closed form: gradients there, and weights back."""
+"""Closed formulas for the data-parallel communication of a step: gradient reduction and weight all-gather."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from megatron.parallel.layout import Layout
 
 
 def replica_traffic(config: RunConfig, world_size: int, pp_rank: int = 0) -> dict[str, float]:
-    """Bytes that a rank sends in a step of the full batch, by operation, as a ring does it.
+    """Return the bytes that a rank sends in a step of the full batch, by operation, with ring algorithms.
 
-    Of a bucket of B bytes that n ranks cut among themselves, c copies of it, and m micro-batches:
+    For a bucket of B bytes sharded over n ranks, with c copies, and m micro-batches:
 
     ======  ==========================  =======================  ===================
     stage   reduce-scatter              all-reduce               all-gather
@@ -24,32 +24,32 @@ def replica_traffic(config: RunConfig, world_size: int, pp_rank: int = 0) -> dic
     ZeRO-2  m B (n - 1) / n             2 (B / n) (c - 1) / c    W (n - 1) / n
     ======  ==========================  =======================  ===================
 
-    W are the bytes of its weights. Where gradients travel as bf16, B counts two bytes for each, a reduce-scatter is an
-    all-to-all, and an all-reduce is that and an all-gather. ZeRO-2 sends less where a schedule puts off gradients
-    until there are those of several micro-batches.
+    W is the size of the bucket's weights in bytes. With gradient reduction in bf16, B counts two bytes per element, a
+    reduce-scatter is an all-to-all, and an all-reduce is an all-to-all plus an all-gather. ZeRO-2 sends less when the
+    schedule delays weight gradients over several micro-batches.
 
     Raises:
-        ValueError: while the vocabulary's size is not known.
+        ValueError: when the vocabulary size is not set.
     """
     layout = Layout.from_config(config.parallel, world_size)
-    found: dict[str, float] = defaultdict(float)
+    sent: dict[str, float] = defaultdict(float)
     for bucket in buckets(config, layout, pp_rank):
-        for operation, count in _of_bucket(bucket, config, layout.sizes["dp"]):
-            found[operation] += count
-    return {operation: count for operation, count in found.items() if count}
+        for operation, count in _bucket_traffic(bucket, config, layout.sizes["dp"]):
+            sent[operation] += count
+    return {operation: count for operation, count in sent.items() if count}
 
 
-def _of_bucket(bucket: Bucket, config: RunConfig, dp: int) -> Iterator[tuple[str, float]]:
-    parallel, weight = config.parallel, BYTES[config.precision.params_dtype]
-    rounded = parallel.grad_reduce_in_bf16
-    wire = BYTES["bf16"] if rounded else master_bytes(config)
-    size, part = bucket.packing.size, bucket.packing.size // bucket.shards
-    times = microbatches(config.training, dp) if parallel.zero_stage == 2 else 1
-    cut, copied = ((n - 1) / n for n in (bucket.shards, bucket.copies))
-    yield "all-to-all" if rounded else "reduce-scatter", times * size * wire * cut
-    if rounded:
-        yield "all-to-all", part * wire * copied
-        yield "all-gather", part * wire * copied
+def _bucket_traffic(bucket: Bucket, config: RunConfig, dp: int) -> Iterator[tuple[str, float]]:
+    in_bf16 = config.parallel.grad_reduce_in_bf16
+    grad_bytes = BYTES["bf16"] if in_bf16 else master_bytes(config)
+    weight_bytes = BYTES[config.precision.params_dtype]
+    size, shard = bucket.packing.size, bucket.packing.size // bucket.shards
+    reductions = microbatches(config.training, dp) if config.parallel.zero_stage == 2 else 1
+    over_shards, over_copies = ((n - 1) / n for n in (bucket.shards, bucket.copies))
+    yield "all-to-all" if in_bf16 else "reduce-scatter", reductions * size * grad_bytes * over_shards
+    if in_bf16:
+        yield "all-to-all", shard * grad_bytes * over_copies
+        yield "all-gather", shard * grad_bytes * over_copies
     else:
-        yield "all-reduce", 2 * part * wire * copied
-    yield "all-gather", size * weight * cut
+        yield "all-reduce", 2 * shard * grad_bytes * over_copies
+    yield "all-gather", size * weight_bytes * over_shards

@@ -1,8 +1,8 @@
-"""All checks of a configuration at once."""
+"""All checks of a configuration."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Set
 from dataclasses import fields, replace
 from typing import Any, NoReturn
 
@@ -29,39 +29,48 @@ from megatron.config.settings import SETTINGS, Setting
 from megatron.config.sources import flat
 
 CHECKS = (
-    *model.CHECKS,
-    *layout.CHECKS,
-    *experts.CHECKS,
-    *sharding.CHECKS,
-    *pipeline.CHECKS,
-    *batch.CHECKS,
-    *optimizer.CHECKS,
-    *data.CHECKS,
-    *checkpoint.CHECKS,
-    *ends.CHECKS,
-    *compute.CHECKS,
-    *graphs.CHECKS,
-    *logging.CHECKS,
-    *profiling.CHECKS,
-    *idle.CHECKS,
+    *model.MODEL_CHECKS,
+    *layout.LAYOUT_CHECKS,
+    *experts.EXPERT_CHECKS,
+    *sharding.SHARDING_CHECKS,
+    *pipeline.PIPELINE_CHECKS,
+    *batch.BATCH_CHECKS,
+    *optimizer.OPTIMIZER_CHECKS,
+    *data.DATA_CHECKS,
+    *checkpoint.CHECKPOINT_CHECKS,
+    *ends.STOPPING_CHECKS,
+    *compute.KERNEL_CHECKS,
+    *graphs.CUDA_GRAPH_CHECKS,
+    *logging.LOGGING_CHECKS,
+    *profiling.PROFILING_CHECKS,
+    *idle.UNUSED_OPTION_CHECKS,
 )
 
 
 def problems(config: RunConfig, world_size: int, doubtful: Set[str] = frozenset()) -> list[Problem]:
-    """Everything that is wrong with a run on ``world_size`` ranks.
+    """Return every problem of a run on ``world_size`` ranks.
 
-    Each number is checked by itself first. Checks of how values fit together leave out those that are already known
-    to be wrong, so that one mistake is not told twice.
+    Each number is checked against its limits first. Checks of how values fit together skip values already known to be
+    wrong, so that one mistake is reported once.
 
     Args:
         config: resolved or not.
-        world_size: ranks.
-        doubtful: fields about which something unreadable was said.
-
+        world_size: number of ranks.
+        doubtful: fields whose given value could not be read.
     """
-    beyond = [(s, v) for s, v in _numbers(config) if not _within(s, v)]
-    found = [_beyond(setting, value) for setting, value in beyond]
-    known = _without(config, set(doubtful) | {setting.name for setting, _ in beyond})
+    found = []
+    wrong = set(doubtful)
+    for name, value in flat(config).items():
+        setting = SETTINGS[name]
+        if value is None or setting.kind.scalar not in (int, float):
+            continue
+        limits = setting.option.limits
+        if not all(limits.hold(item) for item in (value if setting.kind.many else (value,))):
+            wrong.add(name)
+            shown = setting.spell(value).partition(" ")[2]
+            fix = setting.spell(_suggest(setting, value))
+            found.append(Problem("E600", f"{name} {shown}: must be {limits}", (fix,)))
+    known = _without(config, wrong)
     for check in CHECKS:
         try:
             found.extend(check(known, world_size))
@@ -70,40 +79,24 @@ def problems(config: RunConfig, world_size: int, doubtful: Set[str] = frozenset(
     return found
 
 
-def _numbers(config: RunConfig) -> Iterator[tuple[Setting, Any]]:
-    for name, value in flat(config).items():
-        setting = SETTINGS[name]
-        if value is not None and setting.kind.scalar in (int, float):
-            yield setting, value
-
-
-def _within(setting: Setting, value: Any) -> bool:
-    return all(setting.option.limits.hold(v) for v in (value if setting.kind.many else (value,)))
-
-
-def _beyond(setting: Setting, value: Any) -> Problem:
-    shown = setting.spell(value).partition(" ")[2]
-    sentence = f"{setting.name} {shown}: must be {setting.option.limits}"
-    return Problem("E600", sentence, (setting.spell(_better(setting, value)),))
-
-
-def _better(setting: Setting, value: Any) -> Any:
-    """The upper limit in place of more, else the default, an example, or the lower limit: the first that there is."""
-    limits, default = setting.option.limits, setting.default
+def _suggest(setting: Setting, value: Any) -> Any:
+    """Return the upper limit for a larger value; else the default, the example or the lower limit."""
+    limits = setting.option.limits
+    default = setting.default
     if setting.kind.many:
         return default or tuple(item if limits.hold(item) else limits.at_least for item in value)
     if limits.at_most is not None and value > limits.at_most:
         return setting.kind.scalar(limits.at_most)
-    usual = default if default is not None else setting.option.example
-    return setting.kind.scalar(limits.at_least if usual is None else usual)
+    suggested = default if default is not None else setting.option.example
+    return setting.kind.scalar(limits.at_least if suggested is None else suggested)
 
 
 class _UnknownError(Exception):
-    """Somebody looked at a value that is not known."""
+    """A check used a value that is already known to be wrong."""
 
 
 class _Unknown:
-    """In place of a value that is known to be wrong: whoever computes with it raises ``_UnknownError``."""
+    """Placeholder for a wrong value: every use of it raises ``_UnknownError``."""
 
     def _refuse(self, *others: object) -> NoReturn:
         raise _UnknownError
@@ -116,7 +109,7 @@ class _Unknown:
 
 
 def _without(config: RunConfig, names: set[str]) -> RunConfig:
-    """The configuration with the values of ``names`` made unknown."""
+    """Replace the values of ``names`` by ``_Unknown``."""
     hidden: dict[str, dict[str, Any]] = {}
     for name in names:
         hidden.setdefault(SETTINGS[name].group, {})[name] = _Unknown()

@@ -1,68 +1,68 @@
-"""Proof that a conversion changed nothing: `transformers` on the Hugging Face files against this model on a checkpoint.
+"""Check of a conversion: `transformers` on the Hugging Face files against our model on the checkpoint.
 
-Both run on the same tokens in fp32, module by module, each with its weights in memory only while it runs. The weights
-are found under transformers' own names by transformers' own model, so the conversion table has no part in it.
+Both run on the same tokens in fp32, and each module's weights are in memory only while it runs. transformers' model
+looks up its weights by its own names, so the check does not depend on our conversion tables. An export also checks that
+``AutoTokenizer`` gives the ids of the run's tokenizer.
 
 Shapes: B rows of tokens, S tokens of a row, H hidden, V vocabulary.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable, Collection, Sequence
+import tempfile
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 from torch import Tensor, nn
 
 from megatron.checkpoint.boxes import whole
 from megatron.checkpoint.errors import CheckpointError
+from megatron.config.hf import CONFIG
 from megatron.config.model import ModelConfig
 from megatron.config.run import TrainingConfig
 from megatron.convert.blocks import read_in_blocks
 from megatron.convert.complaints import refuse, some
 from megatron.convert.hf_folder import open_weights
 from megatron.convert.lend import Lender
+from megatron.data.tokenizers.huggingface import CONFIG as TOKENIZER_CONFIG
+from megatron.data.tokenizers.huggingface import TOKENIZER as TOKENIZER_JSON
 from megatron.layers.rotary import Rotary
 from megatron.model.fill import Source
-from megatron.model.gpt import GPTChunk
 from megatron.model.hf import shapes_only
 from megatron.parallel.microbatch import MicroBatch
 
 TOLERANCE = 1e-5
-"""Largest difference, as a share of the largest value on the other side."""
+"""Largest allowed difference, relative to the largest value of transformers."""
 
 ROWS, TOKENS = 2, 32
-"""Rows of random tokens, and tokens of a row (fewer where the model knows fewer positions, more to leave a window)."""
+"""Rows of random tokens, and tokens per row, which the number of positions and the window may change."""
 
 LONGEST_WINDOW = 256
-"""Rows are made longer than windows up to this; the memory of a row's logits grows with it."""
+"""Longest window that the rows exceed; the memory of the logits grows with it."""
 
 
 class MismatchError(CheckpointError):
-    """The two models do not compute the same."""
+    """The converted model does not compute the same, or its tokenizer gives other ids."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Between two tensors that should be equal.
+    """Largest difference between two outputs that should be equal."""
 
-    Attributes:
-        what: is compared.
-        absolute: largest difference.
-        relative: that, as a share of the largest absolute value of transformers'.
-    """
-
-    what: str
+    what: str  # name of the output
     absolute: float
-    relative: float
+    relative: float  # to the largest absolute value of transformers
 
     @classmethod
     def between(cls, what: str, ours: Tensor, theirs: Tensor) -> Difference:
-        """Of two tensors of one shape; infinite where one of them is not finite."""
+        """Compare two tensors of one shape. The difference is infinite if one of them is not finite."""
         absolute = (ours - theirs).abs().max().item()
         scale = theirs.abs().max().item()
         if not torch.isfinite(ours).all() or not torch.isfinite(theirs).all():
@@ -75,34 +75,28 @@ class Difference:
 
 @dataclass(frozen=True)
 class Trace:
-    """What a model computes on the way.
+    """Outputs of a model that are compared."""
 
-    Attributes:
-        blocks: the hidden state after each block, ``[blocks, B, S, H]``.
-        logits: ``[B, S, V]``.
-        angles: what rotary positions are made of; None without them.
-    """
-
-    blocks: Tensor
-    logits: Tensor
-    angles: Tensor | None
+    blocks: Tensor  # hidden states after each block, [blocks, B, S, H]
+    logits: Tensor  # [B, S, V]
+    angles: Tensor | None  # rotary frequencies and magnitude; None without rotary embedding
 
 
 def check(folder: Path, config: Path, model: ModelConfig, source: Source) -> list[Difference]:
-    """Compare the model in a Hugging Face folder with ours.
+    """Compare transformers' model of a Hugging Face folder with ours.
 
     Args:
-        folder: with safetensors files.
-        config: the config.json to build transformers' model from.
-        model: ours.
-        source: of our weights.
+        folder: folder with safetensors files.
+        config: config.json of transformers' model.
+        model: architecture of our model.
+        source: our weights.
 
     Returns:
-        The differences: rotary angles, each block's hidden states, logits.
+        Differences of the rotary frequencies, of the hidden states after each block, and of the logits.
 
     Raises:
-        MismatchError: naming the first that is larger than ``TOLERANCE``, or tensors that transformers did not use.
-        CheckpointError: naming the tensors that hold no numbers, when therefore nothing can be compared.
+        MismatchError: naming the first difference above ``TOLERANCE``, or tensors that transformers did not use.
+        CheckpointError: naming tensors with NaN or infinite values, which make a comparison impossible.
         DamagedError: when a file cannot be read.
     """
     tokens_BS, positions_BS = inputs(model)
@@ -119,24 +113,24 @@ def check(folder: Path, config: Path, model: ModelConfig, source: Source) -> lis
         if wrong.absolute == float("inf"):
             refuse(folder, {"holds tensors with values that are NaN or infinite": not_finite(folder)})
         raise MismatchError(
-            f"transformers computes other numbers from {folder} than this model: "
-            f"the first to differ is {wrong}; {found[-1]} in the end; up to {TOLERANCE:g} of the largest is rounding"
+            f"transformers computes other numbers from {folder} than this model: the first to differ is {wrong}; "
+            f"the final {found[-1]}; rounding explains up to {TOLERANCE:g} of the largest"
         )
     return found
 
 
 def not_finite(folder: Path) -> list[str]:
-    """Names of the tensors in a folder's files with values that are NaN or infinite."""
-    extremes = {key: file.tensor(key).aminmax() for key, file in open_weights(folder).items()}  # NaN is both
+    """Return the names of the tensors in a folder's files with NaN or infinite values."""
+    extremes = {key: file.tensor(key).aminmax() for key, file in open_weights(folder).items()}  # NaN propagates
     return [key for key, (least, greatest) in extremes.items() if not (least.isfinite() and greatest.isfinite())]
 
 
 def inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:
-    """Random tokens and their positions, ``[B, S]`` each.
+    """Return random tokens and their positions, both ``[B, S]``.
 
-    Rows are longer than the model's window unless that is longer than ``LONGEST_WINDOW`` (see `unexercised`).
-    With learned positions the last row has the last ones. Rotary angles at large positions would differ by rounding
-    alone; there the frequencies are compared.
+    Rows are longer than the model's window, up to ``LONGEST_WINDOW`` (see :func:`unexercised`). With learned positions,
+    the last row has the last positions. Rotary embedding uses small positions only, since the angles of large positions
+    differ by rounding; the frequencies are compared instead.
     """
     window = model.window_size or 0
     length = TOKENS + window if window <= LONGEST_WINDOW else TOKENS
@@ -150,7 +144,7 @@ def inputs(model: ModelConfig) -> tuple[Tensor, Tensor]:
 
 
 def unexercised(model: ModelConfig) -> str | None:
-    """What of a model the rows of a check are too short for; None if nothing is."""
+    """Return what the check does not cover because its rows are too short, or None."""
     window, positions = model.window_size, model.max_position_embeddings
     length = inputs(model)[0].shape[1]
     if window is None or window < length or (positions is not None and window >= positions):
@@ -160,8 +154,13 @@ def unexercised(model: ModelConfig) -> str | None:
 
 @torch.no_grad()
 def run_ours(model: ModelConfig, source: Source, tokens_BS: Tensor, positions_BS: Tensor) -> Trace:
-    """This model on the weights of ``source``, in fp32."""
-    chunk = _without_weights(model)
+    """Run our model on the weights of ``source``, in fp32."""
+    # the loss is not used: chunks of 1 token keep its memory small
+    training = TrainingConfig(cross_entropy_chunk_size=1)
+    chunk = shapes_only(replace(model, make_vocab_size_divisible_by=1), training)
+    if chunk.rotary is not None:
+        chunk.rotary = Rotary(model, torch.float32, torch.device("cpu"))
+    chunk.eval()
     head, norm = chunk.output_layer, chunk.final_layernorm
     if head is None or norm is None:
         raise ValueError("a whole model has a final norm and an output layer")
@@ -170,62 +169,52 @@ def run_ours(model: ModelConfig, source: Source, tokens_BS: Tensor, positions_BS
         spec = chunk.specs[name]
         return read_in_blocks(source, name, spec.view, whole(spec.view), torch.float32).reshape(spec.shape)
 
-    lender = Lender(chunk, load, {"output_layer.weight": head.name})
-    blocks = _Notes(list(chunk.layers.values()), lambda out: out[0].transpose(0, 1))
-    normed = _Notes([norm], lambda out: out)
+    weights = Lender(chunk, load, {"output_layer.weight": head.name})
+    blocks = _OutputRecorder(list(chunk.layers.values()), lambda out: out[0].transpose(0, 1))
+    normed = _OutputRecorder([norm], lambda out: out)
     chunk(None, MicroBatch.of_tokens(tokens_BS, positions_BS))
-    lender.give(head)
+    weights.load(head)
     logits_SBV = head.logits(normed.stacked[0])
-    lender.take(head)
+    weights.release(head)
     angles = None if chunk.rotary is None else _angles(chunk.rotary.frequencies, chunk.rotary.magnitude)
     return Trace(blocks.stacked, logits_SBV.transpose(0, 1), angles)
 
 
-def _without_weights(model: ModelConfig) -> GPTChunk:
-    """The model on the meta device, for evaluation, its vocabulary without padding."""
-    training = TrainingConfig(cross_entropy_chunk_size=1)  # the loss is not asked for, so it shall take no room
-    chunk = shapes_only(replace(model, make_vocab_size_divisible_by=1), training)
-    if chunk.rotary is not None:
-        chunk.rotary = Rotary(model, torch.float32, torch.device("cpu"))
-    chunk.eval()
-    return chunk
-
-
 @torch.no_grad()
 def run_theirs(folder: Path, config: Path, tokens_BS: Tensor, positions_BS: Tensor) -> Trace:
-    """transformers' model on the files of ``folder``, in fp32.
+    """Run transformers' model on the files of ``folder``, in fp32.
 
     Raises:
-        MismatchError: when the files lack tensors that it needs, or hold tensors that it does not use.
+        MismatchError: when the files lack tensors, or have tensors that transformers does not use.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.from_pretrained(config)
-    settings._experts_implementation = "eager"  # the others want widths that are multiples of 16 bytes
+    settings._experts_implementation = "eager"  # the others require widths that are multiples of 16 bytes
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=torch.float32).eval()
     angles = _fill_rotary(model)
     tied = dict(model._tied_weights_keys) if settings.tie_word_embeddings else {}
-    weights = _TheirWeights(folder, f"{model.base_model_prefix}.")
+    weights = _TransformersWeights(folder, f"{model.base_model_prefix}.")
     Lender(model, weights.load, tied)
     layers = next(module for module in model.modules() if isinstance(module, nn.ModuleList))
-    blocks = _Notes(list(layers), lambda out: out[0] if isinstance(out, tuple) else out)
-    everything_BS = torch.ones_like(tokens_BS)  # without it, transformers guesses documents from the positions
-    out = model(tokens_BS, position_ids=positions_BS, attention_mask=everything_BS, use_cache=False)
+    blocks = _OutputRecorder(list(layers), lambda out: out[0] if isinstance(out, tuple) else out)
+    mask_BS = torch.ones_like(tokens_BS)  # without a mask, transformers infers documents from the positions
+    out = model(tokens_BS, position_ids=positions_BS, attention_mask=mask_BS, use_cache=False)
     weights.refuse_unused({*tied, *BUFFERS, *(model._keys_to_ignore_on_load_unexpected or ())})
     return Trace(blocks.stacked, out.logits, angles)
 
 
 BUFFERS = (r"rotary_emb\.inv_freq", r"attn\.masked_bias")
-"""What old versions of transformers stored beside the weights."""
+"""Buffers that old versions of transformers stored with the weights."""
 
 
 EXPERTS = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
-"""Transformers 5 stacks matrices of experts that its files hold one by one, gate above up; Mixtral has other names."""
+"""Stacked expert parameters of transformers 5 -> names of each expert's matrices in the files: Qwen's and Mixtral's."""
 
 
-class _TheirWeights:
-    """Tensors by transformers' names, in fp32, and which of them were asked for."""
+class _TransformersWeights:
+    """Tensors of a folder by transformers' names, in fp32; records which are used."""
 
     def __init__(self, folder: Path, prefix: str) -> None:
         self._folder, self._prefix = folder, prefix
@@ -233,40 +222,41 @@ class _TheirWeights:
         self._used: set[str] = set()
 
     def load(self, name: str) -> Tensor:
-        place, _, kind = name.rpartition(".experts.")
         key = self._key(name)
-        if key is None and kind in EXPERTS and (experts := self._experts(place, EXPERTS[kind])):
-            return torch.stack(experts)
         if key is None:
+            mlp, _, parameter = name.rpartition(".experts.")
+            experts = self._experts(mlp, EXPERTS.get(parameter, ()))
+            if experts:
+                return torch.stack(experts)
             raise MismatchError(f"{self._folder} lacks {name}, which transformers needs")
         self._used.add(key)
         return self._files[key].tensor(key).to(torch.float32)
 
     def _key(self, name: str) -> str | None:
-        """The key of the files that holds a tensor: its name, without the prefix, or as Mixtral's files call it."""
+        """Return the key of a tensor in the files, with or without prefix, or as Mixtral names it; None if absent."""
         without = name.removeprefix(self._prefix)
         names = (name, without, *(n.replace(".mlp.", ".block_sparse_moe.") for n in (name, without)))
         return next((key for key in names if key in self._files), None)
 
-    def _experts(self, place: str, spellings: Sequence[tuple[str, ...]]) -> list[Tensor]:
-        """The matrix of every expert, which the files hold one by one; none where they hold no experts."""
-        for parts in spellings:
+    def _experts(self, mlp: str, spellings: Sequence[tuple[str, ...]]) -> list[Tensor]:
+        """Return the matrix of every expert, stored under one of the spellings; empty if there is none."""
+        for matrices in spellings:
             experts: list[Tensor] = []
-            while self._key(f"{place}.experts.{len(experts)}.{parts[0]}.weight") is not None:
-                expert = f"{place}.experts.{len(experts)}"
-                experts.append(torch.cat([self.load(f"{expert}.{part}.weight") for part in parts]))
+            while self._key(f"{mlp}.experts.{len(experts)}.{matrices[0]}.weight") is not None:
+                expert = f"{mlp}.experts.{len(experts)}"
+                experts.append(torch.cat([self.load(f"{expert}.{matrix}.weight") for matrix in matrices]))
             if experts:
                 return experts
         return []
 
-    def refuse_unused(self, harmless: Collection[str]) -> None:
-        unused = [k for k in self._files if k not in self._used and not any(re.search(p, k) for p in harmless)]
+    def refuse_unused(self, ignored: Collection[str]) -> None:
+        unused = [k for k in self._files if k not in self._used and not any(re.search(p, k) for p in ignored)]
         if unused:
             raise MismatchError(f"transformers does not use these tensors of {self._folder}: {some(unused)}")
 
 
 def _fill_rotary(model: nn.Module) -> Tensor | None:
-    """Compute what the rotary module of transformers keeps, which is on the meta device too; returns its angles."""
+    """Replace transformers' rotary module on the meta device by a real one, and return its angles."""
     for name, module in model.named_modules():
         if hasattr(module, "inv_freq"):
             rotary = type(module)(model.config)
@@ -276,33 +266,104 @@ def _fill_rotary(model: nn.Module) -> Tensor | None:
 
 
 def _angles(frequencies: Tensor, magnitude: float) -> Tensor:
-    """The frequencies and the factor of cosine and sine, by their logarithms: all count alike, however small."""
+    """Return the logarithms of the frequencies and of the factor of cosine and sine, so that all count equally."""
     return torch.cat((frequencies, torch.tensor([magnitude]))).double().log()
 
 
-class _Notes:
-    """What modules put out, in one tensor.
+class _OutputRecorder:
+    """Records the outputs of modules in one tensor.
 
-    Kept apart, each of these small tensors would lie among weights that come and go, and keep the allocator from giving
-    the memory of those back.
+    Separate tensors would fragment the memory between weights that are loaded and released.
     """
 
     def __init__(self, modules: Sequence[nn.Module], read: Callable[[Any], Tensor]) -> None:
-        """Keep what ``read`` makes of the output of each of ``modules``, tensors of one shape, when it has run."""
+        """Register hooks that record ``read(output)``, tensors of one shape, of every module."""
         self._count, self._read = len(modules), read
-        self._kept: Tensor | None = None
+        self._outputs: Tensor | None = None
         for i, module in enumerate(modules):
-            module.register_forward_hook(partial(self._keep, i))
+            module.register_forward_hook(partial(self._record, i))
 
     @property
     def stacked(self) -> Tensor:
-        """``[modules, ...]``."""
-        if self._kept is None:
+        """Recorded outputs, ``[modules, ...]``."""
+        if self._outputs is None:
             raise ValueError("none of the modules has run")
-        return self._kept
+        return self._outputs
 
-    def _keep(self, i: int, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _record(self, i: int, module: nn.Module, inputs: Any, output: Any) -> None:
         value = self._read(output)
-        if self._kept is None:
-            self._kept = value.new_empty(self._count, *value.shape)
-        self._kept[i] = value
+        if self._outputs is None:
+            self._outputs = value.new_empty(self._count, *value.shape)
+        self._outputs[i] = value
+
+
+SAMPLE_TEXTS = (
+    "The quick brown fox doesn't jump; it's 3 feet off, isn't it? They'LL see.",
+    "In 2024, 1234567 people paid $99.95 (or 3,14159 euros) at 10:45:30.",
+    "  two spaces,\ttab,\n\n\nthree line feeds,\r\nand trailing spaces   ",
+    "def mean(values):\n    total = sum(values)\n\treturn total / len(values)  # x_1 += 0x7F\n",
+    "café, cafe\u0301, naïve, \ufb01ne, ½, \u2026 \u201cquoted\u201d \u2014 straße",
+    "日本語のテキスト。 Привет, مرحبا १२३ 中文\uff0c한국어",
+    "😀👍🏽 \U0001f468\u200d\U0001f469\u200d\U0001f467 \u00a0non-breaking\u200bzero-width CamelCase snake_case",
+)
+"""Texts on which tokenizers commonly differ: contractions, digits, white space, code, composed letters, scripts."""
+
+
+def check_tokenizer(files: Mapping[str, bytes], config: Mapping[str, Any]) -> dict[str, bytes]:
+    """Compare the exported tokenizer, as ``AutoTokenizer`` loads it, with the ids that training used.
+
+    transformers 5 may ignore the rules in ``tokenizer.json`` and rebuild the tokenizer with those of the class that
+    ``tokenizer_class`` names or, for some model types such as qwen2, with those of a fixed class.
+
+    Args:
+        files: the small files of the export, by name.
+        config: content of config.json.
+
+    Returns:
+        The files to export: ``files``, with another ``tokenizer_class`` where only that one gives the same ids.
+
+    Raises:
+        MismatchError: naming the first sample text that gets other ids with either class.
+        CheckpointError: when the ``tokenizers`` library cannot read the file.
+    """
+    if TOKENIZER_JSON not in files:
+        return dict(files)
+    try:
+        ours = tokenizers.Tokenizer.from_str(files[TOKENIZER_JSON].decode())
+        ours.no_truncation()
+        ours.no_padding()
+        expected = [one.ids for one in ours.encode_batch(list(SAMPLE_TEXTS), add_special_tokens=False)]
+    except Exception as error:  # the library raises no other class
+        seen = f"the tokenizer's {TOKENIZER_JSON} cannot be read by the tokenizers library: {error}"
+        raise CheckpointError(seen, "--tokenizer ANOTHER_FOLDER", "--no-check") from error
+
+    settings = json.loads(files.get(TOKENIZER_CONFIG, b"{}")) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    generic = {**files, TOKENIZER_CONFIG: (json.dumps(settings, indent=2) + "\n").encode()}
+    problem = ""
+    for candidate in (dict(files), generic):
+        try:
+            found = _transformers_ids(candidate, config)
+        except Exception as error:  # whatever the class it builds finds wrong with this vocabulary
+            problem = f"cannot load the tokenizer: {error}"
+            continue
+        if found == expected:
+            return candidate
+        text, a, b = next((t, a, b) for t, a, b in zip(SAMPLE_TEXTS, expected, found, strict=True) if a != b)
+        problem = f"gives other ids than the tokenizer of the run: {len(b)} ids for {len(a)} of {text!r}"
+    raise MismatchError(
+        f"AutoTokenizer of transformers {problem}; for model_type {config['model_type']} it does not follow "
+        f"{TOKENIZER_JSON}. Export without the check, and load with transformers.PreTrainedTokenizerFast instead",
+        "--no-check",
+        "--tokenizer ANOTHER_FOLDER",
+    )
+
+
+def _transformers_ids(files: Mapping[str, bytes], config: Mapping[str, Any]) -> list[list[int]]:
+    """Ids of ``SAMPLE_TEXTS`` from the tokenizer that ``AutoTokenizer`` loads from a folder with these files."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory() as folder:
+        for name, content in {**files, CONFIG: json.dumps(config).encode()}.items():
+            (Path(folder) / name).write_bytes(content)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+    return [tokenizer(text, add_special_tokens=False)["input_ids"] for text in SAMPLE_TEXTS]

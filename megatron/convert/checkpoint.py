@@ -1,9 +1,9 @@
-"""The weights of a checkpoint as a model, and a checkpoint made of a Hugging Face folder."""
+"""Access to the weights of a checkpoint, and import of a Hugging Face folder into a checkpoint."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from megatron.checkpoint.remote import Location
 from megatron.checkpoint.store import write
 from megatron.config.compare import unknown_options
 from megatron.config.hf import SPECIAL_IDS, read_config
+from megatron.config.model import ModelConfig
 from megatron.config.resolve import resolve
 from megatron.config.run import PrecisionConfig, RunConfig
 from megatron.config.sources import from_dict, to_dict
@@ -32,7 +33,7 @@ from megatron.parallel.comm import Group
 from megatron.parallel.shard import Box, ShardSpec
 
 Report = Callable[[str, int, int], None]
-"""Called with what was written last, elements written so far, and elements in all."""
+"""Progress callback: (name of the last tensor, elements done, total elements)."""
 
 TOKENIZER = "tokenizer/"
 TOKENIZER_FILES = (
@@ -45,78 +46,78 @@ TOKENIZER_FILES = (
     "tokenizer.model",
     "chat_template.jinja",
 )
-"""What a Hugging Face folder may hold of its tokenizer; a checkpoint has them under ``TOKENIZER``."""
+"""Tokenizer files of a Hugging Face folder; a checkpoint stores them under ``TOKENIZER``."""
 
 GENERATION = "generation_config.json"
 
 AVERAGE = "optim.ema."
-"""What the name of a weight's moving average begins with in a checkpoint."""
+"""Prefix of the names of averaged weights in a checkpoint."""
 
 
 def open_checkpoint(path: Location, step: int | None = None) -> tuple[Manifest, list[str]]:
-    """A checkpoint by its own folder, or the newest valid one (or that of ``step``) of a ``--save`` folder.
+    """Open a checkpoint folder, or the newest valid checkpoint (or that of ``step``) in a ``--save`` folder.
 
     Returns:
-        It, and what people should know: which one it is, which newer ones were passed over and why, which of its
-        options are not known here.
+        The manifest, and notes for the user: which checkpoint it is, which newer ones were skipped and why, and
+        options in it that this version does not know.
 
     Raises:
         CheckpointError: when there is none, or a newer version wrote it.
         DamagedError: when it is damaged.
     """
-    manifest, passed_over = Checkpoints(path).newest(step)
+    manifest, skipped = Checkpoints(path).newest(step)
     notes = [f"from {manifest.path}, step {manifest.state.get('iteration')}"]
-    notes += [f"passed over {found.path}: {found.problem}" for found in passed_over]
+    notes += [f"passed over {found.path}: {found.problem}" for found in skipped]
     unknown = unknown_options(manifest.config)
-    notes += [f"it has options that this version does not know: {', '.join(unknown)}"] if unknown else []
+    if unknown:
+        notes.append(f"it has options that this version does not know: {', '.join(unknown)}")
     return manifest, notes
 
 
 class SavedModel:
-    """The weights in a checkpoint.
+    """The weights of a checkpoint, read box by box."""
 
-    Attributes:
-        manifest: of the checkpoint.
-        model: its shape, with the size of its vocabulary.
-        specs: of all its tensors, by global name.
-        precision: the name of the type that the run computed in.
-    """
+    manifest: Manifest
+    model: ModelConfig  # architecture, with the vocabulary size
+    specs: Mapping[str, ShardSpec]  # of all weights, by global name
+    precision: str  # data type that the run computed in, such as bf16
 
     def __init__(self, manifest: Manifest, average: bool = False) -> None:
-        """Check that the checkpoint holds the weights of the model it describes, and no others.
+        """Check that the checkpoint holds exactly the weights of the model that its configuration describes.
 
         Args:
-            manifest: of the checkpoint.
-            average: read the moving average of the weights in their place.
+            manifest: manifest of the checkpoint.
+            average: read the moving average of the weights instead of the weights.
 
         Raises:
-            CheckpointError: when an average is wanted and it has none; when its configuration has no model, or one
-                with options that this version does not know, which could change what it computes; or naming tensors
-                that are missing, unknown or of another shape.
-            UserError: when its configuration has values that are none, or that do not fit together.
+            CheckpointError: when there is no moving average; when the configuration has no model, or a model with
+                unknown options, which could change what it computes; or when tensors are missing, unknown or of another
+                shape.
+            UserError: when the configuration has values that are invalid or contradict each other.
         """
         self.manifest = manifest
-        config = _described(manifest)
+        config = _read_config(manifest)
         self.precision = config.precision.params_dtype
         words = manifest.tensors.get("embedding.word_embeddings.weight")
-        size = config.model.vocab_size if words is None else words.shape[0]
-        self.model = replace(config.model, vocab_size=size)
+        vocab_size = config.model.vocab_size if words is None else words.shape[0]
+        self.model = replace(config.model, vocab_size=vocab_size)
         refuse_impossible(manifest.path, self.model)
         self.specs = shapes_only(self.model).specs
-        self._reader, self._prefix = CheckpointReader(manifest), AVERAGE if average else ""
+        self._reader = CheckpointReader(manifest)
+        self._prefix = AVERAGE if average else ""
         self._check()
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
-        """The elements of ``box`` of a tensor, at the precision of their masters.
+        """Return the elements of ``box`` of a tensor, in the precision of the main params.
 
         Args:
             name: global name.
-            view: of the tensor's spec, which the box refers to.
-            box: wanted.
+            view: view of the tensor's spec, in which the box is given.
+            box: elements to read.
 
         Raises:
-            ValueError: when ``view`` is not the tensor's.
-            DamagedError: when what is read is not what was written.
+            ValueError: when ``view`` is not that of the tensor.
+            DamagedError: when a checksum does not match.
         """
         stored = self._prefix + name
         if view != self._reader.view(stored):
@@ -128,7 +129,7 @@ class SavedModel:
         if self._prefix:
             stored = {n.removeprefix(AVERAGE): record for n, record in tensors.items() if n.startswith(AVERAGE)}
             if not stored:
-                seen = f"{self.manifest.path} has no average of the weights: its run did not keep one, with --ema-decay"
+                seen = f"{self.manifest.path} has no average of the weights, because its run had no --ema-decay"
                 raise CheckpointError(seen, "drop --ema")
         else:
             stored = {name: record for name, record in tensors.items() if not name.startswith("optim.")}
@@ -144,12 +145,12 @@ class SavedModel:
         refuse(self.manifest.path, complaints)
 
 
-def _described(manifest: Manifest) -> RunConfig:
-    """The model and the precision of the run that wrote a checkpoint; options it does not name have their defaults."""
+def _read_config(manifest: Manifest) -> RunConfig:
+    """Return model and precision of the run that wrote a checkpoint. Options that it lacks have their defaults."""
     config = manifest.config
     groups = {name: config.get(name) for name in ("model", "precision")}
-    strange = [f"config.{name} {json.dumps(group)}" for name, group in groups.items() if not isinstance(group, Mapping)]
-    refuse(manifest.path, {"has in its manifest what is no group of options": strange})
+    invalid = [f"config.{name} {json.dumps(group)}" for name, group in groups.items() if not isinstance(group, Mapping)]
+    refuse(manifest.path, {"has in its manifest what is no group of options": invalid})
     unknown = [option for option in unknown_options(config) if option.startswith("model.")]
     refuse(manifest.path, {"has a model with options that this version does not know": unknown}, "update this program")
     precision = {k: v for k, v in config["precision"].items() if k == "params_dtype"}
@@ -157,17 +158,17 @@ def _described(manifest: Manifest) -> RunConfig:
 
 
 def import_hf(folder: Path, path: Path, report: Report) -> None:
-    """Write a checkpoint of step 0, weights only, from a Hugging Face folder.
+    """Write the weights of a Hugging Face folder as a checkpoint of step 0.
 
     Args:
-        folder: with config.json and safetensors files.
-        path: the checkpoint's own folder.
-        report: told after each part that is read.
+        folder: folder with config.json and safetensors files.
+        path: folder of the new checkpoint.
+        report: progress callback.
 
     Raises:
-        UserError: when config.json asks for what is not here.
-        CheckpointError: when weights are missing, not used or misshapen.
-        StorageError: when the disk refuses.
+        UserError: when config.json has unsupported options.
+        CheckpointError: when tensors are missing, unused or of another shape.
+        StorageError: when writing fails.
     """
     model = read_model(folder)
     source = HFSource(folder, model)
@@ -176,24 +177,21 @@ def import_hf(folder: Path, path: Path, report: Report) -> None:
     progress = Progress(report, sum(spec.numel for spec in source.specs.values()))
     tensors = {name: _entry(source, name, spec, progress) for name, spec in source.specs.items()}
     state = {"iteration": 0, "consumed_samples": 0}
-    files: dict[str, Path | bytes] = {GENERATION: _special_ids(folder), **carried_files(folder)}
+    # old folders have no generation_config.json, but the ids of special tokens in config.json
+    settings = read_config(folder)
+    special_ids = {name: settings[name] for name in SPECIAL_IDS if settings.get(name) is not None}
+    files: dict[str, Path | bytes] = {GENERATION: json.dumps(special_ids).encode(), **carried_files(folder)}
     write(path, tensors, state, to_dict(config), Group(), files)
 
 
-def _special_ids(folder: Path) -> bytes:
-    """The ids of config.json as a generation_config.json, for folders that are older than that file."""
-    config = read_config(folder)
-    return json.dumps({name: config[name] for name in SPECIAL_IDS if config.get(name) is not None}).encode()
-
-
 def carried_files(folder: Path) -> dict[str, Path]:
-    """Small files of a Hugging Face folder that a checkpoint keeps, by their names in the checkpoint."""
+    """Return the small files of a Hugging Face folder that a checkpoint stores, by their names in the checkpoint."""
     files = {**{TOKENIZER + name: folder / name for name in TOKENIZER_FILES}, GENERATION: folder / GENERATION}
     return {name: path for name, path in files.items() if path.is_file()}
 
 
 def carried_by(manifest: Manifest) -> dict[str, bytes]:
-    """The content of the same files, as a checkpoint keeps them.
+    """Return the content of the same files in a checkpoint.
 
     Raises:
         DamagedError: when one is missing or changed.
@@ -203,25 +201,25 @@ def carried_by(manifest: Manifest) -> dict[str, bytes]:
 
 
 def by_their_names(carried: Mapping[str, Path | bytes]) -> dict[str, bytes]:
-    """The content of such files by their names in a Hugging Face folder."""
+    """Return the content of these files by their names in a Hugging Face folder."""
     contents = {name: file if isinstance(file, bytes) else file.read_bytes() for name, file in carried.items()}
     return {name.removeprefix(TOKENIZER): content for name, content in contents.items()}
 
 
 class Progress:
-    """Counts elements and tells of them."""
+    """Counts converted elements and reports them."""
 
     def __init__(self, report: Report, total: int) -> None:
         self._report, self._total, self._done = report, total, 0
 
     def add(self, name: str, elements: int) -> None:
-        """Count what was done last."""
+        """Count the elements of a tensor that has been converted."""
         self._done += elements
         self._report(name, self._done, self._total)
 
 
 def _entry(source: HFSource, name: str, spec: ShardSpec, progress: Progress) -> GlobalTensor:
-    """Parts that are read when they are written, so that one of them exists at a time."""
+    """Return a tensor whose parts are read only when they are written, so that one part at a time is in memory."""
 
     def part(box: Box) -> Part:
         def read() -> Tensor:
@@ -231,9 +229,5 @@ def _entry(source: HFSource, name: str, spec: ShardSpec, progress: Progress) -> 
 
         return Part(box, read)
 
-    return GlobalTensor(spec.shape, spec.view, torch.float32, tuple(part(box) for box in _boxes(source, name)))
-
-
-def _boxes(source: HFSource, name: str) -> Iterator[Box]:
-    for box in source.boxes(name):
-        yield from cut(box, BLOCK_ELEMENTS)
+    parts = tuple(part(block) for box in source.boxes(name) for block in cut(box, BLOCK_ELEMENTS))
+    return GlobalTensor(spec.shape, spec.view, torch.float32, parts)

@@ -1,4 +1,4 @@
-"""What is wrong with a model or a set of tensors, told at once and by name."""
+"""Errors that list all wrong tensors or options by name."""
 
 from __future__ import annotations
 
@@ -13,24 +13,30 @@ from megatron.config.run import RunConfig, TrainingConfig
 from megatron.config.validate import problems
 
 SHOWN = 8
+"""Names listed in a message before the rest is counted."""
 
 
 def refuse(where: Location, complaints: Mapping[str, Collection[str]], *fixes: str) -> None:
-    """Say which names each complaint is about; nothing when no complaint has any.
+    """Raise an error if any complaint has names.
+
+    Args:
+        where: file or folder, the subject of the message.
+        complaints: predicate, such as ``lacks``, -> names it applies to.
+        fixes: appended to the message.
 
     Raises:
-        CheckpointError: ``where lacks: a, b; it holds: c``.
+        CheckpointError: ``WHERE lacks: a, b; it holds: c``.
     """
-    said = [f"{what}: {some(sorted(names))}" for what, names in complaints.items() if names]
-    if said:
-        raise CheckpointError(f"{where} {'; it '.join(said)}", *fixes)
+    found = [f"{predicate}: {some(sorted(names))}" for predicate, names in complaints.items() if names]
+    if found:
+        raise CheckpointError(f"{where} {'; it '.join(found)}", *fixes)
 
 
 def refuse_impossible(where: Location, model: ModelConfig) -> None:
-    """Say what keeps a model that ``where`` describes from being built; nothing when its numbers fit together.
+    """Raise an error if the options of a model contradict each other.
 
     Raises:
-        UserError: when they do not.
+        UserError: with all problems.
     """
     run = RunConfig(model=model, training=TrainingConfig(seq_length=model.max_position_embeddings or 1))
     found = [p for p in problems(run, 1) if p.code == "E600" or p.code.startswith("E1")]
@@ -39,6 +45,6 @@ def refuse_impossible(where: Location, model: ModelConfig) -> None:
 
 
 def some(names: Collection[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and the number of the others."""
     more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
     return ", ".join(list(names)[:SHOWN]) + more

@@ -1,4 +1,4 @@
-"""Both conversions from end to end: nothing is published before `transformers` agrees with it."""
+"""Conversion from and to Hugging Face. Nothing is published before the check against `transformers`."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ from megatron.parallel.build import DTYPES
 
 @dataclass(frozen=True)
 class Converted:
-    """What was written, of which model, and how far the two models are apart; empty when that was not checked."""
+    """Result of a conversion."""
 
-    path: Path
+    path: Path  # what was written
     model: ModelConfig
-    differences: Sequence[Difference]
+    differences: Sequence[Difference]  # to transformers; empty without a check
 
 
 def from_hf(folder: Path, save: Path, report: Report, checked: bool = True) -> Converted:
-    """A checkpoint of step 0 in ``save`` from a Hugging Face folder.
+    """Convert a Hugging Face folder to a checkpoint of step 0 in ``save``.
 
     Args:
-        folder: of the model.
+        folder: the Hugging Face model.
         save: a ``--save`` folder without checkpoints.
-        report: told after each part that is read.
-        checked: compare with `transformers` before the checkpoint gets its name.
+        report: progress callback.
+        checked: compare with `transformers` before publishing the checkpoint.
 
     Raises:
-        UserError, CheckpointError: when the model is not one that can be converted, or the comparison fails.
+        UserError, CheckpointError: when the model cannot be converted, or the check fails.
     """
     checkpoints = Checkpoints(save)
     if checkpoints.named():
         raise CheckpointError(f"{save} holds checkpoints already", "--save A_NEW_FOLDER")
     path = on_disk(checkpoints.path(0))
-    unchecked = path.with_name(f"{path.name}.unchecked")  # no checkpoint by name
+    unchecked = path.with_name(f"{path.name}.unchecked")  # not recognised as a checkpoint
     import_hf(folder, unchecked, report)
     try:
         saved = SavedModel(Manifest.open(unchecked))
@@ -73,26 +73,28 @@ def to_hf(
     average: bool = False,
     checked: bool = True,
 ) -> Converted:
-    """A Hugging Face folder from a checkpoint.
+    """Convert a checkpoint to a Hugging Face folder.
 
     Args:
-        manifest: of the checkpoint.
+        manifest: manifest of the checkpoint.
         folder: must not exist, or be empty.
-        report: told after each tensor.
-        dtype: ``fp32``, ``bf16`` or ``fp16``; None for what the run computed in.
-        shard_bytes: size of a weights file.
-        tokenizer: folder of the tokenizer's files; None for those the checkpoint carries.
+        report: progress callback.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; None for the data type that the run computed in.
+        shard_bytes: maximum size of a weights file.
+        tokenizer: folder with tokenizer files; None for those in the checkpoint.
         average: write the moving average of the weights.
-        checked: compare with `transformers` before the folder gets its name.
+        checked: compare weights and tokenizer with `transformers` before publishing the folder.
 
     Raises:
-        UserError, CheckpointError: when the model is not one that can be converted, or the comparison fails.
+        UserError, CheckpointError: when the model cannot be converted, or the check fails.
     """
     saved = SavedModel(manifest, average)
     if dtype is None and saved.precision == "fp64":
         fixes = ("--dtype fp32", "--dtype bf16")
-        raise CheckpointError("the run computed in fp64, which Hugging Face models are not stored in", *fixes)
+        raise CheckpointError("the run computed in fp64, which Hugging Face models do not support", *fixes)
     export = Export(saved, folder, DTYPES[dtype or saved.precision], tokenizer)
+    if checked:
+        export.check_tokenizer()
     export.build(shard_bytes, report)
     try:
         differences = check(export.building, export.pending_config, saved.model, export.source) if checked else ()

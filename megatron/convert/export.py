@@ -1,7 +1,7 @@
-"""A Hugging Face folder made of a checkpoint, tensor by tensor.
+"""Export of a checkpoint to a Hugging Face folder, tensor by tensor.
 
-The folder is built beside its place, under a name ending in ``.tmp`` and without a config.json, so that nothing takes
-it for a model before it is whole and checked.
+The folder is written under a name ending in ``.tmp`` and without a config.json, so that it is not mistaken for a model
+before it is complete and checked.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from megatron.checkpoint.files import make_folder, sync_folder, write_file
 from megatron.checkpoint.tensorfile import Entry, TensorFileWriter
 from megatron.config.hf import CONFIG, SPECIAL_IDS, config_json, family_for
 from megatron.convert.blocks import read_in_blocks
+from megatron.convert.check import check_tokenizer
 from megatron.convert.checkpoint import (
     GENERATION,
     TOKENIZER,
@@ -43,33 +44,33 @@ from megatron.model.hf import Slot, slots
 from megatron.parallel.shard import Box
 
 PENDING = "config.json.unfinished"
-"""What config.json is called until everything beside it is whole."""
+"""Name of config.json until the folder is complete."""
 
 
 @dataclass(frozen=True)
 class Item:
-    """One tensor of theirs to write, and which of ours it is made of."""
+    """A tensor to write."""
 
-    ours: str
+    ours: str  # our tensor that contains it
     slot: Slot
 
     def bytes(self, dtype: torch.dtype) -> int:
-        """Size in a file."""
+        """Return its size in a file."""
         return prod(self.slot.shape) * dtype.itemsize
 
 
 class RoundedModel:
-    """The weights of a checkpoint, rounded to the type they are exported in."""
+    """The weights of a checkpoint, rounded to the exported data type."""
 
     def __init__(self, saved: SavedModel, dtype: torch.dtype) -> None:
         self._saved, self._dtype = saved, dtype
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
-        """The elements of ``box`` of a tensor.
+        """Return the elements of ``box`` of a tensor.
 
         Raises:
-            CheckpointError: when one of them is too large for the type.
-            DamagedError: when what is read is not what was written.
+            CheckpointError: when a value overflows the data type.
+            DamagedError: when a checksum does not match.
         """
         exact = self._saved.read(name, view, box)
         rounded = exact.to(self._dtype)
@@ -81,31 +82,28 @@ class RoundedModel:
 
 
 class Export:
-    """A folder on its way.
-
-    Attributes:
-        folder: where it will be.
-        building: where it is made.
-        source: of the rounded weights.
-    """
+    """Export of one checkpoint: create, then :meth:`build`, then :meth:`publish` or :meth:`abandon`."""
 
     def __init__(self, saved: SavedModel, folder: Path, dtype: torch.dtype, tokenizer: Path | None = None) -> None:
-        """Check everything that can be known before anything is written.
+        """Check everything that can be checked before anything is written.
 
         Args:
             saved: the checkpoint.
             folder: must not exist, or be empty.
-            dtype: of the tensors written.
-            tokenizer: folder of the tokenizer's files; None for the one the checkpoint carries.
+            dtype: data type of the written tensors.
+            tokenizer: folder with tokenizer files; None for those in the checkpoint.
 
         Raises:
-            CheckpointError: when the folder has something in it, or the tokenizer does not fit the model.
-            UserError: when Hugging Face has no model that computes the same.
+            CheckpointError: when the folder is not empty, or the tokenizer does not fit the model.
+            UserError: when no Hugging Face model computes the same.
         """
-        _check_place(folder)
-        self.folder, self.source, self._saved, self._dtype = folder, RoundedModel(saved, dtype), saved, dtype
+        _check_target(folder)
+        self.folder = folder
         self.building = folder.with_name(folder.name + ".tmp")
-        _check_in_the_way(self.building, folder)
+        self.source = RoundedModel(saved, dtype)
+        self._saved = saved
+        self._dtype = dtype
+        _check_leftover(self.building, folder)
         self._files = _small_files(saved, tokenizer)
         special = special_ids(self._files, saved.model.vocab)
         self._config = config_json(saved.model, str(dtype).removeprefix("torch."), special)
@@ -115,19 +113,27 @@ class Export:
 
     @property
     def pending_config(self) -> Path:
-        """config.json before it is called so."""
+        """Path of config.json before the export is published."""
         return self.building / PENDING
 
-    def build(self, shard_bytes: int, report: Report) -> None:
-        """Write everything but the name of config.json.
-
-        Args:
-            shard_bytes: a file takes no further tensor once it would be larger.
-            report: told after each tensor.
+    def check_tokenizer(self) -> None:
+        """Check the ids of ``AutoTokenizer``, and change ``tokenizer_class`` if that helps. Call before `build`.
 
         Raises:
-            StorageError: when the disk refuses; what was built is removed.
-            DamagedError: when the checkpoint's bytes are not those that were written.
+            MismatchError: when it gives other ids than the run's tokenizer.
+        """
+        self._files = check_tokenizer(self._files, self._config)
+
+    def build(self, shard_bytes: int, report: Report) -> None:
+        """Write all files; config.json gets its name in :meth:`publish`.
+
+        Args:
+            shard_bytes: maximum size of a weights file, unless a single tensor is larger.
+            report: progress callback.
+
+        Raises:
+            StorageError: when writing fails; the files are then removed.
+            DamagedError: when a checksum of the checkpoint does not match.
         """
         with self._removing_on_failure():
             if self.building.exists():
@@ -140,19 +146,19 @@ class Export:
             sync_folder(self.building)
 
     def publish(self) -> None:
-        """Give config.json and the folder their names.
+        """Give config.json and the folder their final names.
 
         Raises:
-            StorageError: when the disk refuses; what was built is removed.
+            StorageError: when renaming fails; the files are then removed.
         """
         with self._removing_on_failure():
             os.rename(self.pending_config, self.building / CONFIG)
             sync_folder(self.building)
-            os.rename(self.building, self.folder)  # takes the place of an empty folder
+            os.rename(self.building, self.folder)  # replaces an empty folder
             sync_folder(self.folder.parent)
 
     def abandon(self) -> None:
-        """Remove what was built."""
+        """Remove the unpublished files."""
         shutil.rmtree(self.building, ignore_errors=True)
 
     @contextmanager
@@ -169,7 +175,7 @@ class Export:
 
     def _write_weights(self, groups: list[list[Item]], report: Report) -> None:
         progress = Progress(report, sum(prod(item.slot.shape) for item in self._items))
-        places: dict[str, str] = {}
+        weight_map: dict[str, str] = {}
         for number, group in enumerate(groups, 1):
             name = WEIGHTS if len(groups) == 1 else f"model-{number:05d}-of-{len(groups):05d}.safetensors"
             entries: list[Entry] = [(item.slot.name, self._dtype, item.slot.shape) for item in group]
@@ -179,53 +185,41 @@ class Export:
                     ours = read_in_blocks(self.source, item.ours, view, item.slot.box, self._dtype)
                     file.write(item.slot.name, item.slot.restore(ours))
                     progress.add(item.slot.name, prod(item.slot.shape))
-            places |= {item.slot.name: name for item in group}
+            weight_map |= {item.slot.name: name for item in group}
         if len(groups) > 1:
             total = sum(item.bytes(self._dtype) for item in self._items)
-            write_file(self.building / INDEX, _json({"metadata": {"total_size": total}, "weight_map": places}))
+            write_file(self.building / INDEX, _json({"metadata": {"total_size": total}, "weight_map": weight_map}))
 
 
-def _check_place(folder: Path) -> None:
-    """Whether a finished folder can take this place.
-
-    Raises:
-        CheckpointError: when something is there, or it would be taken from under the caller's feet.
-    """
+def _check_target(folder: Path) -> None:
+    """Raise CheckpointError unless a folder can be renamed to ``folder``."""
     new = "--save-hf A_NEW_FOLDER"
     if folder.is_symlink():
-        raise CheckpointError(
-            f"{folder} is a link, which a folder cannot replace", f"--save-hf {_quoted(folder.resolve())}"
-        )
+        fix = f"--save-hf {shlex.quote(str(folder.resolve()))}"
+        raise CheckpointError(f"{folder} is a link, which a folder cannot replace", fix)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists and is not empty", new)
     if folder.resolve() == Path.cwd():
-        raise CheckpointError(f"{folder} is the current folder, which would be replaced by another", new)
+        raise CheckpointError(f"{folder} is the current folder, which cannot be replaced", new)
 
 
-def _check_in_the_way(building: Path, folder: Path) -> None:
-    """Whether what is called like a folder on its way may be removed: only what a conversion left does.
-
-    Raises:
-        CheckpointError: when it may not.
-    """
+def _check_leftover(building: Path, folder: Path) -> None:
+    """Raise CheckpointError if the temporary folder exists and is not an unfinished conversion."""
     if not building.exists() or (building / PENDING).exists() or (building.is_dir() and not any(building.iterdir())):
         return
     if (building / CONFIG).exists():
-        free = f"rmdir {_quoted(folder)} && " if folder.exists() else ""
+        free = f"rmdir {shlex.quote(str(folder))} && " if folder.exists() else ""
         raise CheckpointError(
-            f"{building} holds a model; if a conversion was killed in its last moment, it is whole and lacks its name",
-            f"{free}mv {_quoted(building)} {_quoted(folder)}",
+            f"{building} holds a model; if a conversion was killed before its last rename, it is complete and only "
+            "lacks its name",
+            f"{free}mv {shlex.quote(str(building))} {shlex.quote(str(folder))}",
             "--save-hf A_NEW_FOLDER",
         )
-    raise CheckpointError(f"{building} is in the way and was not left by a conversion", "--save-hf A_NEW_FOLDER")
-
-
-def _quoted(path: Path) -> str:
-    return shlex.quote(str(path))
+    raise CheckpointError(f"{building} exists and was not left by a conversion", "--save-hf A_NEW_FOLDER")
 
 
 def shards(items: list[Item], dtype: torch.dtype, limit: int) -> Iterator[list[Item]]:
-    """Consecutive items that together are at most ``limit`` bytes; a larger one is alone."""
+    """Yield groups of consecutive items of at most ``limit`` bytes; a larger item is a group of its own."""
     group: list[Item] = []
     size = 0
     for item in items:
@@ -238,10 +232,10 @@ def shards(items: list[Item], dtype: torch.dtype, limit: int) -> Iterator[list[I
 
 
 def _small_files(saved: SavedModel, tokenizer: Path | None) -> dict[str, bytes]:
-    """Files of the tokenizer and settings of generation, by their names in a Hugging Face folder.
+    """Return tokenizer files and generation settings, by their names in a Hugging Face folder.
 
     Raises:
-        CheckpointError: when there is no tokenizer in the folder named for it.
+        CheckpointError: when the given folder has no tokenizer.
     """
     if tokenizer is None:
         return by_their_names(carried_by(saved.manifest))
@@ -252,14 +246,14 @@ def _small_files(saved: SavedModel, tokenizer: Path | None) -> dict[str, bytes]:
 
 
 def special_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int | list[int] | None]:
-    """The ids of the tokens that begin, end and fill a text, by ``SPECIAL_IDS``; None for those there are not.
+    """Return the ids of begin, end and padding tokens, by ``SPECIAL_IDS``; None for those that do not exist.
 
     Args:
-        files: of the tokenizer, and generation_config.json, which comes first where it says something.
-        entries: of the model's vocabulary.
+        files: tokenizer files, and generation_config.json, which takes precedence.
+        entries: vocabulary size of the model.
 
     Raises:
-        CheckpointError: when the tokenizer has ids that the model does not, or a file is not what it should be.
+        CheckpointError: when the tokenizer has larger ids than the model, or a file is malformed.
     """
     ids = _vocabulary(files)
     largest = max(ids.values(), default=-1)
@@ -277,17 +271,17 @@ def special_ids(files: Mapping[str, bytes], entries: int) -> dict[str, int | lis
 
 
 def _generation(files: Mapping[str, bytes], special: Mapping[str, int | list[int] | None]) -> bytes:
-    """A generation_config.json that says of special tokens what config.json does; as it was if it does already."""
+    """Return a generation_config.json with the special tokens of config.json; unchanged if it has them already."""
     ids = {name: value for name, value in special.items() if value is not None}
     settings = _object(files, GENERATION)
     return files[GENERATION] if GENERATION in files and settings | ids == settings else _json(settings | ids)
 
 
 def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
-    """The content of a JSON file; nothing when there is no such file.
+    """Return the content of a JSON file, or an empty object if there is no such file.
 
     Raises:
-        CheckpointError: when it is no JSON object.
+        CheckpointError: when it is not a JSON object.
     """
     try:
         content = json.loads(files.get(name, b"{}"))
@@ -299,10 +293,10 @@ def _object(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
 
 
 def _vocabulary(files: Mapping[str, bytes]) -> dict[str, int]:
-    """Token -> id of tokenizer.json; empty when there is no such file.
+    """Return token -> id of tokenizer.json; empty if there is no such file.
 
     Raises:
-        CheckpointError: when it is not built as the `tokenizers` library builds it.
+        CheckpointError: when it does not have the structure of the `tokenizers` library.
     """
     tokenizer = _object(files, TOKENIZER_JSON)
     try:

@@ -1,10 +1,9 @@
-"""Weights of a Hugging Face folder under our names, read box by box."""
+"""Weights of a Hugging Face folder by our parameter names, read box by box."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
 from functools import reduce
 from pathlib import Path
 
@@ -27,10 +26,10 @@ READABLE = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def read_model(folder: Path) -> ModelConfig:
-    """The shape that a folder's config.json describes.
+    """Read the architecture from a folder's config.json.
 
     Raises:
-        UserError: when there is no config.json, it asks for what is not here, or its numbers do not fit together.
+        UserError: when there is no config.json, or its options are unsupported or contradict each other.
     """
     where = folder / CONFIG
     model = ModelConfig(**model_values(read_config(folder), str(where)))
@@ -39,33 +38,32 @@ def read_model(folder: Path) -> ModelConfig:
 
 
 class HFSource:
-    """The weights of a model in a Hugging Face folder, under our names and in our arrangement.
+    """The weights in a Hugging Face folder, by our parameter names and in our arrangement.
 
-    Files are mapped, and only what a box needs of them is read. Names, shapes and types are all checked at the start.
-
-    Attributes:
-        specs: of all tensors of the model, by our names.
-        dtype: the narrowest that holds all tensors as they are stored.
+    Files are memory-mapped, and only the elements of a box are read. Names, shapes and dtypes are checked on opening.
     """
 
     def __init__(self, folder: Path, model: ModelConfig) -> None:
-        """Find every tensor of ``model``, and nothing else, in ``folder``.
+        """Open the files and check that they hold exactly the tensors of ``model``.
 
         Raises:
-            UserError: when config.json is not one of a model type that is here.
-            CheckpointError: naming the tensors that are missing, not used, or of another shape or type.
+            UserError: when the model type in config.json is not supported.
+            CheckpointError: naming the tensors that are missing, unused, or of another shape or dtype.
             DamagedError: when a file cannot be read.
         """
         self.folder = Path(folder)
-        self.specs = shapes_only(model).specs
+        self.specs = shapes_only(model).specs  # of all tensors, by our names
         kind = family_of(read_config(self.folder), str(self.folder / CONFIG))
         try:
             self._slots = slots(kind, self.specs)
         except KeyError as error:
             raise CheckpointError(f"{self.folder} is a {kind}, which has nothing for {error.args[0]}") from error
         self._files = open_weights(self.folder)
-        self._prefix = _prefix(TABLES[kind], self._files)
-        self._check(TABLES[kind])
+        table = TABLES[kind]
+        # a model saved without its head has no prefix
+        self._prefix = "" if any(key.startswith(table.prefix) for key in self._files) else table.prefix
+        self._check(table)
+        # the narrowest dtype that holds all tensors as they are stored
         self.dtype = reduce(torch.promote_types, map(self.dtype_of, self.names))
 
     @property
@@ -74,91 +72,88 @@ class HFSource:
         return tuple(self.specs)
 
     def boxes(self, name: str) -> tuple[Box, ...]:
-        """The boxes that make up one of our tensors, each in one of theirs."""
+        """Return the boxes of one of our tensors that each lie in one stored tensor."""
         return tuple(slot.box for slot in self._slots[name])
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
-        """The elements of ``box``, of shape ``box.size``, as stored; perhaps on the file's pages, so not to be written.
+        """Return the elements of ``box``, of shape ``box.size``, as stored.
+
+        The result may share memory with the mapped file and must not be modified.
 
         Args:
             name: one of ``names``.
-            view: of the tensor's spec, which the box refers to.
-            box: wanted.
+            view: view of the tensor's spec, in which the box is given.
+            box: elements to read.
 
         Raises:
-            ValueError: when ``view`` is not the tensor's.
+            ValueError: when ``view`` is not that of the tensor.
         """
         if view != self.specs[name].view:
             raise ValueError(f"{name} is viewed {list(self.specs[name].view)}, not {list(view)}")
-        shared = [(slot, found) for slot in self._slots[name] if (found := intersect(slot.box, box))]
-        if len(shared) == 1:
-            return self._take(*shared[0])
+        parts = [(slot, part) for slot in self._slots[name] if (part := intersect(slot.box, box))]
+        if len(parts) == 1:
+            return self._read_part(*parts[0])
         out = torch.empty(box.size, dtype=self.dtype_of(name))
-        for slot, found in shared:
-            out[relative(found, box).slices] = self._take(slot, found)
+        for slot, part in parts:
+            out[relative(part, box).slices] = self._read_part(slot, part)
         return out
 
     def dtype_of(self, name: str) -> torch.dtype:
-        """The type one of our tensors is stored with."""
-        theirs = (self._theirs(slot.name) for slot in self._slots[name])
-        return reduce(torch.promote_types, (self._files[key].dtype(key) for key in theirs))
+        """Return the dtype that one of our tensors is stored with."""
+        keys = (self._key(slot.name) for slot in self._slots[name])
+        return reduce(torch.promote_types, (self._files[key].dtype(key) for key in keys))
 
-    def _take(self, slot: Slot, box: Box) -> Tensor:
-        key = self._theirs(slot.name)
+    def _read_part(self, slot: Slot, box: Box) -> Tensor:
+        key = self._key(slot.name)
         return slot.arrange(self._files[key].tensor(key))[relative(box, slot.box).slices]
 
-    def _theirs(self, name: str) -> str:
-        """The key in the files of a name of the table."""
+    def _key(self, name: str) -> str:
+        """Return the key in the files for a name of the table."""
         return name.removeprefix(self._prefix)
 
     def _check(self, table: Table) -> None:
-        wanted = {self._theirs(slot.name): slot.shape for found in self._slots.values() for slot in found}
-        missing = wanted.keys() - self._files.keys()
-        unused = {key for key in self._files.keys() - wanted.keys() if not _is_buffer(key, table)}
-        tied = HEAD in unused
+        expected = {self._key(slot.name): slot.shape for found in self._slots.values() for slot in found}
+        unused = {
+            key
+            for key in self._files.keys() - expected.keys()
+            if not any(re.fullmatch(pattern, key.removeprefix(table.prefix)) for pattern in table.buffers)
+        }
+        # A tied output layer may be stored too, if it equals the embedding.
+        untied = [HEAD] if HEAD in unused and not self._head_equals_embedding(table) else []
         unused.discard(HEAD)
-        shapes, types = [], []
-        for key in wanted.keys() & self._files.keys():
+        shapes, dtypes = [], []
+        for key in expected.keys() & self._files.keys():
             shape, dtype = self._files[key].shape(key), self._files[key].dtype(key)
-            if shape != wanted[key]:
-                shapes.append(f"{key} {list(shape)} instead of {list(wanted[key])}")
+            if shape != expected[key]:
+                shapes.append(f"{key} {list(shape)} instead of {list(expected[key])}")
             if dtype not in READABLE:
-                types.append(f"{key} {dtype}")
-        untied = [HEAD] if tied and not self._head_is_tied(table) else []
+                dtypes.append(f"{key} {dtype}")
         complaints = {
-            "lacks": missing,
-            "ties the output to the embedding in config.json, but stores another": untied,
+            "lacks": expected.keys() - self._files.keys(),
+            "ties the output layer to the embedding in config.json, but stores another": untied,
             "holds tensors that the model does not have": unused,
-            "holds tensors of another shape than config.json says": shapes,
-            "holds tensors of a type that is not here": types,
+            "holds tensors of another shape than in config.json": shapes,
+            "holds tensors of an unsupported data type": dtypes,
         }
         refuse(self.folder, complaints)
 
-    def _head_is_tied(self, table: Table) -> bool:
-        """Whether an output projection that is stored although it is tied is a copy of the embedding, to the bit."""
-        embedding = self._theirs(next(their[0][0] for ours, _, their in table.rows if "word_embeddings" in ours))
+    def _head_equals_embedding(self, table: Table) -> bool:
+        """Return True if the stored output layer is bitwise equal to the embedding."""
+        embedding = self._key(next(their[0][0] for ours, _, their in table.rows if "word_embeddings" in ours))
         if embedding not in self._files:
             return False
         head, words = (self._files[key].tensor(key) for key in (HEAD, embedding))
-        same_kind = head.dtype == words.dtype and head.shape == words.shape
-        return same_kind and torch.equal(head.view(torch.uint8), words.view(torch.uint8))
-
-
-def _prefix(table: Table, keys: Iterable[str]) -> str:
-    """What the names in the files lack: a model saved without its head has no prefix."""
-    return "" if any(key.startswith(table.prefix) for key in keys) else table.prefix
-
-
-def _is_buffer(key: str, table: Table) -> bool:
-    return any(re.fullmatch(pattern, key.removeprefix(table.prefix)) for pattern in table.buffers)
+        if head.dtype != words.dtype or head.shape != words.shape:
+            return False
+        return torch.equal(head.view(torch.uint8), words.view(torch.uint8))
 
 
 def open_weights(folder: Path) -> dict[str, TensorFile]:
-    """Every tensor's file, by key.
+    """Return the file of every tensor, by key.
 
     Raises:
-        CheckpointError: when there are no files that can be read without running what is in them.
-        DamagedError: when the index and the files do not fit.
+        CheckpointError: when there are no safetensors files. Pickled weights are refused, because they can run code.
+        DamagedError: when the index and the files contradict each other.
     """
     if (folder / WEIGHTS).exists():
         file = TensorFile(folder / WEIGHTS)
@@ -169,7 +164,7 @@ def open_weights(folder: Path) -> dict[str, TensorFile]:
         fix = "from transformers import AutoModelForCausalLM as M; M.from_pretrained({0!r}).save_pretrained({1!r})"
         command = fix.format(str(folder), f"{folder}-safetensors")
         raise CheckpointError(
-            f"{folder} holds pickled weights, which can run any program when they are read; only {WEIGHTS} is read",
+            f"{folder} holds pickled weights, which can run any code when they are loaded; only {WEIGHTS} is read",
             f'python -c "{command}"',
         )
     raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}")
@@ -178,21 +173,19 @@ def open_weights(folder: Path) -> dict[str, TensorFile]:
 def _open_shards(folder: Path) -> dict[str, TensorFile]:
     path = folder / INDEX
     try:
-        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        shards = sorted(Path(name).name for name in set(places.values()))
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        names = sorted(Path(name).name for name in set(weight_map.values()))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{path} is no index of weights: {error!r}") from error
-    strangers = sorted(set(places.values()) - set(shards))
-    if strangers:
-        raise DamagedError(f"{path} names files outside its folder: {some(strangers)}")
-    files = {name: TensorFile(folder / name) for name in shards}
-    _check_index(path, places, files)
+    outside = sorted(set(weight_map.values()) - set(names))
+    if outside:
+        raise DamagedError(f"{path} names files outside its folder: {some(outside)}")
+    files = {name: TensorFile(folder / name) for name in names}
+    stored = {name: set(file.keys) for name, file in files.items()}
+    missing = [f"{key} in {name}" for key, name in weight_map.items() if key not in stored[name]]
+    wrong_file = [
+        f"{key} in {name}" for name, file in files.items() for key in file.keys if weight_map.get(key, name) != name
+    ]
+    if missing or wrong_file:
+        raise DamagedError(f"{path} and the files beside it do not match: {some(missing + wrong_file)}")
     return {key: file for file in files.values() for key in file.keys}
-
-
-def _check_index(path: Path, places: Mapping[str, str], files: Mapping[str, TensorFile]) -> None:
-    held = {name: set(file.keys) for name, file in files.items()}
-    lost = [f"{key} in {name}" for key, name in places.items() if key not in held[name]]
-    twice = [f"{key} in {name}" for name, file in files.items() for key in file.keys if places.get(key, name) != name]
-    if lost or twice:
-        raise DamagedError(f"{path} and the files beside it do not fit: {some(lost + twice)}")

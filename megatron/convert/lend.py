@@ -1,4 +1,4 @@
-"""A model on the meta device whose modules have weights only while they run."""
+"""Loading the weights of a model on the meta device one module at a time."""
 
 from __future__ import annotations
 
@@ -11,50 +11,46 @@ Load = Callable[[str], Tensor]
 
 
 class Lender:
-    """Gives each module its own parameters just before it runs and takes them back after: one module's exist at a time.
-
-    Attributes:
-        model: whose parameters are shapes only.
-    """
+    """Loads the parameters of each module before its forward pass and releases them after it."""
 
     def __init__(self, model: nn.Module, load: Load, aliases: Mapping[str, str] | None = None) -> None:
-        """Watch all modules of ``model`` from now on.
+        """Register forward hooks on all modules of ``model``.
 
         Args:
             model: on the meta device.
-            load: the value of a parameter, by its dotted name.
-            aliases: names of parameters that are another one.
+            load: returns the value of a parameter by its dotted name.
+            aliases: tied parameter -> name of the parameter to load instead.
         """
         self.model, self._load, self._aliases = model, load, aliases or {}
-        self._shapes: dict[nn.Module, dict[str, nn.Parameter]] = {}
-        self._names: dict[nn.Module, str] = {}
+        self._meta: dict[nn.Module, dict[str, nn.Parameter]] = {}  # parameters to restore, of loaded modules
+        self._prefixes: dict[nn.Module, str] = {}
         for name, module in model.named_modules():
-            if any(True for _ in module.parameters(recurse=False)):
-                self._names[module] = f"{name}." if name else ""
+            if next(module.parameters(recurse=False), None) is not None:
+                self._prefixes[module] = f"{name}." if name else ""
                 module.register_forward_pre_hook(self._before)
                 module.register_forward_hook(self._after)
 
-    def give(self, module: nn.Module) -> None:
-        """Let a module have its weights until :meth:`take`.
+    def load(self, module: nn.Module) -> None:
+        """Load a module's own parameters until :meth:`release`.
 
         Raises:
-            ValueError: when a weight has another shape than the module's.
+            ValueError: when the shape of a value is not that of the parameter.
         """
-        self._shapes[module] = dict(module.named_parameters(recurse=False))
-        for name, shape in self._shapes[module].items():
-            full = self._names[module] + name
+        self._meta[module] = dict(module.named_parameters(recurse=False))
+        for name, parameter in self._meta[module].items():
+            full = self._prefixes[module] + name
             value = self._load(self._aliases.get(full, full))
-            if value.shape != shape.shape:
-                raise ValueError(f"{full} is {list(shape.shape)}, its value {list(value.shape)}")
+            if value.shape != parameter.shape:
+                raise ValueError(f"{full} is {list(parameter.shape)}, its value {list(value.shape)}")
             setattr(module, name, nn.Parameter(value, requires_grad=False))
 
-    def take(self, module: nn.Module) -> None:
-        """Leave a module its shapes only."""
-        for name, shape in self._shapes.pop(module).items():
-            setattr(module, name, shape)
+    def release(self, module: nn.Module) -> None:
+        """Put a module's meta parameters back."""
+        for name, parameter in self._meta.pop(module).items():
+            setattr(module, name, parameter)
 
     def _before(self, module: nn.Module, inputs: Any) -> None:
-        self.give(module)
+        self.load(module)
 
     def _after(self, module: nn.Module, inputs: Any, output: Any) -> None:
-        self.take(module)
+        self.release(module)

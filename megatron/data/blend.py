@@ -1,7 +1,7 @@
-"""Several datasets read in turns, in proportion to weights, in Megatron-LM's exact order.
+"""Several datasets interleaved in proportion to weights, in Megatron-LM's exact order.
 
-At every place of the stream the dataset that lags most behind its share gives its next sample. `blend_index` says
-which one that is, and the how-manieth of its samples.
+At every place of the stream, the dataset that lags most behind its share contributes its next sample. A blend index
+records which dataset that is, and the number of its sample.
 """
 
 from __future__ import annotations
@@ -18,87 +18,88 @@ from megatron.data.dataset import Dataset, Reading, Sample
 from megatron.data.digest import fingerprint, mix
 from megatron.data.errors import DataError
 
-WORTH_COMPILING = 1_000_000  # comparisons
-PLACES_PER_BLOCK = 1 << 20  # counted at once: numpy counts in a copy of eight bytes per place
+WORTH_COMPILING = 1_000_000  # comparisons above which the index is built by compiled code
+PLACES_PER_BLOCK = 1 << 20  # bincount copies its input to 8 bytes per place, so count in blocks
 
 BlendIndex = tuple[NDArray[np.int16], NDArray[np.int64]]
-"""For every place of a blend, ``[n]`` each: the number of its dataset, and the number of the sample there."""
+"""For every place of a blend, ``[n]`` each: the dataset, and the number of the sample in it."""
 
 
 def normalised(weights: ArrayLike) -> NDArray[np.float64]:
-    """Weights ``[k]`` over their sum.
+    """Divide weights ``[k]`` by their sum.
 
     Raises:
         DataError: when there are too many or too few, or one is not above 0 and finite.
     """
-    given = np.asarray(weights, dtype=np.float64)
-    if not 1 <= len(given) <= MOST_SOURCES:
-        raise DataError(f"a blend has 1 to {MOST_SOURCES:,} sources, not {len(given):,}", "merge some of them")
-    wrong = np.flatnonzero(~(np.isfinite(given) & (given > 0)))
+    values = np.asarray(weights, dtype=np.float64)
+    if not 1 <= len(values) <= MOST_SOURCES:
+        raise DataError(f"a blend has 1 to {MOST_SOURCES:,} sources, not {len(values):,}", "merge some of them")
+    wrong = np.flatnonzero(~(np.isfinite(values) & (values > 0)))
     if wrong.size:
         k = int(wrong[0])
-        raise DataError(f"weight {k + 1} of a blend is {given[k]}, not a number above 0", "leave out that source")
-    return given / given.sum()
+        raise DataError(f"weight {k + 1} of a blend is {values[k]}, not a number above 0", "leave out that source")
+    return values / values.sum()
 
 
 def blend_index(weights: ArrayLike, size: int) -> BlendIndex:
-    """The first ``size`` places of a blend of datasets without end.
+    """Build the first ``size`` places of a blend of unlimited datasets.
 
-    Place ``i`` is given to the first dataset ``k`` with the largest ``weights[k] * max(i, 1) - taken[k]``, in doubles,
-    where the weights are divided by their sum and ``taken`` counts the places given to a dataset before.
+    Place ``i`` goes to the first dataset ``k`` with the largest ``weights[k] * max(i, 1) - taken[k]``, in float64,
+    where the weights are normalised and ``taken`` counts the places already given to a dataset.
 
     Raises:
-        DataError: as `normalised`, or when numba is needed and not installed.
+        DataError: for invalid weights, or when numba is needed and not installed.
     """
     return _interleave(normalised(weights), np.full(np.size(weights), size, dtype=np.int64), size)
 
 
 def exhaustive_index(sizes: Sequence[int]) -> BlendIndex:
-    """All samples of datasets of ``sizes`` samples, in proportion: as `blend_index`, over those not yet used up.
+    """Build a blend of all samples of datasets of ``sizes`` samples, in proportion to size.
+
+    As `build_blend_index`, with each place given to a dataset that is not used up.
 
     Raises:
-        DataError: as `normalised`, or when numba is needed and not installed.
+        DataError: when there are too many or too few datasets, or numba is needed and not installed.
     """
-    weights = normalised(sizes)
-    held = np.asarray(sizes, dtype=np.int64)
-    return _interleave(weights, held, int(held.sum()))
+    limits = np.asarray(sizes, dtype=np.int64)
+    return _interleave(normalised(sizes), limits, int(limits.sum()))
 
 
 def within(index: BlendIndex, sizes: Sequence[int]) -> BlendIndex:
-    """The places of a blend before the first that asks a dataset for more than its ``sizes[k]`` samples."""
+    """Cut a blend before the first place that needs more than the ``sizes[k]`` samples of a dataset."""
     datasets, samples = index
-    if all(asked <= size for asked, size in zip(counts(datasets, len(sizes)), sizes)):
+    if all(needed <= size for needed, size in zip(counts(datasets, len(sizes)), sizes)):
         return index
     end = int(np.argmax(samples >= np.asarray(sizes)[datasets]))
     return datasets[:end], samples[:end]
 
 
 def counts(datasets: NDArray[np.int16], k: int) -> list[int]:
-    """How often each of ``k`` datasets occurs."""
-    found = np.zeros(k, dtype=np.int64)
+    """Return how often each of ``k`` datasets occurs."""
+    total = np.zeros(k, dtype=np.int64)
     for at in range(0, len(datasets), PLACES_PER_BLOCK):
-        found += np.bincount(datasets[at : at + PLACES_PER_BLOCK], minlength=k)
-    return found.tolist()
+        total += np.bincount(datasets[at : at + PLACES_PER_BLOCK], minlength=k)
+    return total.tolist()
 
 
 def _interleave(weights: NDArray[np.float64], sizes: NDArray[np.int64], total: int) -> BlendIndex:
-    """`_take_turns`, compiled where that does not take longer than the turns."""
+    """Run `_take_turns`, compiled if it has enough work to pay for the compilation."""
     take_turns = _take_turns if total * len(weights) < WORTH_COMPILING else _compiled()
     return take_turns(weights, sizes, total)
 
 
 def _take_turns(weights: NDArray[np.float64], sizes: NDArray[np.int64], total: int) -> BlendIndex:
-    """``total`` places for datasets of ``sizes`` samples, which are at least ``total`` together."""
+    """Fill ``total`` places from datasets of ``sizes`` samples, which must sum to at least ``total``."""
     datasets = np.empty(total, dtype=np.int16)
     samples = np.empty(total, dtype=np.int64)
     taken = np.zeros(len(weights), dtype=np.int64)
     for i in range(total):
         place = max(float(i), 1.0)
-        chosen, most = 0, -np.inf
+        chosen, largest_lag = 0, -np.inf
         for k in range(len(weights)):
             lag = weights[k] * place - taken[k]
-            if lag > most and taken[k] < sizes[k]:
-                chosen, most = k, lag
+            if lag > largest_lag and taken[k] < sizes[k]:
+                chosen, largest_lag = k, lag
         datasets[i] = chosen
         samples[i] = taken[chosen]
         taken[chosen] += 1
@@ -107,7 +108,7 @@ def _take_turns(weights: NDArray[np.float64], sizes: NDArray[np.int64], total: i
 
 @cache
 def _compiled() -> Any:
-    """`_take_turns` as machine code; without fast mathematics, so that every sum is rounded as in Python."""
+    """Compile `_take_turns`, without fast math, so that sums are rounded as in Python."""
     try:
         import numba
     except ImportError as error:
@@ -116,14 +117,7 @@ def _compiled() -> Any:
 
 
 class BlendedDataset(Dataset):
-    """Samples of several datasets in the order of a `BlendIndex`.
-
-    Attributes:
-        datasets: the sources.
-        index: int16 ``[n]``, the number of the source at each place.
-        weights: those asked for over their sum; None where the sources give in proportion to their lengths.
-        taken: of each source, how many of its samples are read by the end of the blend, ``begun`` among them.
-    """
+    """Samples of several datasets in the order of a `BlendIndex`."""
 
     def __init__(
         self,
@@ -133,22 +127,24 @@ class BlendedDataset(Dataset):
         weights: Sequence[float] | None = None,
         begun: Sequence[int] | None = None,
     ) -> None:
-        """Blend ``datasets``, each from its sample ``begun[k]`` on: those before were read earlier.
+        """Blend ``datasets``, each starting at its sample ``begun[k]``; earlier segments read those before.
 
         Raises:
-            ValueError: when a dataset is asked for more samples than it has.
+            ValueError: when the index needs more samples than a dataset has.
         """
-        self.datasets = tuple(datasets)
+        self.datasets = tuple(datasets)  # the sources
         self.seq_length = self.datasets[0].seq_length
-        self.index = dataset_index
+        self.index = dataset_index  # int16 [n], the dataset at each place
         self._sample_index = dataset_sample_index
+        # normalised; None if sources contribute in proportion to their lengths
         self.weights = None if weights is None else tuple(weights)
         self._begun = np.zeros(len(datasets), np.int64) if begun is None else np.asarray(begun, np.int64)
+        # samples of each source read by the end of this blend, those of earlier segments included
         self.taken: list[int] = (self._begun + counts(dataset_index, len(datasets))).tolist()
-        for dataset, asked in zip(self.datasets, self.taken):
-            if asked > len(dataset):
+        for dataset, needed in zip(self.datasets, self.taken):
+            if needed > len(dataset):
                 source = dataset.readings(0)[0].source
-                raise ValueError(f"{asked:,} samples of {source}, which holds {len(dataset):,}")
+                raise ValueError(f"{needed:,} samples of {source}, which holds {len(dataset):,}")
 
     def __len__(self) -> int:
         return len(self.index)
@@ -160,23 +156,23 @@ class BlendedDataset(Dataset):
         return self.datasets[k][int(self._begun[k] + self._sample_index[i])]
 
     def readings(self, samples: int) -> tuple[Reading, ...]:
-        """What the first ``samples`` samples read of each dataset."""
+        """Return the tokens that the first ``samples`` samples read from each dataset."""
         read = counts(self.index[:samples], len(self.datasets))
         return tuple(reading for dataset, n in zip(self.datasets, read) for reading in dataset.readings(n))
 
     @cached_property
     def fingerprint(self) -> str:
-        """Of the datasets, in their order, and of the weights, whichever multiple of them was given."""
+        """16 hexadecimal digits of the datasets, in their order, and of the normalised weights."""
         weights = None if self.weights is None else [f"{weight:.12g}" for weight in self.weights]
         return fingerprint("blend", weights, *(dataset.fingerprint for dataset in self.datasets))
 
     def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Which dataset each of the samples ``places [n]`` is from, mixed with its identity there."""
-        found = np.empty(len(places), dtype=np.uint64)
+        """Hash the dataset of each of the samples ``places [n]`` with the sample's identity in it."""
+        hashes = np.empty(len(places), dtype=np.uint64)
         numbers = self.index[places]
         samples = self._begun[numbers] + self._sample_index[places]
         by_dataset = np.argsort(numbers, kind="stable")
         used, begins = np.unique(numbers[by_dataset], return_index=True)
         for k, at in zip(used.tolist(), np.split(by_dataset, begins[1:])):
-            found[at] = mix(self.datasets[k].identities(samples[at]) + np.uint64(k + 1))
-        return found
+            hashes[at] = mix(self.datasets[k].identities(samples[at]) + np.uint64(k + 1))
+        return hashes

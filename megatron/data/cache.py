@@ -1,13 +1,14 @@
-"""Tables that take time to build, kept in a folder that all processes of a run, and later runs, share.
+"""Index tables that take time to build, in a folder shared by all processes of a run and by later runs.
 
-An entry is a folder ``<kind>-<fingerprint>`` with one ``.npy`` file per table and ``about.json``, which says what the
-tables were made from and the checksum of every file. The fingerprint is one of all that decides the tables, so an
-entry is never out of date: other data or other settings have another entry.
+An entry is a folder ``<kind>-<fingerprint>`` with one ``.npy`` file per table and ``about.json``, which records what
+the tables were made from and the checksum of every file. The fingerprint covers everything that decides the tables, so
+an entry is never out of date: other data or settings have another entry.
 
-One process builds: it holds a lock (``flock``) that dies with it, writes beside the entry's place, and renames when
-all is on the disk. The others look at the file system until the entry is there or the lock is free; nobody waits
-inside a collective. What is read is proved against the checksums. Where nothing can be written, tables are built in
-memory; a process that had its turn and could not publish removes the lock's file, so that all who wait build at once.
+One process builds: it holds a lock (``flock``) that ends with the process, writes to a temporary folder, syncs, and
+renames. The others poll the file system until the entry appears or the lock is free; no process blocks in a collective.
+Every table is verified against its checksum when it is read. Where the folder cannot be written, tables are built in
+memory; a process that held the lock and failed to publish removes the lock file, so that all waiting processes build at
+once.
 """
 
 from __future__ import annotations
@@ -32,9 +33,9 @@ from numpy.lib import format as npy
 from numpy.typing import NDArray
 
 from megatron.data.digest import fingerprint
-from megatron.data.files import open_files
+from megatron.data.files.open_files import REMEDY, are_too_many
 
-FORMAT = 1  # raised when a table of the same facts changes
+FORMAT = 1  # increased when the tables of the same facts change
 ABOUT, FILES = "about.json", "files"
 BUILDING = ".building"
 PATIENCE_SECONDS = 30.0
@@ -43,40 +44,35 @@ SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.02, 1.0
 Tables = dict[str, NDArray[Any]]
 
 Identity = tuple[int, int] | None
-"""What tells an entry from one that replaces it; None where there is none."""
+"""Inode and modification time, which tell an entry from its replacement; None if there is no entry."""
 
 
 class Cache:
-    """A folder of tables.
-
-    Attributes:
-        folder: which need not exist.
-        notes: what a person should know, a sentence each.
-    """
+    """A folder of index tables."""
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        self.notes: list[str] = []
-        self._takes_tables = True
+        self.folder = Path(folder)  # need not exist
+        self.notes: list[str] = []  # warnings for the user, a sentence each
+        self._is_writable = True
 
     def tables(self, kind: str, facts: Mapping[str, object], build: Callable[[], Tables], source: str = "") -> Tables:
-        """The tables that ``build()`` makes from ``facts``: out of the folder if they are there, else built.
+        """Return the tables that ``build()`` makes from ``facts``: from the folder if they are there, else built.
 
         Args:
-            kind: of the tables; begins the entry's name.
-            facts: all that decides them, in JSON's types; ``files`` is the fingerprint of the files that are read.
-            build: makes them; none may be empty.
-            source: name of these files. It is written down and decides nothing.
+            kind: kind of the tables, the start of the entry's name.
+            facts: everything that decides them, in JSON types; ``files`` is the fingerprint of the files that are read.
+            build: builds them; no table may be empty.
+            source: name of the files, recorded for people.
 
         Returns:
-            Read-only memory maps, or what ``build()`` gave where the folder cannot be used.
+            Read-only memory maps, or the result of ``build()`` where the folder cannot be used.
         """
         about = {"format": FORMAT, "kind": kind, "facts": json.loads(json.dumps(facts)), "source": source}
         path = self.folder / f"{kind}-{fingerprint(FORMAT, json.dumps(facts, sort_keys=True))}"
         try:
             seen = _identity(path)
             found = self._read(path, about) if seen else None
-            if found is None and self._takes_tables:
+            if found is None and self._is_writable:
                 self._note_changed(about)
                 self.folder.mkdir(parents=True, exist_ok=True)
                 found = self._shared(path, about, build, seen)
@@ -86,10 +82,10 @@ class Cache:
             return build()
 
     def _shared(self, path: Path, about: Mapping[str, Any], build: Callable[[], Tables], seen: Identity) -> Tables:
-        """The entry, made by the process whose turn it is; when that is this one and cannot, what it has built.
+        """Return the entry once any process has built it; if this one builds it and cannot publish, what it built.
 
         Raises:
-            OSError: when another one had its turn and could not.
+            OSError: when another process built it and could not publish.
         """
         with open(f"{path}.lock", "a") as lock:
             found = self._wait(lock, path, about, seen) if self._has_locks(lock) else None
@@ -106,23 +102,23 @@ class Cache:
                 return built
 
     def _give_up(self, error: OSError) -> None:
-        """Write no more, and wait for nobody who would: a process that cannot either would be waited for in vain."""
-        self._takes_tables = False
-        remedy = f" ({open_files.REMEDY})" if open_files.are_too_many(error) else ""
-        self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory{remedy}")
+        """Stop writing to the folder, and stop waiting for other processes, which probably cannot write either."""
+        self._is_writable = False
+        fix = f" ({REMEDY})" if are_too_many(error) else ""
+        self._note(f"{self.folder} cannot be used ({error.strerror or error}): tables are built in memory{fix}")
 
     def _wait(self, lock: IO[str], path: Path, about: Mapping[str, Any], seen: Identity) -> Tables | None:
-        """The entry as soon as another process has built it, or None as soon as it is this one's turn to build.
+        """Return the entry once another process has built it, or None once this process holds the lock.
 
-        ``seen`` is the entry that is there already, but damaged.
+        ``seen`` identifies a damaged entry that is already there.
 
         Raises:
-            OSError: when another process had its turn and could not publish.
+            OSError: when another process held the lock and could not publish.
         """
-        began = told = time.monotonic()
+        began = reported = time.monotonic()
         pause = SHORTEST_PAUSE_SECONDS
         while True:
-            mine = _locked(lock)
+            has_lock = _locked(lock)
             now = _identity(path)
             if now not in (None, seen):
                 found, seen = self._read(path, about), now
@@ -130,48 +126,53 @@ class Cache:
                     return found
             if not _is_named(lock):
                 raise OSError("another process could not write to it")
-            if mine:
+            if has_lock:
                 _remove_unfinished(path)
                 return None
-            if time.monotonic() - told > PATIENCE_SECONDS:
-                told = time.monotonic()
-                print(f"waiting {told - began:.0f} s for another process to build {path}", file=sys.stderr, flush=True)
+            if time.monotonic() - reported > PATIENCE_SECONDS:
+                reported = time.monotonic()
+                print(
+                    f"waiting {reported - began:.0f} s for another process to build {path}", file=sys.stderr, flush=True
+                )
             time.sleep(pause)
             pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
 
     def _has_locks(self, lock: IO[str]) -> bool:
-        """Whether the file system knows locks. Where it does not, everyone builds and the first to finish is kept."""
+        """Return whether the file system has locks; without them every process builds, and the first is kept."""
         try:
             fcntl.flock(lock, fcntl.LOCK_UN)
         except OSError as error:
-            self._note(f"{self.folder} has no locks ({error.strerror}): every process builds its tables itself")
+            self._note(f"{self.folder} has no file locks ({error.strerror}): every process builds its tables itself")
             return False
         return True
 
     def _read(self, path: Path, about: Mapping[str, Any]) -> Tables | None:
-        """The tables of an entry, proved; None, and a note, when it is damaged.
+        """Return the verified tables of an entry; None, with a note, when it is damaged.
 
         Raises:
-            OSError: when it cannot be read: it may be whole, and others may be reading it.
+            OSError: when it cannot be read: it may be intact, and others may be reading it.
         """
         try:
             written = json.loads((path / ABOUT).read_bytes())
             if any(written[name] != about[name] for name in ("format", "kind", "facts")):
-                raise ValueError(f"{ABOUT} tells of other tables")
-            return {name: _mapped(path / f"{name}.npy", *proof) for name, proof in written["tables"].items()}
+                raise ValueError(f"{ABOUT} describes other tables")
+            tables = written["tables"].items()
+            return {name: _mapped(path / f"{name}.npy", size, checksum) for name, (size, checksum) in tables}
         except (FileNotFoundError, ValueError, LookupError, TypeError, AttributeError) as error:
             self._note(f"the tables in {path} are damaged and not used: {error}")
             return None
 
     def _note_changed(self, about: Mapping[str, Any]) -> None:
-        """Say so where the folder has tables of the same source, but all of other content."""
+        """Add a note if the folder holds tables of the same source, but only of other content."""
         content, contents = about["facts"].get(FILES), self._contents.get(about["source"], ())
         if content is not None and contents and content not in contents:
-            self._note(f"{about['source']} is not what it was when {self.folder} got tables of it: they are built anew")
+            self._note(
+                f"{about['source']} has changed since its tables were cached in {self.folder}: they are built again"
+            )
 
     @cached_property
     def _contents(self) -> dict[str, set[str]]:
-        """By source, the fingerprints of the files that the entries were made from; looked up once."""
+        """Fingerprints of the files that the entries were made from, by source; read once."""
         found: dict[str, set[str]] = {}
         for path in self.folder.glob(f"*/{ABOUT}"):
             with suppress(OSError, ValueError, LookupError, TypeError):
@@ -185,7 +186,7 @@ class Cache:
 
 
 def entry_of(table: NDArray[Any]) -> Path | None:
-    """The entry that a table is mapped from; None for one in memory."""
+    """Return the cache entry that a table is mapped from; None for a table in memory."""
     base: Any = table
     while isinstance(base, np.ndarray) and not isinstance(base, np.memmap):
         base = base.base
@@ -201,7 +202,7 @@ def _identity(path: Path) -> Identity:
 
 
 def _locked(lock: IO[str]) -> bool:
-    """Whether this process holds the lock, now or already."""
+    """Take the lock without waiting; return True if this process holds it."""
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -210,7 +211,7 @@ def _locked(lock: IO[str]) -> bool:
 
 
 def _is_named(lock: IO[str]) -> bool:
-    """Whether the lock's file is still the one of its name."""
+    """Return True if the open lock file still has its name."""
     try:
         return os.path.samestat(os.stat(lock.name), os.fstat(lock.fileno()))
     except FileNotFoundError:
@@ -218,10 +219,10 @@ def _is_named(lock: IO[str]) -> bool:
 
 
 def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
-    """The table in a file that is as it was written: what is mapped is what was proved, whatever gets its name.
+    """Verify a file and map its table through the same descriptor, so that a replaced file cannot slip in.
 
     Raises:
-        ValueError: when it is not.
+        ValueError: when size or checksum differ.
     """
     with open(path, "rb") as file:
         held = os.fstat(file.fileno()).st_size
@@ -237,7 +238,7 @@ def _mapped(path: Path, size: int, checksum: str) -> NDArray[Any]:
 
 
 def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Identity) -> None:
-    """Write an entry, and give it its name when all of it is on the disk; the ``damaged`` one in its place goes."""
+    """Write and sync an entry, then rename it into place of the ``damaged`` one, if any."""
     folder = Path(f"{path}.{os.urandom(8).hex()}{BUILDING}")
     folder.mkdir()
     try:
@@ -252,16 +253,20 @@ def _publish(path: Path, about: Mapping[str, Any], tables: Tables, damaged: Iden
         if damaged is not None and _identity(path) == damaged:
             shutil.rmtree(path)
         _sync(folder)
-        _give_name(folder, path)
+        try:
+            os.rename(folder, path)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was first
+                raise
         _sync(path.parent)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
 
 
 class _Counted:
-    """Hands on what is written, and keeps its size and checksum: of what should be in the file, not of what is.
+    """Forwards writes and keeps their size and checksum, so that they describe the intended content.
 
-    It is no file to numpy, which would write into one past Python and not hear of a disk that is full.
+    It is no real file to numpy, which would otherwise write past Python and miss a full disk.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -276,18 +281,9 @@ class _Counted:
         return self._stream.write(content)
 
 
-def _give_name(folder: Path, path: Path) -> None:
-    """Rename, unless another process was first."""
-    try:
-        os.rename(folder, path)
-    except OSError as error:
-        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
-            raise
-
-
 @contextmanager
 def _synced(path: Path) -> Iterator[IO[bytes]]:
-    """A new file whose content is on the disk when the block ends."""
+    """Open a new file and fsync it at the end of the block."""
     with open(path, "xb") as file:
         yield file
         file.flush()
@@ -295,7 +291,7 @@ def _synced(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _sync(folder: Path) -> None:
-    """Make the names in a folder outlast a power cut."""
+    """Fsync a folder, so that renames in it survive a power cut."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -304,6 +300,6 @@ def _sync(folder: Path) -> None:
 
 
 def _remove_unfinished(path: Path) -> None:
-    """Remove what a process that was killed left; only the holder of the lock may."""
+    """Remove what killed processes left; only the holder of the lock may."""
     for left in path.parent.glob(f"{path.name}.*{BUILDING}"):
         shutil.rmtree(left, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""How the tools for data read their flags, end on a signal, and tell what the disk refuses."""
+"""Command-line parsing, signals and disk errors of the data tools."""
 
 from __future__ import annotations
 
@@ -19,30 +19,30 @@ FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Parser(argparse.ArgumentParser):
-    """Flags that are told in a sentence and a line where help is, all unknown ones at once."""
+    """Argument parser that reports all unknown flags at once, with the nearest known ones."""
 
     def __init__(self, prog: str, description: str, epilog: str) -> None:
         super().__init__(prog, description=description, epilog=epilog, allow_abbrev=False)
 
     def parse(self, argv: Sequence[str]) -> argparse.Namespace:
-        """The flags; ends the process with status 2 where they cannot be read."""
+        """Parse the flags; exit with status 2 if they are invalid."""
         known = self._option_string_actions
-        words = argv[: argv.index("--")] if "--" in argv else argv
-        flags = (word.split("=")[0] for word in words if word.startswith("--"))
+        args = argv[: argv.index("--")] if "--" in argv else argv
+        flags = (arg.split("=")[0] for arg in args if arg.startswith("--"))
         unknown = [flag for flag in dict.fromkeys(flags) if flag not in known]
         if unknown:
             guesses = {flag: did_you_mean(flag, known) for flag in unknown}
-            told = [f"{flag} (did you mean {guess}?)" if guess else flag for flag, guess in guesses.items()]
-            self.error(f"there is no {', no '.join(told)}")
+            names = [f"{flag} (did you mean {guess}?)" if guess else flag for flag, guess in guesses.items()]
+            self.error(f"there is no {', no '.join(names)}")
         return self.parse_args(argv)
 
     def error(self, message: str) -> NoReturn:
-        """End the process with status 2."""
+        """Exit with status 2 and a line that points to ``--help``."""
         self.exit(2, f"{Path(self.prog).stem}: {message}\n  help: python tools/{self.prog} --help\n")
 
 
 class StoppedError(BaseException):
-    """A signal came that asks this process to end."""
+    """Raised by SIGTERM and SIGINT inside `raise_on_signals`."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -50,13 +50,13 @@ class StoppedError(BaseException):
 
     @property
     def status(self) -> int:
-        """The exit status of a process that ends for it."""
+        """The exit status for this signal, 128 plus its number."""
         return 128 + self.number
 
 
 @contextmanager
 def stopped_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGINT raise `StoppedError` in here."""
+    """Raise `StoppedError` on SIGTERM and SIGINT inside the block."""
 
     def stop(number: int, frame: FrameType | None) -> None:
         raise StoppedError(number)
@@ -69,47 +69,44 @@ def stopped_by_signals() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def ended(run: Callable[[], None], tell: Callable[[object, int], int], output: str | Path, flag: str) -> int:
-    """The exit status of a tool's work, which writes ``output``, said with ``flag``; what ends it goes to ``tell``."""
+def ended(run: Callable[[], None], fail: Callable[[object, int], int], output: str | Path, flag: str) -> int:
+    """Run a tool's work and return its exit status.
+
+    Args:
+        run: the work.
+        fail: prints an error and returns the exit status it is given.
+        output: path that the tool writes.
+        flag: the flag that sets ``output``.
+    """
     try:
         with stopped_by_signals():
             run()
     except DataError as error:
-        return tell(error, 1)
+        return fail(error, 1)
     except OSError as error:
-        return tell(refused(error, output, flag), 1)
+        return fail(refused(error, output, flag), 1)
     except StoppedError as stop:
-        return tell(f"stopped by {stop}; nothing was written under {output}", stop.status)
+        return fail(f"stopped by {stop}; nothing was written under {output}", stop.status)
     return 0
 
 
 def refused(error: OSError, output: str | Path, flag: str) -> DataError:
-    """What the disk refuses, in a sentence that names what was to be written (``output``, of ``flag``) or read."""
+    """Turn an OSError into a DataError that names the ``output`` (set by ``flag``) or the input it concerns."""
     why = error.strerror or str(error)
     if error.filename is not None and not _belongs(os.fspath(error.filename), str(output)):
         return DataError(f"{error.filename} cannot be read: {why}")
-    room = ("make room on that disk",) if error.errno in FULL else ()
-    return DataError(f"{output} cannot be written: {why}", *room, f"another {flag}")
+    free_space = ("make room on that disk",) if error.errno in FULL else ()
+    return DataError(f"{output} cannot be written: {why}", *free_space, f"another {flag}")
 
 
 def _belongs(file: str, output: str) -> bool:
-    """Whether a file is the output, grows for it or lies above it."""
+    """Return True if a file is the output, one of its temporary files, or a folder above it."""
     file, output = os.path.abspath(file), os.path.abspath(output)
-    beside = os.path.dirname(file) == os.path.dirname(output) and os.path.basename(file).startswith(("tmp", ".partial"))
-    return file.startswith(output) or output.startswith(file + os.sep) or beside
+    in_same_folder = os.path.dirname(file) == os.path.dirname(output)
+    is_temporary = in_same_folder and os.path.basename(file).startswith(("tmp", ".partial"))
+    return file.startswith(output) or output.startswith(file + os.sep) or is_temporary
 
 
 def counted(number: int, things: str) -> str:
-    """``1 document``, ``2 documents``: a number with the word for many of them."""
+    """Format a count with its noun: ``1 document``, ``2 documents``."""
     return f"{number:,} {things.removesuffix('s') if number == 1 else things}"
-
-
-def size(num_bytes: float) -> str:
-    """``812 bytes``, ``43.3 kB``, ``1.2 MB``, ``3.0 GB``."""
-    if num_bytes < 1000:
-        return counted(round(num_bytes), "bytes")
-    for unit in ("kB", "MB"):
-        num_bytes /= 1000
-        if num_bytes < 999.95:
-            return f"{num_bytes:.1f} {unit}"
-    return f"{num_bytes / 1000:,.1f} GB"

@@ -1,4 +1,4 @@
-"""What every source of samples looks like to the loader."""
+"""The interface of a data set: samples by number."""
 
 from __future__ import annotations
 
@@ -9,34 +9,23 @@ from numpy.typing import NDArray
 
 
 class Sample(NamedTuple):
-    """One training sequence of ``s`` tokens.
+    """One training sequence of ``s`` tokens."""
 
-    Attributes:
-        tokens: int64 ``[s]`` ids the model reads.
-        labels: int64 ``[s]`` ids it should predict: the tokens one place further on.
-    """
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
+    tokens: NDArray[np.int64]  # int64 [s], the model's inputs
+    labels: NDArray[np.int64]  # int64 [s], the next token at each position
 
     @classmethod
     def of(cls, text: NDArray[np.int64]) -> Sample:
-        """The sample in ``s + 1`` consecutive ids."""
+        """Split ``s + 1`` consecutive ids into inputs and labels."""
         return cls(text[:-1], text[1:])
 
 
 class Reading(NamedTuple):
-    """How much of one source is read.
+    """How much of one source a number of samples reads."""
 
-    Attributes:
-        source: its name.
-        tokens: read of it.
-        once: tokens of one pass.
-    """
-
-    source: str
-    tokens: int
-    once: int
+    source: str  # name
+    tokens: int  # tokens read
+    once: int  # tokens in one epoch
 
     @property
     def epochs(self) -> float:
@@ -44,37 +33,32 @@ class Reading(NamedTuple):
         return self.tokens / self.once
 
     def __str__(self) -> str:
-        """A line for people."""
         return f"{self.tokens:,} tokens = {self.epochs:.2f} epochs of {self.once:,} in {self.source}"
 
 
 class Dataset(Protocol):
-    """Samples by number; sample ``i`` is the same whoever asks, whenever.
+    """Samples by number. Sample ``i`` is the same on every rank and at every call."""
 
-    Attributes:
-        seq_length: tokens of a sample.
-    """
-
-    seq_length: int
+    seq_length: int  # tokens per sample
 
     def __len__(self) -> int: ...
 
     def __getitem__(self, i: int) -> Sample: ...
 
     def readings(self, samples: int) -> tuple[Reading, ...]:
-        """What the first ``samples`` samples read, source by source; nothing where they are generated."""
+        """Return the tokens that the first ``samples`` samples read from each source; empty for generated data."""
 
     @property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of what the samples are made from, wherever it lies and however many are drawn."""
+        """16 hexadecimal digits of the content of the samples, independent of paths and of the number of samples."""
 
     def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """A number for each of the samples ``places [n]`` that changes where their order does."""
+        """Return a hash of each of the samples ``places [n]``, from which the checkpoint's data digest is computed."""
 
     def describe(self, tokens: int) -> str:
-        """Where the first ``tokens`` tokens come from, for people: a line per source."""
+        """Describe the sources of the first ``tokens`` tokens, one line per source."""
         return "\n".join(map(str, self.readings(tokens // self.seq_length)))
 
     def epochs(self, samples: int) -> float:
-        """How often the most-read source is read by the first ``samples`` samples; 0.0 where they are generated."""
+        """Return how often the first ``samples`` samples read the most-read source; 0.0 for generated data."""
         return max((reading.epochs for reading in self.readings(samples)), default=0.0)

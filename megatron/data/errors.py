@@ -1,17 +1,12 @@
-"""The one error data files and their users meet."""
+"""The error type of the data package."""
 
 from __future__ import annotations
 
 
 class DataError(ValueError):
-    """A data file, or what a run asks of it, is wrong; the text says what was seen and how to mend it.
-
-    Attributes:
-        seen: the first of the two.
-        fixes: the second.
-    """
+    """A data file is wrong, or does not fit what the run needs."""
 
     def __init__(self, seen: str, *fixes: str) -> None:
-        self.seen = seen
-        self.fixes = fixes
+        self.seen = seen  # what is wrong
+        self.fixes = fixes  # what to do about it, one alternative each
         super().__init__(seen + ("\n  fix: " + " | ".join(fixes) if fixes else ""))

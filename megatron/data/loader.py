@@ -1,13 +1,13 @@
 """From the configuration to the micro-batches of a step.
 
-Every rank reads its own samples from the memory-mapped files; nothing is broadcast. Which samples a step has is a
-function of the samples consumed before it, so a run that resumes has no state to restore here.
+Every rank reads its own samples from memory-mapped files; nothing is broadcast. The samples of a step are a function of
+the samples consumed before it, so there is no loader state to restore on resume.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,68 +32,54 @@ if TYPE_CHECKING:
 
     from megatron.parallel.microbatch import MicroBatch
 
-PLAIN = Masks()
-MOST_LINES = 10
-FEW_EPOCHS = 4  # up to here repeated text is worth almost as much as new text (Muennighoff et al., arXiv 2305.16264)
+MAX_SUMMARY_SOURCES = 10
+FEW_EPOCHS = 4  # up to here repeated text is almost as good as new text (Muennighoff et al., arXiv 2305.16264)
 
 
 @dataclass(frozen=True)
 class DataSource:
-    """The samples of a run.
+    """The splits of a run and how micro-batches are read from them."""
 
-    Attributes:
-        datasets: by split name, those asked for that need samples.
-        stretches: by split name, the numbers of samples its order was made for, one after another. They fix the order:
-            a run that resumes gives them to `build_data`, and earlier samples keep their places however long it gets.
-        used: samples that the run reads of each of them.
-        seq_length: tokens of a sample.
-        micro_batch_size: samples of a micro-batch.
-        vocab_size: entries of the model's vocabulary; no id may be beyond.
-        padded: whether a global batch need not fill the micro-batches of all ranks.
-        masks: what special ids do in them.
-        notes: what a person may not have meant, a sentence each.
-    """
-
-    datasets: Mapping[str, Dataset]
+    datasets: Mapping[str, Dataset]  # by split name
+    # By split name: the sample counts of its segments, which fix the order. A resumed run passes them to `build_data`,
+    # so that earlier samples keep their places however long it gets.
     stretches: Mapping[str, tuple[int, ...]]
-    used: Mapping[str, int]
-    seq_length: int
-    micro_batch_size: int
-    vocab_size: int
-    masks: Masks = PLAIN
-    padded: bool = False
-    notes: tuple[str, ...] = ()
+    used: Mapping[str, int]  # samples the run reads, by split name
+    seq_length: int  # tokens per sample
+    micro_batch_size: int  # samples per micro-batch
+    vocab_size: int  # size of the model's vocabulary; larger ids are errors
+    masks: Masks = field(default_factory=Masks)
+    padded: bool = False  # whether a global batch may leave micro-batches partly filled
+    notes: tuple[str, ...] = ()  # warnings for the user, a sentence each
 
     def summary(self) -> list[str]:
-        """Lines in the form of the configuration's summary: a split's samples and where they come from, then notes."""
+        """Return the lines of the run's summary: each split's samples and sources, then notes."""
         lines = [line for name, count in self.used.items() for line in self._summary_of(name, count)]
         documents = self.masks.describe()
-        lines += [f"{'documents':<11}{documents}"] if documents else []
+        if documents:
+            lines.append(f"{'documents':<11}{documents}")
         return lines + [f"{'note':<11}{note}" for note in self.notes]
 
     def _summary_of(self, name: str, count: int) -> list[str]:
-        """A line for a split of one source; with several, a line for each of the most read ones below it."""
+        """Describe a split in one line; with several sources, in a line for each of the most-read ones."""
         title, dataset = f"{titled(name)}{count:,} samples", self.datasets[name]
         readings = sorted(dataset.readings(count), key=lambda reading: -reading.tokens)
         if len(readings) <= 1:
             return [f"{title}, {dataset.describe(count * self.seq_length)}"]
-        rest = readings[MOST_LINES:]
-        more = [f"{sum(reading.tokens for reading in rest):,} tokens of {len(rest)} others"] if rest else []
-        return [
-            f"{title} of {len(readings)} sources",
-            *(f"{'':<13}{line}" for line in [*map(str, readings[:MOST_LINES]), *more]),
-        ]
+        lines, rest = list(map(str, readings[:MAX_SUMMARY_SOURCES])), readings[MAX_SUMMARY_SOURCES:]
+        if rest:
+            lines.append(f"{sum(reading.tokens for reading in rest):,} tokens of {len(rest)} others")
+        return [f"{title} of {len(readings)} sources", *(f"{'':<13}{line}" for line in lines)]
 
     @property
     def fingerprints(self) -> dict[str, str]:
-        """By split name, 16 hexadecimal digits of what its samples are made from (`Dataset.fingerprint`)."""
+        """`Dataset.fingerprint` by split name."""
         return {name: dataset.fingerprint for name, dataset in self.datasets.items()}
 
     def digest(self, split: str, first: int, stop: int) -> int:
-        """64 bits that say which samples are at places ``first .. stop - 1``, and what they are made from.
+        """Return a 64-bit digest of the samples at places ``first .. stop - 1`` and of what they are made from.
 
-        It is a sum modulo 2**64 over the places: digests of parts, in whatever order they were read, add up to that
-        of the whole.
+        It is a sum modulo 2**64 over the places: digests of parts add up to that of the whole.
 
         Raises:
             DataError: when the split has no such samples.
@@ -102,7 +88,7 @@ class DataSource:
         return self.digest_places(split, (range(at, min(at + PLACES_PER_BLOCK, stop)) for at in starts))
 
     def digest_places(self, split: str, groups: Iterable[range]) -> int:
-        """The `digest` of the places in all ``groups``, such as those of `share`.
+        """Return the `digest` of all places in ``groups``, such as those returned by `share`.
 
         Raises:
             DataError: when the split has no such samples.
@@ -115,10 +101,17 @@ class DataSource:
         return total % 2**64
 
     def share(self, split: str, consumed_samples: int, global_batch: int, dp_rank: int, dp_size: int) -> list[range]:
-        """Places of this data-parallel rank's micro-batches of the global batch that starts at ``consumed_samples``.
+        """Return the places of this data-parallel rank's micro-batches in a global batch.
 
-        Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run see the same
-        batches and their losses can be compared (Megatron-LM moves on through the validation data).
+        Evaluation counts ``consumed_samples`` from 0 each time, so that all evaluations of a run read the same samples
+        and their losses can be compared (Megatron-LM advances through the validation data).
+
+        Args:
+            split: its name.
+            consumed_samples: first place of the global batch.
+            global_batch: samples in it.
+            dp_rank: this rank's data-parallel index.
+            dp_size: number of data-parallel ranks.
 
         Raises:
             DataError: when the split has no such samples.
@@ -127,23 +120,23 @@ class DataSource:
         return micro_batches(consumed_samples, global_batch, self.micro_batch_size, dp_rank, dp_size, self.padded)
 
     def micro_batch(self, split: str, places: range, step: int, device: torch.device | str = "cpu") -> MicroBatch:
-        """The samples at ``places``, read for step ``step``, and padding where they are not a micro-batch.
+        """Read the samples at ``places`` as a micro-batch of step ``step``, padded to the micro-batch size.
 
-        Padding is the sample before the end of ``places`` again, of which no label counts. It has that sample's
-        identity too, so what a rank computes of it, dropout included, is finite where the sample itself is.
+        Padding repeats the sample before the end of ``places`` with loss mask 0. It also has that sample's id, so that
+        its activations, dropout included, are finite whenever those of the real sample are.
 
         Raises:
             DataError: when the split has no such samples, or holds ids beyond the vocabulary.
         """
         self._dataset(split, places)
-        import torch  # whoever only lays the samples out does not wait for it
+        import torch  # here, so that tools that only build the index do not wait for the import
 
         from megatron.parallel.microbatch import MicroBatch
 
         def tensor(column: NDArray[Any]) -> torch.Tensor:
             host = torch.from_numpy(column)
             if torch.device(device).type == "cuda":
-                host = host.pin_memory()  # a GPU fetches from such memory by itself, and nobody waits
+                host = host.pin_memory()  # makes the copy to the GPU asynchronous
             return host.to(device, non_blocking=True)
 
         missing = self.micro_batch_size - len(places) if self.padded else 0
@@ -163,18 +156,18 @@ class DataSource:
         )
 
     def _dataset(self, split: str, places: range) -> Dataset:
-        """The samples of a split, which has all of ``places``."""
+        """Return the dataset of a split after checking that it has ``places``."""
         if split not in self.datasets:
             has = " and ".join(map(spoken, self.datasets))
             raise DataError(f"there are no {spoken(split)} samples in this run: it has {has or 'none'}")
         dataset = self.datasets[split]
         if places and (places[0] < 0 or places[-1] >= len(dataset)):
             outside = places[0] if places[0] < 0 else places[-1]
-            raise DataError(f"{spoken(split)} sample {outside} was asked for; this run has {len(dataset)}")
+            raise DataError(f"{spoken(split)} sample {outside} is out of range: this run has {len(dataset)}")
         return dataset
 
     def _sample(self, split: str, i: int) -> Sample:
-        """Sample ``i``, all of whose ids the model knows: others would crash an embedding, or silently read padding."""
+        """Return sample ``i`` after checking its ids: others would crash the embedding or read vocabulary padding."""
         sample = self.datasets[split][i]
         low, high = min(int(ids.min()) for ids in sample), max(int(ids.max()) for ids in sample)
         if low < 0 or high >= self.vocab_size:
@@ -188,15 +181,15 @@ class DataSource:
 
 
 def source_of(dataset: Dataset, i: int) -> str | None:
-    """The source of which sample ``i`` reads; None where it is generated."""
+    """Return the source that sample ``i`` is read from; None for generated data."""
     pairs = zip(dataset.readings(i), dataset.readings(i + 1))
     return next((after.source for before, after in pairs if after.tokens > before.tokens), None)
 
 
 def requested_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, int] = (0, 0)) -> dict[str, int]:
-    """Samples of each kind of split that Megatron-LM would build for such a run; they fix the order of the data.
+    """Return the samples per kind of split that Megatron-LM would build; they fix the order of the data.
 
-    ``begin`` are the steps taken and the samples consumed where the run begins.
+    ``begin`` is (steps taken, samples consumed) where the run begins.
     """
     evaluation = training.eval_iters * global_batch(training, dp_size)
     steps = total_steps(training, dp_size, *begin)
@@ -206,7 +199,7 @@ def requested_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, 
 
 
 def used_samples(training: TrainingConfig, dp_size: int, begin: tuple[int, int] = (0, 0)) -> dict[str, int]:
-    """Samples of each kind of split that such a run reads: those of whole steps, and the same at every evaluation."""
+    """Return the samples per kind of split that the run reads; every evaluation reads the same ones."""
     evaluation = training.eval_iters * global_batch(training, dp_size)
     return {"train": trained_samples(training, dp_size, *begin), "valid": evaluation, "test": evaluation}
 
@@ -218,7 +211,7 @@ def samples_read(
     begin: tuple[int, int] = (0, 0),
     splits: Sequence[str] | None = None,
 ) -> dict[str, int]:
-    """By split name, the samples that a run reads: of ``splits``, or of all that it has data for, if it needs any."""
+    """Return the samples read by split name: of ``splits``, or of all that the run has data for and needs."""
     requested, used = requested_samples(training, dp_size, begin), used_samples(training, dp_size, begin)
     names = split_names(data, training.eval_iters > 0) if splits is None else splits
     return {name: used[kind_of(name)] for name in names if requested[kind_of(name)] > 0}
@@ -233,22 +226,20 @@ def build_data(
     stretches: Mapping[str, Sequence[int]] | None = None,
     begin: tuple[int, int] = (0, 0),
 ) -> DataSource:
-    """The splits of a run that need samples (none for evaluation when ``eval_iters`` is 0).
+    """Build the splits of a run that need samples (none for evaluation when ``eval_iters`` is 0).
 
     Args:
-        data: where they come from.
-        training: how many are needed.
-        vocab_size: entries of the model's vocabulary.
-        dp_size: data-parallel ranks, which the default batch depends on.
-        splits: names of the splits to build; None for all that there are data for.
-        stretches: `DataSource.stretches` of the run that this one goes on with. Those of splits that are not built now
-            are handed on.
-        begin: steps taken and samples consumed by then.
+        data: the source files.
+        training: the number of samples and the batch size.
+        vocab_size: size of the model's vocabulary.
+        dp_size: data-parallel ranks, which the default batch size depends on.
+        splits: names of the splits to build; None for all.
+        stretches: `DataSource.stretches` of the run being resumed. Entries of splits that are not built are passed on.
+        begin: steps taken and samples consumed before.
 
     Raises:
-        DataError: when the files are damaged, their tokenizer is another or has more than ``vocab_size`` ids, what
-            ends a document must be known and is not, or a split that is needed has no data.
-        UserError: when what names the files cannot be understood.
+        DataError: when files are damaged, a needed split has no data, or the tokenizer does not fit the options.
+        UserError: when the data path options are invalid.
     """
     allow_many()
     known = known_tokenizer(data, vocab_size)
@@ -256,37 +247,38 @@ def build_data(
     masks = masks_of(data, known, vocab_size)
     requested = requested_samples(training, dp_size, begin)
     frozen = {name: tuple(counts) for name, counts in (stretches or {}).items()}
-    read = samples_read(data, training, dp_size, begin, splits)
-    cache = Cache(data.data_cache_path) if data.data_cache_path is not None else None
-    makers, notes = (generators(training, vocab_size), []) if data.mock_data else readers(data, read, training, cache)
-    read = {name: count for name, count in read.items() if name in makers}
-    begun = {name: frozen.get(name) or (requested[kind_of(name)],) for name in read}
-    built = {name: lay_out(name, makers[name], begun[name], count) for name, count in read.items()}
-    datasets = {name: dataset for name, (dataset, _) in built.items()}
-    grown = {name: counts for name, (_, counts) in built.items()}
-    told = (
-        repeated(datasets, read),
+    used = samples_read(data, training, dp_size, begin, splits)
+    cache = None if data.data_cache_path is None else Cache(data.data_cache_path)
+    builders, notes = (generators(training, vocab_size), []) if data.mock_data else readers(data, used, training, cache)
+    used = {name: count for name, count in used.items() if name in builders}
+    datasets: dict[str, Dataset] = {}
+    segments: dict[str, tuple[int, ...]] = {}
+    for name, count in used.items():
+        planned = frozen.get(name) or (requested[kind_of(name)],)
+        datasets[name], segments[name] = lay_out(name, builders[name], planned, count)
+    all_notes = (
+        repeated(datasets, used),
         unused_entries(known, vocab_size),
         unrecorded(data),
         *notes,
-        *(extended(name, frozen[name], grown[name]) for name in read if name in frozen),
-        *(cache.notes if cache is not None else ()),
+        *(extended(name, frozen[name], segments[name]) for name in used if name in frozen),
+        *(() if cache is None else cache.notes),
     )
     return DataSource(
         datasets,
-        frozen | grown,
-        read,
+        frozen | segments,
+        used,
         training.seq_length,
         training.micro_batch_size,
         vocab_size,
         masks,
         training.pad_global_batch,
-        tuple(note for note in told if note),
+        tuple(note for note in all_notes if note),
     )
 
 
 def split_names(data: DataConfig, evaluates: bool) -> list[str]:
-    """The splits of a run: those that there are data for, and those that it cannot do without."""
+    """Return the splits of a run: those with data, and those it requires."""
     has = list(SPLITS) if data.mock_data else list(data_sources(data))
     needs = ("train", "valid") if evaluates else ("train",)
     missing = [kind for kind in needs if kind not in map(kind_of, has)]
@@ -294,10 +286,10 @@ def split_names(data: DataConfig, evaluates: bool) -> list[str]:
 
 
 def masks_of(data: DataConfig, known: Known | None, vocab_size: int) -> Masks:
-    """What special ids do in the samples of a run.
+    """Return the masks of a run.
 
     Raises:
-        DataError: when what ends a document must be known and nothing says it, or what is said cannot be.
+        DataError: when the end-of-document id is needed and unknown, or ``--eod-id`` is invalid.
     """
     if data.mock_data:
         return Masks()
@@ -306,7 +298,7 @@ def masks_of(data: DataConfig, known: Known | None, vocab_size: int) -> Masks:
     if wanted and eod is None:
         flag = f"--{wanted[0].replace('_', '-')}"
         raise DataError(
-            f"{flag} needs the id that ends a document, and nothing beside the data says which it is",
+            f"{flag} needs the id that ends a document, and the data have no tokenizer record",
             "--eod-id ID",
             "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
         )
@@ -315,22 +307,22 @@ def masks_of(data: DataConfig, known: Known | None, vocab_size: int) -> Masks:
 
 
 def repeated(datasets: Mapping[str, Dataset], used: Mapping[str, int]) -> str | None:
-    """A note where training reads a source more than a few times."""
+    """Return a note if training reads a source more than a few times."""
     readings = datasets["train"].readings(used["train"]) if "train" in datasets else ()
     most = max(readings, key=lambda reading: reading.epochs, default=None)
     return None if most is None else many_epochs(most.source, most.epochs)
 
 
 def many_epochs(source: str, epochs: float) -> str | None:
-    """A note where a source is read more than a few times."""
+    """Return a note if ``epochs`` of a source are more than a few."""
     if epochs <= FEW_EPOCHS:
         return None
     return f"training reads {source} {epochs:,.1f} times; beyond {FEW_EPOCHS}, more text is worth more than more epochs"
 
 
 def extended(split: str, before: Sequence[int], after: Sequence[int]) -> str | None:
-    """A note where a run that goes on got more stretches of a split than it had."""
+    """Return a note if a resumed run added segments to a split."""
     if len(after) == len(before):
         return None
     planned, more = (" + ".join(f"{count:,}" for count in some) for some in (before, after[len(before) :]))
-    return f"the {spoken(split)} data, laid out for {planned} samples, are used up: {more} more follow"
+    return f"the {spoken(split)} data were planned for {planned} samples; {more} more follow"

@@ -1,7 +1,7 @@
-"""What the special ids in a sample do: where documents end, which labels count.
+"""Loss mask, position ids and document ids of a micro-batch, from the special ids in its tokens.
 
-Shapes: b samples of s tokens. The order of what is done is Megatron-LM's: documents and positions are read off the
-tokens as they are stored, padding is blanked last.
+Shapes: b samples of s tokens. The order is Megatron-LM's: documents and positions are computed from the tokens as
+stored, padding ids are replaced last.
 """
 
 from __future__ import annotations
@@ -12,94 +12,76 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-BLANK = 0
-"""The id that stands for padding in what the model reads; no label of it counts."""
+BLANK = 0  # replaces the padding id in tokens and labels
 
 
 class Columns(NamedTuple):
-    """A micro-batch as arrays.
+    """A micro-batch as arrays."""
 
-    Attributes:
-        tokens: int64 ``[b, s]`` ids the model reads.
-        labels: int64 ``[b, s]`` ids it should predict.
-        loss_mask: float32 ``[b, s]``, 1 where a label counts, 0 where not.
-        positions: int64 ``[b, s]``, or None for 0..s-1 in every sample.
-        documents: int64 ``[b, s]``, or None where attention may reach back to the start of the sample.
-    """
-
-    tokens: NDArray[np.int64]
-    labels: NDArray[np.int64]
-    loss_mask: NDArray[np.float32]
-    positions: NDArray[np.int64] | None
-    documents: NDArray[np.int64] | None
+    tokens: NDArray[np.int64]  # int64 [b, s], the model's inputs
+    labels: NDArray[np.int64]  # int64 [b, s], the next token at each position
+    loss_mask: NDArray[np.float32]  # float32 [b, s], 1 where a label counts, else 0
+    positions: NDArray[np.int64] | None  # int64 [b, s]; None: 0..s-1 in every sample
+    documents: NDArray[np.int64] | None  # int64 [b, s]; None: attention sees the whole sample
 
 
 @dataclass(frozen=True)
 class Masks:
-    """What a run makes of the special ids in its samples.
+    """Which masks a run derives from the special ids in its samples."""
 
-    Attributes:
-        eod: the id that ends a document; None where no mask needs to know it.
-        pad: the id that fills what is left of a sample; None where there is none, or where it means something else too.
-        reset_positions: count positions anew in every document.
-        reset_attention: let attention not reach back beyond the start of the document.
-        drop_eod: let labels of which the input is ``eod`` not count: what begins a document cannot be known.
-    """
-
-    eod: int | None = None
-    pad: int | None = None
-    reset_positions: bool = False
-    reset_attention: bool = False
-    drop_eod: bool = False
+    eod: int | None = None  # the id that ends a document; None if no mask needs it
+    pad: int | None = None  # the padding id; None if there is none, or if it has another meaning too
+    reset_positions: bool = False  # restart positions in every document
+    reset_attention: bool = False  # no attention across documents
+    drop_eod: bool = False  # no loss where the input is ``eod``: the start of a document cannot be predicted
 
     def __post_init__(self) -> None:
-        """Raises ValueError when documents are to be told apart, but not what ends them."""
         if self.eod is None and (self.reset_positions or self.reset_attention or self.drop_eod):
-            raise ValueError("masks of documents need the id of the end of a document")
+            raise ValueError("document masks need the end-of-document id")
 
     def describe(self) -> str | None:
-        """What is made of documents, for people; None where nothing is."""
-        done = [
-            words
-            for flag, words in (
-                (self.reset_attention, "attention stays within one"),
-                (self.reset_positions, "positions start anew in each"),
-                (self.drop_eod, "what follows an end does not count"),
-            )
-            if flag
-        ]
-        return f"end with id {self.eod}: {', '.join(done)}" if done else None
+        """Describe the document options for the run's summary; None if none is on."""
+        effects = (
+            (self.reset_attention, "no attention across documents"),
+            (self.reset_positions, "positions restart in each"),
+            (self.drop_eod, "no loss on the first token of each"),
+        )
+        active = [text for flag, text in effects if flag]
+        return f"end with id {self.eod}: {', '.join(active)}" if active else None
 
     def columns(self, tokens: NDArray[np.int64], labels: NDArray[np.int64]) -> Columns:
-        """The micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not changed."""
-        counts = np.ones(tokens.shape, dtype=np.float32)
+        """Build the arrays of a micro-batch of ``tokens`` and ``labels`` ``[b, s]``, which are not modified."""
+        loss_mask = np.ones(tokens.shape, dtype=np.float32)
         positions = documents = None
         if self.eod is not None:
             positions = document_positions(tokens, self.eod) if self.reset_positions else None
             documents = document_ids(tokens, self.eod) if self.reset_attention else None
-            counts[(tokens == self.eod) & self.drop_eod] = 0.0
+            loss_mask[(tokens == self.eod) & self.drop_eod] = 0.0
         if self.pad is not None:
-            counts[labels == self.pad] = 0.0
+            loss_mask[labels == self.pad] = 0.0
             tokens, labels = (np.where(ids == self.pad, BLANK, ids) for ids in (tokens, labels))
-        return Columns(tokens, labels, counts, positions, documents)
+        return Columns(tokens, labels, loss_mask, positions, documents)
 
 
 def document_ids(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
-    """How many documents have ended before each of ``tokens [b, s]``; ``eod`` itself belongs to the one it ends."""
+    """Return how many documents end before each of ``tokens [b, s]``; ``eod`` is part of the document it ends."""
     ended = np.zeros(tokens.shape, dtype=np.int64)
     np.cumsum(tokens[:, :-1] == eod, axis=1, out=ended[:, 1:])
     return ended
 
 
 def document_boundaries(documents: NDArray[np.int64]) -> NDArray[np.int32]:
-    """Where runs of equal ids begin in the rows of ``documents [b, s]`` laid end to end, and where the last ends."""
+    """Return where each run of equal ids starts in the flattened ``documents [b, s]``, then the total size.
+
+    These are the cumulative sequence lengths that variable-length attention kernels take.
+    """
     begins = np.ones(documents.shape, dtype=np.bool_)
     np.not_equal(documents[:, 1:], documents[:, :-1], out=begins[:, 1:])
     return np.append(np.flatnonzero(begins), documents.size).astype(np.int32)
 
 
 def document_positions(tokens: NDArray[np.int64], eod: int) -> NDArray[np.int64]:
-    """The place of each of ``tokens [b, s]`` in its document, or in the part of it that is in the sample."""
+    """Return the position of each of ``tokens [b, s]`` in its document, or in the part of it inside the sample."""
     places = np.broadcast_to(np.arange(tokens.shape[1], dtype=np.int64), tokens.shape)
     starts = np.zeros(tokens.shape, dtype=np.int64)
     starts[:, 1:] = np.where(tokens[:, :-1] == eod, places[:, 1:], 0)

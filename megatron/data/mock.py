@@ -1,4 +1,4 @@
-"""Generated samples that a model can learn, for trying out a run without data."""
+"""Generated samples that a model can learn, for runs without data."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ JUMP_PROBABILITY = 1 / 8
 class MockDataset(Dataset):
     """A Markov chain over at most 256 ids drawn from the whole vocabulary.
 
-    Each id has one successor, followed with probability 7/8; else the chain jumps to any id of the alphabet. A model
-    starts at log(vocab_size), soon knows the alphabet, log(256) = 5.5 nats, then learns the successors:
-    the entropy of the chain is about 1.1 nats per token.
+    Each id has one successor, followed with probability 7/8; otherwise the chain jumps to a random id of the alphabet.
+    A model's loss starts at log(vocab_size), falls to log(256) = 5.5 nats once it knows the alphabet, and to the
+    entropy of the chain, about 1.1 nats per token, once it knows the successors.
 
-    Sample ``i`` of a stream depends on ``(seed, stream, i)`` only; the alphabet and its successors on ``seed``, so that
-    streams (training, validation, ...) are different text in the same language. ``alphabet`` lists the ids, each
-    followed by its successor, the last by the first.
+    Sample ``i`` of a stream depends on ``(seed, stream, i)`` only. The alphabet and the successors depend on ``seed``
+    only, so that training and validation are different text in the same language.
     """
 
     def __init__(
         self, vocab_size: int, seq_length: int, num_samples: int, seed: int, stream: int = 0, first: int = 0
     ) -> None:
-        """Samples ``first .. first + num_samples - 1`` of a stream, as samples 0, 1, ... of this dataset."""
+        """Serve samples ``first .. first + num_samples - 1`` of a stream as samples 0, 1, ... of this dataset."""
+        # int64 ids, each followed by its successor, the last by the first
         self.alphabet = _random(seed).permutation(vocab_size)[:ALPHABET].astype(np.int64)
         self.seq_length = seq_length
         self._vocab_size = vocab_size
@@ -39,20 +39,20 @@ class MockDataset(Dataset):
         return self._num_samples
 
     def describe(self, tokens: int) -> str:
-        """That they are generated."""
+        """Describe the data in one line."""
         return f"{tokens:,} generated tokens over {len(self.alphabet)} ids"
 
     def readings(self, samples: int) -> tuple[Reading, ...]:
-        """Nothing is read."""
+        """Return an empty tuple: generated data have no sources."""
         return ()
 
     @property
     def fingerprint(self) -> str:
-        """Of everything but which samples of the stream these are, which changes none of them."""
+        """16 hexadecimal digits of vocabulary size, sequence length, seed and stream."""
         return fingerprint("mock", self._vocab_size, self.seq_length, *self._key)
 
     def identities(self, places: NDArray[np.int64]) -> NDArray[np.uint64]:
-        """Their places in the stream."""
+        """Return the samples' positions in the stream."""
         return (places + self._first).astype(np.uint64)
 
     def __getitem__(self, i: int) -> Sample:
@@ -67,5 +67,5 @@ class MockDataset(Dataset):
 
 
 def _random(*key: int) -> np.random.RandomState:
-    """The generator whose stream numpy keeps the same in every version."""
+    # RandomState, whose stream numpy keeps the same in every version
     return np.random.RandomState(np.array(key, dtype=np.uint32))

@@ -1,4 +1,4 @@
-"""Which sequences of which token files the samples of a split are cut from."""
+"""The token files of each split, which of their sequences it reads, and what to do when they are too few."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from megatron.data.files.indexed import IndexedDataset
 from megatron.data.gpt_dataset import split_ranges
 from megatron.data.splits import kind_of, spoken
 
-MOST_TO_NAME = 8  # files in a command
+MOST_TO_NAME = 8  # files in a suggested command
 
 
 @dataclass
 class TokenFiles:
-    """The token files of a run, each opened once, however many splits read it."""
+    """The token files of a run, each opened once however many splits read it."""
 
     opened: dict[str, IndexedDataset] = field(default_factory=dict)
 
     def open(self, prefix: str) -> IndexedDataset:
-        """The files of a prefix.
+        """Return the files of a prefix.
 
         Raises:
             DataError: when they are damaged.
@@ -36,7 +36,7 @@ class TokenFiles:
         return self.opened[prefix]
 
     def parts(self, split: str, source: Source) -> list[Part]:
-        """The files of a split's sources, and which of their sequences are its own; there may be none.
+        """Return the files of a split's sources with the sequences that are its own, possibly none.
 
         Raises:
             DataError: when files are damaged.
@@ -49,13 +49,13 @@ class TokenFiles:
 
 
 def tokens_of(part: Part) -> int:
-    """Tokens of the sequences of a part."""
+    """Return the tokens in the sequences of a part."""
     indexed, sequences = part
     return int(indexed.lengths[sequences.start : sequences.stop].sum(dtype=np.int64))
 
 
 def too_short(parts: Iterable[Part], source: Source, seq_length: int) -> Iterator[Part]:
-    """The parts that no sample can be cut from: without a token, or below one sample where one epoch is read."""
+    """Yield the parts too short for one sample: empty ones, or below a sample where exactly one epoch is read."""
     needed = seq_length + 1 if _in_proportion(source) else 1
     return (part for part in parts if tokens_of(part) < needed)
 
@@ -66,39 +66,30 @@ def _in_proportion(source: Source) -> bool:
 
 @dataclass(frozen=True)
 class Shortage:
-    """Files that no sample of a split can be cut from.
+    """Files that are too short for one sample of a split."""
 
-    Attributes:
-        split: its name.
-        source: where it comes from.
-        short: the parts that are too short; at least one.
-        seq_length: tokens of a sample.
-        default: whether nobody said how the files are cut.
-        better: a ``--split`` that leaves enough of all files, if there is one.
-    """
-
-    split: str
-    source: Source
-    short: Sequence[Part]
-    seq_length: int
-    default: bool
-    better: Sequence[str]
+    split: str  # its name
+    source: Source  # its data source
+    short: Sequence[Part]  # the files that are too short, at least one
+    seq_length: int  # tokens per sample
+    default: bool  # whether the split is the default one
+    better: Sequence[str]  # a ``--split`` that leaves enough of every file, if one exists
 
     def error(self, needed: int) -> DataError:
-        """That ``needed`` samples are, and there are none."""
+        """Return the error for a split of which ``needed`` samples are needed."""
         indexed, sequences = self.short[0]
         kind = spoken(self.split)
         if self.source.split is None:
             held = f"{self._tokens()} ({len(sequences):,} sequences)" if sequences else "no sequence"
             seen = f"{indexed.prefix} holds {held}, but {needed:,} {kind} samples are needed"
-            return DataError(seen, *[*self._other_files()] or ["use more data"])
+            return DataError(seen, *(list(self._several_file_fixes()) or ["use more data"]))
         left = self._left(f"no {kind} data", f"{kind} data of ")
         seen = f"{self._cut()} leaves {left}, but {needed:,} samples are needed"
         more = f"a dataset of more documents than {len(indexed)}"
-        return DataError(seen, *(self.better or self._without_a_cut()), *self._other_files(), more)
+        return DataError(seen, *(self.better or self._separate_file_fixes()), *self._several_file_fixes(), more)
 
     def note(self) -> str:
-        """That there are no test data, which nobody asked for."""
+        """Return the note for test data that only the default split asks for."""
         better = f"; {self.better[0]} leaves some" if self.better else ""
         return f"no test data: {self._cut()} leaves {self._left('none', '')}{better}"
 
@@ -106,7 +97,7 @@ class Shortage:
         return f"the default --split '{self.source.split}'" if self.default else f"--split '{self.source.split}'"
 
     def _left(self, none: str, some: str) -> str:
-        """What is left of the first of them."""
+        """Describe what the split leaves of the first short file."""
         indexed, sequences = self.short[0]
         all_of_it = f"of the {len(indexed):,} sequences in {indexed.prefix}"
         return f"{some}{self._tokens()} ({len(sequences):,} {all_of_it})" if sequences else f"{none} {all_of_it}"
@@ -114,8 +105,8 @@ class Shortage:
     def _tokens(self) -> str:
         return f"{tokens_of(self.short[0]):,} tokens, no sample of {self.seq_length} + 1"
 
-    def _without_a_cut(self) -> Iterator[str]:
-        """Ways out that leave the files to the training alone."""
+    def _separate_file_fixes(self) -> Iterator[str]:
+        """Yield fixes that leave the files to training alone."""
         kind, prefixes = kind_of(self.split), self.source.blend.prefixes
         if kind == "train":
             return
@@ -123,8 +114,8 @@ class Shortage:
         if len(prefixes) == 1:
             yield f"--train-data-path {shlex.quote(prefixes[0])} --{kind}-data-path ANOTHER_PREFIX instead"
 
-    def _other_files(self) -> Iterator[str]:
-        """Ways out where there are several files."""
+    def _several_file_fixes(self) -> Iterator[str]:
+        """Yield fixes for several files."""
         prefixes = self.source.blend.prefixes
         short = {indexed.prefix for indexed, _ in self.short}
         if short < set(prefixes):
@@ -137,7 +128,7 @@ class Shortage:
 def better_splits(
     sources: Mapping[str, Source], needed: Iterable[str], files: TokenFiles, seq_length: int
 ) -> list[str]:
-    """The ``--split`` that leaves every needed split a sample of each of its files, if there is one."""
+    """Return the ``--split`` that leaves every needed split a sample of each of its files, if one exists."""
     cut = {split: sources[split] for split in needed if sources[split].split is not None}
     sizes = [len(files.open(prefix)) for source in cut.values() for prefix in source.blend.prefixes]
 
@@ -153,7 +144,7 @@ def better_splits(
 
 
 def _candidates(smallest: int, kinds: set[str]) -> Iterator[tuple[int, int, int]]:
-    """Weights that give 1, 2, 4, ... sequences of the smallest file to each evaluation; test data are first to go."""
+    """Yield weights that give 1, 2, 4, ... sequences of the smallest file to each evaluation split, test last."""
     for wanted in (kinds, kinds - {"test"}):
         share = 1
         while share < smallest:
@@ -164,5 +155,5 @@ def _candidates(smallest: int, kinds: set[str]) -> Iterator[tuple[int, int, int]
 
 
 def is_default(data: DataConfig, source: Source) -> bool:
-    """Whether nobody said how the source is cut."""
+    """Return True if the source is cut by the default ``--split``."""
     return data.split is None and source.split == DEFAULT_SPLIT

@@ -1,4 +1,4 @@
-"""Which samples a rank computes in a step: a pure map from consumed samples, with no state to save."""
+"""The samples of each rank's micro-batches, as a pure function of the samples consumed so far."""
 
 from __future__ import annotations
 
@@ -6,17 +6,24 @@ from __future__ import annotations
 def micro_batches(
     consumed_samples: int, global_batch: int, micro_batch: int, dp_rank: int, dp_size: int, padded: bool = False
 ) -> list[range]:
-    """Places in the sample stream of each of this rank's micro-batches, in the order they are computed.
+    """Return the places in the sample stream of each of this rank's micro-batches, in the order of computation.
 
-    The global batch is the next ``global_batch`` places. It is cut into groups of ``micro_batch * dp_size``;
-    of every group, data-parallel rank ``r`` computes places ``[r * micro_batch, (r + 1) * micro_batch)``
-    (Megatron-LM's "single" order), so growing the batch never moves a sample to another place.
+    The global batch is the next ``global_batch`` places. It is cut into groups of ``micro_batch * dp_size``; of each
+    group, data-parallel rank ``r`` computes places ``[r * micro_batch, (r + 1) * micro_batch)`` (Megatron-LM's "single"
+    order), so a growing batch size never moves a sample to another place.
 
-    Where the last group is not full and ``padded`` allows it, some of its micro-batches have fewer places, or none: all
-    ranks have equally many. One that has none begins, and ends, where the global batch ends.
+    Args:
+        consumed_samples: samples read before this batch.
+        global_batch: samples in the global batch.
+        micro_batch: samples in a micro-batch.
+        dp_rank: this rank's data-parallel index.
+        dp_size: number of data-parallel ranks.
+        padded: allow a last group that is not full. Its micro-batches are then shorter, or empty ranges at the end of
+            the global batch; all ranks have equally many.
 
     Raises:
-        ValueError: when the groups do not fill the global batch and it is not padded, or there is no such rank.
+        ValueError: when the groups do not fill the global batch and ``padded`` is False, or ``dp_rank`` is out of
+            range.
     """
     group = micro_batch * dp_size
     if group <= 0 or global_batch <= 0 or (global_batch % group and not padded):

@@ -1,4 +1,4 @@
-"""The names of a run's parts of the data: ``train``; ``valid``, or ``valid:NAME`` for each of several; ``test``."""
+"""Names of splits: ``train``; ``valid``, or ``valid:NAME`` for each of several validation sets; ``test``."""
 
 from __future__ import annotations
 
@@ -6,22 +6,22 @@ WORDS = {"train": "training", "valid": "validation", "test": "test"}
 
 
 def kind_of(split: str) -> str:
-    """``train``, ``valid`` or ``test``: what the samples of a split are for."""
+    """Return ``train``, ``valid`` or ``test`` for the name of a split."""
     return split.partition(":")[0]
 
 
 def name_of(split: str) -> str:
-    """The name of one of several validation sets; empty for every other split."""
+    """Return NAME of ``valid:NAME``, else an empty string."""
     return split.partition(":")[2]
 
 
 def spoken(split: str) -> str:
-    """A split in a sentence: ``training``, ``validation``, ``validation (wiki)``."""
+    """Return a split's name for messages: ``training``, ``validation``, ``validation (wiki)``."""
     kind, name = WORDS[kind_of(split)], name_of(split)
     return f"{kind} ({name})" if name else kind
 
 
 def titled(split: str) -> str:
-    """The beginning of a line about a split: its kind in a column of eleven characters, then its name, if any."""
+    """Return the start of a summary line: the split's kind padded to eleven characters, then its NAME, if any."""
     name = name_of(split)
     return f"{kind_of(split):<11}" + (f"{name}: " if name else "")

@@ -1,7 +1,7 @@
-"""The samples of each split of a run, stretch by stretch.
+"""The samples of each split of a run, segment by segment.
 
-How many samples were asked for decides their order, so a run that goes on for longer than it was planned for does not
-ask anew: it appends a stretch, and what that needs of new order is made with a seed of its own.
+The number of samples requested decides their order. A run that continues beyond its plan therefore appends a segment
+with its own seed, instead of building a longer order, and no earlier sample changes its place.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from megatron.data.parts import Shortage, TokenFiles, better_splits, is_default,
 from megatron.data.splits import kind_of, spoken
 
 Maker = Callable[[int, Sequence[Dataset]], Dataset]
-"""From the samples asked for and the stretches before it to a stretch."""
+"""From the number of samples and the segments before to the next segment."""
 
 
 def lay_out(split: str, make: Maker, stretches: Sequence[int], used: int) -> tuple[ChainedDataset, tuple[int, ...]]:
-    """The ``stretches`` end to end, and more of them as long as they hold fewer than ``used`` samples.
+    """Build the segments of a split, and add segments while they hold fewer than ``used`` samples.
 
-    All samples of a stretch count, also those beyond the number it was made for, so that what was begun of an epoch is
-    read to its end. Returns the stretches with those that were added.
+    All samples of a segment count, also those beyond the number it was built for, so that a started epoch is read to
+    its end. Returns the samples and the sample counts of all segments.
 
     Raises:
-        DataError: when a stretch holds no sample.
+        DataError: when a segment holds no sample.
     """
     counts, held = list(stretches), 0
-    made: list[Dataset] = []
-    while len(made) < len(counts) or held < used:
-        if len(made) == len(counts):
+    segments: list[Dataset] = []
+    while len(segments) < len(counts) or held < used:
+        if len(segments) == len(counts):
             counts.append(used - held)
-        dataset = make(counts[len(made)], made)
+        dataset = make(counts[len(segments)], segments)
         if not len(dataset):
             raise DataError(f"the {spoken(split)} data hold no sample", "use more data")
-        made.append(dataset)
+        segments.append(dataset)
         held += len(dataset)
-    return ChainedDataset(made), tuple(counts)
+    return ChainedDataset(segments), tuple(counts)
 
 
 def generators(training: TrainingConfig, vocab_size: int) -> dict[str, Maker]:
-    """Makers of generated samples."""
+    """Return the segment builders of mock data, by split."""
 
     def generator(stream: int) -> Maker:
         def make(samples: int, before: Sequence[Dataset]) -> Dataset:
@@ -62,22 +62,22 @@ def generators(training: TrainingConfig, vocab_size: int) -> dict[str, Maker]:
 def readers(
     data: DataConfig, read: Mapping[str, int], training: TrainingConfig, cache: Cache | None
 ) -> tuple[dict[str, Maker], list[str]]:
-    """Makers of the samples in token files for each split of ``read``, which says how many of them are needed.
+    """Return the segment builders of the token files for each split in ``read`` (samples by split name), and notes.
 
-    Test data are left out, with a note, where nobody asked for them (the split is the default) and there are none.
+    Test data are left out, with a note, where only the default split asks for them and there are none.
 
     Raises:
-        DataError: when files are damaged, or no sample of a needed split can be cut from one of its sources.
+        DataError: when files are damaged, or a source of a needed split is too short for one sample.
     """
     files, sources = TokenFiles(), sources_of(data, read)
-    makers: dict[str, Maker] = {}
+    builders: dict[str, Maker] = {}
     notes = []
     for split, needed in read.items():
         source = sources[split]
         parts = files.parts(split, source)
         short = list(too_short(parts, source, training.seq_length))
         if not short:
-            makers[split] = _reader(parts, source.blend.weights, training, cache)
+            builders[split] = _file_builder(parts, source.blend.weights, training, cache)
             continue
         default = is_default(data, source)
         wanted = [other for other in read if kind_of(other) != "test" or split == "test" or not default]
@@ -86,14 +86,14 @@ def readers(
         if split != "test" or not default:
             raise shortage.error(needed)
         notes.append(shortage.note())
-    return makers, notes
+    return builders, notes
 
 
 def sources_of(data: DataConfig, needed: Iterable[str]) -> dict[str, Source]:
-    """Where the samples of each split come from; those of needed splits without a weight from the same files.
+    """Return the data source of each split; needed splits without files of their own use the files that are cut.
 
     Raises:
-        DataError: when there are no files for a split that is needed.
+        DataError: when there are no files for a needed split.
     """
     sources = data_sources(data)
     cut = next((source for source in sources.values() if source.split is not None), None)
@@ -105,7 +105,7 @@ def sources_of(data: DataConfig, needed: Iterable[str]) -> dict[str, Source]:
     return sources
 
 
-def _reader(
+def _file_builder(
     parts: Sequence[Part], weights: Sequence[float] | None, training: TrainingConfig, cache: Cache | None
 ) -> Maker:
     def make(samples: int, before: Sequence[Dataset]) -> Dataset:

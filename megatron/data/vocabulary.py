@@ -1,4 +1,8 @@
-"""What the data say about the model, before there is one (no torch: configuration checks ask too)."""
+"""Vocabulary size, end-of-document id and padding id, from the tokenizer records beside the data.
+
+The records of all datasets must agree with one another and with the tokenizer that the flags name. No torch:
+configuration checks use this file too.
+"""
 
 from __future__ import annotations
 
@@ -24,82 +28,72 @@ from megatron.data.tokenizers.tokenizer import (
 )
 
 FILES = ("tokenizer_model", "vocab_file", "merge_file")
-"""Fields that name what a tokenizer is read from."""
+"""Config fields that name the files of a tokenizer."""
 
 TOLD_SIZE = ("NullTokenizer", "TikTokenizer")
-"""Tokenizers to which the vocabulary's size is told."""
+"""Tokenizers that need the vocabulary size as an argument."""
 
 ROLES = ("bos_token", "eos_token", "unk_token", "cls_token", "sep_token", "mask_token")
-"""What else the token that fills up a sample may stand for."""
+"""Other roles that the padding token may have."""
 
 
 @dataclass(frozen=True)
 class Known:
-    """What is known of the tokenizer that wrote the data.
+    """Properties of the tokenizer that wrote the data."""
 
-    Attributes:
-        tokenizer_type: its type.
-        vocab_size: number of its ids.
-        eod: the id that ends a document.
-        pad: the id that fills up a sample and means nothing else; None without one.
-        prefix: a dataset that has a record of it; None where the flags say it.
-    """
-
-    tokenizer_type: str
-    vocab_size: int
-    eod: int
-    pad: int | None = None
-    prefix: str | None = None
+    tokenizer_type: str  # value of --tokenizer-type
+    vocab_size: int  # number of ids
+    eod: int  # the id that ends a document
+    pad: int | None = None  # the padding id; None if there is none or it has another role too
+    prefix: str | None = None  # a dataset with a record of it; None if the flags name it
 
 
 def prefixes(data: DataConfig) -> tuple[str, ...]:
-    """Every dataset that the splits read, once; none for generated tokens.
+    """Return every dataset that the splits read, once; none for generated data.
 
     Raises:
-        UserError: when what names them cannot be understood.
+        UserError: when the data path options are invalid.
     """
     sources = {} if data.mock_data else data_sources(data)
     return tuple(dict.fromkeys(prefix for source in sources.values() for prefix in source.blend.prefixes))
 
 
 def vocabulary(data: DataConfig, vocab_size: int | None, weights: str | None = None) -> int:
-    """Entries of the vocabulary: ``vocab_size`` if given, else what the tokenizer of the data has.
+    """Return the vocabulary size: ``vocab_size`` if given, else that of the data's tokenizer.
 
     Args:
-        data: which files, and what is said of their tokenizer.
-        vocab_size: if it is known.
-        weights: where the model comes from that has a vocabulary of that size; None for a new one.
+        data: the data options.
+        vocab_size: if known.
+        weights: source of pretrained weights with that vocabulary size; None for a new model.
 
     Raises:
-        DataError: when nothing says it, when ``vocab_size`` is too small for the tokenizer, or when the data
-            were written with other tokenizers than one another, or than ``data`` says.
-        UserError: as `prefixes`.
+        DataError: when the size is unknown or too small for the tokenizer, or when datasets were written with different
+            tokenizers, or another than ``data`` names.
+        UserError: when the data path options are invalid.
     """
     return fitting(known_tokenizer(data, vocab_size), vocab_size, weights)
 
 
 def fitting(known: Known | None, vocab_size: int | None, weights: str | None = None) -> int:
-    """Entries of the vocabulary: ``vocab_size`` if given, else what the ``known`` tokenizer has.
+    """Return the vocabulary size: ``vocab_size`` if given, else that of the ``known`` tokenizer.
 
     Raises:
-        DataError: when neither says it, or ``vocab_size`` is too small for the tokenizer.
+        DataError: when neither is known, or ``vocab_size`` is too small for the tokenizer.
     """
     size = known.vocab_size if vocab_size is None and known is not None else vocab_size
     if size is None:
-        raise DataError(
-            "nothing says how large the vocabulary is", "--vocab-size 50257", "--tokenizer-type ByteTokenizer"
-        )
+        raise DataError("the vocabulary size is unknown", "--vocab-size 50257", "--tokenizer-type ByteTokenizer")
     if known is not None and size < known.vocab_size:
         seen = f"a vocabulary of {size} is too small for {known.tokenizer_type}, which has {known.vocab_size} ids"
         if weights is None:
             raise DataError(seen, f"--vocab-size {known.vocab_size}")
-        raise DataError(f"{seen}: the weights in {weights} know no others", *_same_words(weights))
+        raise DataError(f"{seen}: the weights in {weights} have no more entries", *_pretrained_fixes(weights))
     return size
 
 
-def _same_words(weights: str) -> tuple[str, ...]:
-    """What to do where the data have ids that the weights of a model do not know."""
-    if not weights.startswith(HUGGING_FACE):  # a checkpoint does not say by which flags its tokenizer is built
+def _pretrained_fixes(weights: str) -> tuple[str, ...]:
+    """Return fixes for data with ids beyond the vocabulary of pretrained weights."""
+    if not weights.startswith(HUGGING_FACE):  # a checkpoint does not record the flags of its tokenizer
         return ("data written with the tokenizer of the weights", "new weights: drop --load, --save ANOTHER")
     tokenizer = f"--tokenizer-type HuggingFaceTokenizer --tokenizer-model {shlex.quote(weights[len(HUGGING_FACE) :])}"
     command = f"python tools/preprocess_data.py --input TEXT.jsonl --output-prefix PREFIX {tokenizer}"
@@ -107,7 +101,7 @@ def _same_words(weights: str) -> tuple[str, ...]:
 
 
 def unused_entries(known: Known | None, vocab_size: int) -> str | None:
-    """A note where the model's vocabulary is more than twice what the tokenizer of the data can write."""
+    """Return a note if the model's vocabulary is more than twice that of the data's tokenizer."""
     if known is None or vocab_size <= 2 * known.vocab_size:
         return None
     return (
@@ -117,24 +111,23 @@ def unused_entries(known: Known | None, vocab_size: int) -> str | None:
 
 
 def unrecorded(data: DataConfig) -> str | None:
-    """A note where some of the datasets have a record of their tokenizer, and others, which are trusted, have none."""
-    bare = [prefix for prefix, record in _records(data).items() if record is None]
-    if not bare or len(bare) == len(prefixes(data)):
+    """Return a note if only some of the datasets have a tokenizer record; the others are trusted."""
+    unrecorded_prefixes = [prefix for prefix, record in _records(data).items() if record is None]
+    if not unrecorded_prefixes or len(unrecorded_prefixes) == len(prefixes(data)):
         return None
-    more = f" and {len(bare) - 1} more" if len(bare) > 1 else ""
-    return f"nothing beside {bare[0]}{more} says which tokenizer wrote it; it is taken to be that of the other data"
+    more = f" and {len(unrecorded_prefixes) - 1} more" if len(unrecorded_prefixes) > 1 else ""
+    return f"no tokenizer is recorded beside {unrecorded_prefixes[0]}{more}; that of the other data is assumed"
 
 
 def known_tokenizer(data: DataConfig, vocab_size: int | None) -> Known | None:
-    """The tokenizer recorded beside the data, else the one that the flags name; None when neither is there.
+    """Return the tokenizer recorded beside the data, else the one that the flags name; None without either.
 
-    A run needs no more than the record: the tokenizer itself is built where flags name what it is read from, and
-    compared with the record.
+    The record alone is enough. If flags name a tokenizer's files, that tokenizer is built and compared with the record.
 
     Raises:
-        DataError: when it cannot be built, or the data were written with other tokenizers than one another, or than
-            ``data`` says.
-        UserError: as `prefixes`.
+        DataError: when it cannot be built, or datasets were written with different tokenizers, or another than ``data``
+            names.
+        UserError: when the data path options are invalid.
     """
     records = {prefix: record for prefix, record in _records(data).items() if record is not None}
     _must_agree(records)
@@ -143,37 +136,35 @@ def known_tokenizer(data: DataConfig, vocab_size: int | None) -> Known | None:
         return None if named is None else _known(TokenizerRecord.of(named), named.files)
     prefix, record = max(records.items(), key=lambda item: item[1].special_ids is not None)  # older ones say less
     if named is not None and not wrote(prefix, named):
-        flags = " ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in FILES if getattr(data, name))
+        given = [name for name in FILES if getattr(data, name)]
+        flags = " ".join(f"--{name.replace('_', '-')} {getattr(data, name)}" for name in given)
         raise DataError(
             f"{prefix} was written with another {record.tokenizer_type} than that of {flags}: its ids are others",
-            " ".join(f"--set data.{name}=null" for name in FILES if getattr(data, name)),
-            "write the dataset anew with tools/preprocess_data.py",
+            " ".join(f"--set data.{name}=null" for name in given),
+            "write the dataset again with tools/preprocess_data.py",
         )
     return _known(record, {} if record.pad is None else _role_files(prefix), prefix)
 
 
 def named_tokenizer(data: DataConfig, vocab_size: int | None) -> Tokenizer | None:
-    """The tokenizer that the flags name; None where they do not say what it is read from.
+    """Build the tokenizer that the flags name; None if they do not name its files.
 
     Raises:
         DataError: when it cannot be built.
     """
     if data.tokenizer_type is None:
         return None
-    told = vocab_size if data.tokenizer_type in TOLD_SIZE else None
     if data.tokenizer_type not in ("ByteTokenizer", "NullTokenizer") and not _has_files(data):
         return None
-    return build_tokenizer(TokenizerChoice.of(data, told))
+    return build_tokenizer(TokenizerChoice.of(data, vocab_size if data.tokenizer_type in TOLD_SIZE else None))
 
 
 def carried_tokenizer(data: DataConfig, vocab_size: int | None) -> Mapping[str, bytes]:
-    """Contents by name of the files that a model trained on the data carries; none for generated tokens.
-
-    See `tokenizer_files`.
+    """Return the tokenizer files, by name, that are saved with a model trained on the data; none for generated data.
 
     Raises:
-        DataError: when the tokenizer cannot be built, or is not what was recorded.
-        UserError: as `prefixes`.
+        DataError: when the tokenizer cannot be built, or differs from the record.
+        UserError: when the data path options are invalid.
     """
     recorded = next((prefix for prefix, record in _records(data).items() if record is not None), None)
     if recorded is not None:
@@ -183,10 +174,10 @@ def carried_tokenizer(data: DataConfig, vocab_size: int | None) -> Mapping[str, 
 
 
 def end_of_document(data: DataConfig, known: Known | None, vocab_size: int) -> int | None:
-    """The id that ends a document; None where nothing says it.
+    """Return the id that ends a document; None if unknown.
 
     Raises:
-        DataError: when ``eod_id`` is beyond the vocabulary, or not that of the tokenizer.
+        DataError: when ``eod_id`` is beyond the vocabulary, or differs from the tokenizer's.
     """
     if data.eod_id is None:
         return None if known is None else known.eod
@@ -204,13 +195,13 @@ def _has_files(data: DataConfig) -> bool:
 
 
 def _records(data: DataConfig) -> dict[str, TokenizerRecord | None]:
-    """What is recorded beside each dataset, all of the type that the flags name where they name no more."""
+    """Read the record beside each dataset, which must have the tokenizer type of the flags if they name only a type."""
     named = None if _has_files(data) else data.tokenizer_type
     return {prefix: read_record(prefix, named) for prefix in prefixes(data)}
 
 
 def _must_agree(records: Mapping[str, TokenizerRecord]) -> None:
-    """Raises DataError where two datasets were written with different tokenizers."""
+    """Raise DataError if two datasets were written with different tokenizers."""
     for prefix, record in records.items():
         first, other = next(iter(records.items()))
         same = (record.fingerprint, record.vocab_size, record.eod) == (other.fingerprint, other.vocab_size, other.eod)
@@ -218,7 +209,7 @@ def _must_agree(records: Mapping[str, TokenizerRecord]) -> None:
             raise DataError(
                 f"{first} was written with {_shown(other)}, but {prefix} with {_shown(record)}: "
                 "the same id means different text in them",
-                "write one of them anew with tools/preprocess_data.py",
+                "write one of them again with tools/preprocess_data.py",
             )
 
 
@@ -227,7 +218,7 @@ def _shown(record: TokenizerRecord) -> str:
 
 
 def _known(record: TokenizerRecord, files: Mapping[str, bytes], prefix: str | None = None) -> Known:
-    """What a record says; the files of its tokenizer say what its padding means besides."""
+    """Read the properties from a record; ``files`` tell whether its padding token has another role too."""
     pad = record.pad
     word = special_token(files, "pad_token")
     if pad == record.eod or (word is not None and any(special_token(files, role) == word for role in ROLES)):
@@ -236,6 +227,6 @@ def _known(record: TokenizerRecord, files: Mapping[str, bytes], prefix: str | No
 
 
 def _role_files(prefix: str) -> dict[str, bytes]:
-    """The files beside a dataset that give special tokens their roles, as far as there are any."""
+    """Read the files beside a dataset that assign roles to special tokens, if any."""
     paths = [Path(f"{prefix}.{FOLDER}") / name for name in (CONFIG, SPECIAL)]
     return {path.name: path.read_bytes() for path in paths if path.is_file()}

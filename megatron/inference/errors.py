@@ -1,10 +1,10 @@
-"""The one error people meet who ask a model for text."""
+"""Errors of inference."""
 
 from __future__ import annotations
 
 
 class InferenceError(ValueError):
-    """What was asked cannot be generated; the text says what was seen and how to mend it."""
+    """A request that cannot be fulfilled; the message states the problem and fixes."""
 
     def __init__(self, seen: str, *fixes: str) -> None:
         super().__init__(seen + ("\n  fix: " + " | ".join(fixes) if fixes else ""))

@@ -1,4 +1,4 @@
-"""A trained model from a checkpoint or a Hugging Face folder, ready to be asked."""
+"""Load a trained model from a checkpoint or a Hugging Face folder for inference."""
 
 from __future__ import annotations
 
@@ -36,77 +36,51 @@ from megatron.parallel.mesh import Mesh
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model at rest.
-
-    Attributes:
-        model: its shape.
-        dtype: that it was trained in or is stored in.
-        source: of its weights.
-        codec: of its text.
-        stop_ids: tokens that end a text.
-        notes: which checkpoint it is from, and what was passed over; nothing to say of a Hugging Face folder.
-    """
+    """A model on disk."""
 
     model: ModelConfig
-    dtype: torch.dtype
-    source: Source
+    dtype: torch.dtype  # of training, or of the stored weights
+    source: Source  # of the weights
     codec: Codec
-    stop_ids: frozenset[int]
-    notes: tuple[str, ...] = ()
+    stop_ids: frozenset[int]  # tokens that end a text
+    notes: tuple[str, ...] = ()  # which checkpoint was chosen, and which were skipped
 
     def build(self, mesh: Mesh, dtype: torch.dtype, device: torch.device) -> GPTChunk:
-        """The model on this rank, its part of the weights read.
-
-        Raises:
-            DamagedError: when what is read is not what was written.
-        """
+        """Build the model and read this rank's shards of the weights."""
         context = BuildContext(mesh, GradSink(), dtype, device, initialised=False)
         chunk = build_gpt(self.model, TrainingConfig(), context)
         fill(chunk.specs, chunk.params, self.source)
         return chunk.eval()
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt; an empty one begins where a document ends."""
+        """Return the token IDs of a prompt; an empty prompt becomes the end-of-document token."""
         ids = self.codec.encode(text)
         return ids if ids or self.codec.end is None else [self.codec.end]
 
 
 def open_pretrained(load: str, step: int | None = None, average: bool = False) -> Pretrained:
-    """The model that ``--load`` names: a folder of checkpoints, one of them, or ``hf:DIR``.
+    """Open the model of ``--load``.
 
     Args:
-        load: as on the command line.
-        step: of the checkpoint; None takes the newest valid one.
-        average: take the moving average of its weights.
+        load: a folder of checkpoints, one checkpoint, or ``hf:DIR``.
+        step: step of the checkpoint; None for the newest valid one.
+        average: use the moving average of the weights.
 
     Raises:
-        InferenceError: when ``step`` or ``average`` does not fit ``load``, ``load`` names no folder or a Hugging Face
-            folder without ``hf:``, or a tokenizer cannot be read.
-        CheckpointError: when there is nothing to load, or not the weights of the model described.
-        UserError: when the configuration asks for what is not here.
+        InferenceError: if the arguments are invalid, or a tokenizer cannot be read.
+        CheckpointError: if there is no valid checkpoint, or its weights do not match its model.
+        UserError: if the configuration of a Hugging Face folder is not supported.
+
     """
     if load in ("", HUGGING_FACE):
         raise InferenceError(f"--load '{load}' names no folder", "--load CHECKPOINTS", f"--load {HUGGING_FACE}DIR")
     if not load.startswith(HUGGING_FACE):
-        return _from_checkpoint(location(load), step, average)
+        return _open_checkpoint(location(load), step, average)
     if step is not None:
         raise InferenceError(f"--ckpt-step {step}: a Hugging Face folder holds one model", "drop --ckpt-step")
     if average:
         raise InferenceError("--ema: a Hugging Face folder holds one set of weights", "drop --ema")
-    return _from_hugging_face(Path(load.removeprefix(HUGGING_FACE)))
-
-
-def _from_checkpoint(path: Location, step: int | None, average: bool) -> Pretrained:
-    if (path / CONFIG).is_file() and not Checkpoints(path).named():
-        seen = f"--load {path} is a Hugging Face model, no folder of checkpoints"
-        raise InferenceError(seen, f"--load {HUGGING_FACE}{path}")
-    manifest, notes = open_checkpoint(path, step)
-    saved, files = SavedModel(manifest, average), by_their_names(carried_by(manifest))
-    codec = open_codec(files)
-    return Pretrained(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
-
-
-def _from_hugging_face(folder: Path) -> Pretrained:
+    folder = Path(load.removeprefix(HUGGING_FACE))
     model = read_model(folder)
     source = HFSource(folder, model)
     files = by_their_names({**carried_files(folder), CONFIG: folder / CONFIG})
@@ -114,12 +88,18 @@ def _from_hugging_face(folder: Path) -> Pretrained:
     return Pretrained(model, source.dtype, source, codec, stop_ids(files, codec))
 
 
-def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
-    """Tokens that end a text: those that generation_config.json names, else config.json, else the tokenizer.
+def _open_checkpoint(path: Location, step: int | None, average: bool) -> Pretrained:
+    if (path / CONFIG).is_file() and not Checkpoints(path).named():
+        seen = f"--load {path} is a Hugging Face model, not a folder of checkpoints"
+        raise InferenceError(seen, f"--load {HUGGING_FACE}{path}")
+    manifest, notes = open_checkpoint(path, step)
+    saved, files = SavedModel(manifest, average), by_their_names(carried_by(manifest))
+    codec = open_codec(files)
+    return Pretrained(saved.model, DTYPES[saved.precision], saved, codec, stop_ids(files, codec), tuple(notes))
 
-    Raises:
-        InferenceError: when a file is not the JSON it should be.
-    """
+
+def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
+    """Return the tokens that end a text, from generation_config.json, else config.json, else the tokenizer."""
     for name in (GENERATION, CONFIG):
         try:
             named = json.loads(files.get(name, b"{}")).get("eos_token_id")
@@ -127,26 +107,22 @@ def stop_ids(files: Mapping[str, bytes], codec: Codec) -> frozenset[int]:
             if named is not None:
                 return frozenset(int(i) for i in ids)
         except (ValueError, TypeError, AttributeError) as error:
-            raise InferenceError(f"{name} does not say which tokens end a text: {error}") from error
+            raise InferenceError(f"{name}: eos_token_id cannot be read: {error}") from error
     return frozenset() if codec.end is None else frozenset({codec.end})
 
 
 def check_layout(model: ModelConfig, tp: int, world_size: int) -> None:
-    """Whether ``tp`` ranks, which must be all, can share a model's matrices.
-
-    Raises:
-        InferenceError: when they cannot.
-    """
+    """Raise InferenceError unless the model can be sharded over ``tp`` ranks, which must be all ranks."""
     if tp != world_size:
         ranks = "1 process" if world_size == 1 else f"{world_size} processes"
-        seen = f"--tensor-model-parallel-size {tp} on {ranks}: every process holds one part of the model"
+        seen = f"--tensor-model-parallel-size {tp} on {ranks}: every process holds one shard of the model"
         raise InferenceError(seen, f"torchrun --nproc-per-node {tp} tools/generate.py")
-    wrong = _misfits(model, tp)
-    if wrong:
-        fits = next(n for n in range(tp, 0, -1) if not _misfits(model, n))
-        raise InferenceError("; ".join(wrong), f"torchrun --nproc-per-node {fits} tools/generate.py")
+    errors = _layout_errors(model, tp)
+    if errors:
+        fits = next(n for n in range(tp, 0, -1) if not _layout_errors(model, n))
+        raise InferenceError("; ".join(errors), f"torchrun --nproc-per-node {fits} tools/generate.py")
 
 
-def _misfits(model: ModelConfig, tp: int) -> list[str]:
+def _layout_errors(model: ModelConfig, tp: int) -> list[str]:
     config = RunConfig(model=model, parallel=ParallelConfig(tensor_model_parallel_size=tp))
     return [problem.sentence for check in (layout.heads, layout.widths) for problem in check(config, tp)]

@@ -1,4 +1,4 @@
-"""Several texts that grow at once, shown one after the other."""
+"""Print several continuations in order while they are generated together."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from megatron.inference.text import Codec, TextStream
 
 
 class Printer:
-    """Writes each prompt and what follows it; the text whose turn it is appears while it grows.
+    """Writes prompts and continuations in order; the first unfinished continuation is printed as it grows.
 
     Args:
-        out: where to write.
-        codec: of the texts.
-        texts: the prompts.
-        prompts: their ids.
-        hidden: tokens that are not shown.
-        live: whether text appears before it is complete.
+        out: output stream.
+        codec: decodes the tokens.
+        texts: texts of the prompts.
+        prompts: token IDs of the prompts.
+        hidden: tokens that are not printed.
+        live: whether to print text before its continuation is complete.
+
     """
 
     def __init__(
@@ -29,14 +30,18 @@ class Printer:
         hidden: Collection[int],
         live: bool,
     ) -> None:
-        self._out, self._texts, self._hidden, self._live = out, texts, hidden, live
+        self._out = out
+        self._texts = texts
+        self._hidden = hidden
+        self._live = live
         self._streams = [TextStream(codec, prompt) for prompt in prompts]
-        self._unwritten, self._complete = ["" for _ in texts], [False for _ in texts]
-        self._turn = 0
-        self._begin()
+        self._unwritten = ["" for _ in texts]
+        self._complete = [False for _ in texts]
+        self._current = 0
+        self._write_prompt()
 
     def token(self, prompt: int, token: int, last: bool) -> None:
-        """Take the next token of a prompt."""
+        """Add the next token of a prompt."""
         stream = self._streams[prompt]
         self._unwritten[prompt] += "" if token in self._hidden else stream.push(token)
         if last:
@@ -45,22 +50,22 @@ class Printer:
         self._write()
 
     def _write(self) -> None:
-        while self._turn < len(self._texts):
-            complete = self._complete[self._turn]
+        while self._current < len(self._texts):
+            complete = self._complete[self._current]
             if complete or self._live:
-                self._out.write(self._unwritten[self._turn] + "\n" * complete)
-                self._unwritten[self._turn] = ""
+                self._out.write(self._unwritten[self._current] + "\n" * complete)
+                self._unwritten[self._current] = ""
             if not complete:
                 break
-            self._turn += 1
-            self._begin()
+            self._current += 1
+            self._write_prompt()
         self._out.flush()
 
-    def _begin(self) -> None:
-        """The prompt whose turn it is, under its number if there are several."""
-        if self._turn == len(self._texts):
+    def _write_prompt(self) -> None:
+        """Write the current prompt, with its number if there are several."""
+        if self._current == len(self._texts):
             return
         if len(self._texts) > 1:
-            self._out.write("\n" * (self._turn > 0) + f"--- {self._turn + 1} of {len(self._texts)}\n")
-        self._out.write(self._texts[self._turn])
+            self._out.write("\n" * (self._current > 0) + f"--- {self._current + 1} of {len(self._texts)}\n")
+        self._out.write(self._texts[self._current])
         self._out.flush()

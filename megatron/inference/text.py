@@ -1,4 +1,4 @@
-"""Text to ids and back, and text that appears while its ids do."""
+"""Encode prompts, decode token IDs, and decode incrementally while tokens are generated."""
 
 from __future__ import annotations
 
@@ -15,30 +15,25 @@ REPLACEMENT = "\ufffd"
 
 
 class Codec(Protocol):
-    """How prompts become ids, and ids text."""
+    """Converts text to token IDs and back."""
 
-    end: int | None
-    """The id that ends a document, if any does."""
+    end: int | None  # end-of-document token, if there is one
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt."""
+        """Return the token IDs of a prompt."""
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
+        """Return the text of token IDs."""
 
 
 class TextCodec:
-    """A tokenizer.json, used as `transformers` uses it: its special tokens frame a prompt and are not printed."""
+    """A tokenizer.json, used as in `transformers`: special tokens are added to prompts and skipped in decoding."""
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        """From the files of a tokenizer, by name.
-
-        Raises:
-            InferenceError: when one of them cannot be understood.
-        """
+        """Read the tokenizer from its files, given by name."""
         try:
             self._tokenizer = Tokenizer.from_buffer(files[TOKENIZER])
-        except Exception as error:  # the library raises no other kind
+        except Exception as error:  # the library raises plain Exception
             raise InferenceError(f"{TOKENIZER} cannot be read: {error}") from error
         self._tokenizer.no_padding()
         self._tokenizer.no_truncation()
@@ -48,75 +43,70 @@ class TextCodec:
             raise InferenceError(str(error)) from error
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with what the tokenizer puts before and after it."""
+        """Return the token IDs of a prompt with the tokenizer's special tokens."""
         ids: list[int] = self._tokenizer.encode(text).ids
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of token IDs; invalid UTF-8 becomes U+FFFD."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=True)
         return text
 
 
 class IdCodec:
-    """For a model that comes without a tokenizer: prompts and continuations are ids, written in decimal."""
+    """For models without a tokenizer: prompts and continuations are decimal token IDs."""
 
     end: int | None = None
 
     def encode(self, text: str) -> list[int]:
-        """The numbers in the text.
-
-        Raises:
-            InferenceError: when a word is not a number.
-        """
+        """Return the numbers in the text."""
         words = text.split()
         wrong = next((word for word in words if not word.isascii() or not word.isdecimal()), None)
         if wrong is not None:
-            seen = f"the model came without a tokenizer, so prompts are ids with blanks between, not '{wrong[:40]}'"
+            seen = f"the model has no tokenizer, so a prompt is token ids separated by spaces, not '{wrong[:40]}'"
             raise InferenceError(seen, '--prompt "17 4 99"')
         return [int(word) for word in words]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The ids in decimal."""
+        """Return the IDs in decimal."""
         return " ".join(map(str, ids))
 
 
 def open_codec(files: Mapping[str, bytes]) -> Codec:
-    """The tokenizer that a model's ``files`` hold; without one, ids are the text.
-
-    Raises:
-        InferenceError: when a file is there and cannot be understood.
-    """
+    """Return the codec of the tokenizer in a model's ``files``, or of decimal IDs without a tokenizer."""
     return TextCodec(files) if TOKENIZER in files else IdCodec()
 
 
 class TextStream:
-    """Text of ids that come one by one: characters appear once all their bytes are there.
+    """Decodes tokens one by one; a character is returned once all its bytes are there.
 
-    What :meth:`push` and :meth:`flush` return is, joined, what follows the prompt in the text of all ids.
+    The concatenated results of :meth:`push` and :meth:`flush` are the text of all IDs after the prompt.
     """
 
     def __init__(self, codec: Codec, prompt: Sequence[int]) -> None:
-        self._codec, self._ids = codec, list(prompt)
-        # Ids are decoded together with the last ones whose text is out: it may depend on what is before it.
-        self._context, self._shown = 0, len(self._ids)
+        self._codec = codec
+        self._ids = list(prompt)
+        # New IDs are decoded together with the last returned ones, because their text may depend on them.
+        self._context_start = 0
+        self._returned = len(self._ids)
 
     def push(self, token: int) -> str:
-        """The text that is certain now; empty while a character is incomplete."""
+        """Add a token and return the new text; empty while a character is incomplete."""
         self._ids.append(token)
-        text = self._hidden()
-        return "" if text.endswith(REPLACEMENT) else self._show(text)
+        text = self._pending_text()
+        return "" if text.endswith(REPLACEMENT) else self._mark_returned(text)
 
     def flush(self) -> str:
-        """The rest, be it complete or not."""
-        return self._show(self._hidden())
+        """Return the remaining text, even if a character is incomplete."""
+        return self._mark_returned(self._pending_text())
 
-    def _hidden(self) -> str:
-        ids = self._ids[self._context :]
-        before = self._codec.decode(ids[: self._shown - self._context])
-        return self._codec.decode(ids)[len(before) :]
+    def _pending_text(self) -> str:
+        ids = self._ids[self._context_start :]
+        context = self._codec.decode(ids[: self._returned - self._context_start])
+        return self._codec.decode(ids)[len(context) :]
 
-    def _show(self, text: str) -> str:
+    def _mark_returned(self, text: str) -> str:
         if text:
-            self._context, self._shown = self._shown, len(self._ids)
+            self._context_start = self._returned
+            self._returned = len(self._ids)
         return text

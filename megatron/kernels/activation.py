@@ -1,4 +1,4 @@
-"""Activations of the feed-forward half of a block."""
+"""Activation functions of the MLP."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": _swiglu,
     "relu2": lambda x: F.relu(x).square(),
 }
-"""By the names of ``--activation``; a gated one gets ``[..., 2 * ffn/tp]``, gate first."""
+"""Functions by the choices of ``--activation``; gated ones take ``[..., 2 * ffn/tp]``, gate first."""
 
 
 def activation(x: Tensor, name: str) -> Tensor:
@@ -41,7 +41,7 @@ def _trials() -> Sequence[Trial]:
     def trial(name: str) -> Trial:
         return Trial(lambda f, t: (f(t[0], name),), (x,))
 
-    return [trial(name) for name in ("gelu_tanh", "swiglu")]  # one of each kind: each is compiled, which takes time
+    return [trial(name) for name in ("gelu_tanh", "swiglu")]  # one of each kind, because each takes time to compile
 
 
 ACTIVATION = Operation(

@@ -1,4 +1,4 @@
-"""One step of AdamW over lists of tensors."""
+"""AdamW step over lists of tensors."""
 
 from __future__ import annotations
 
@@ -14,29 +14,25 @@ from torch.optim.adamw import adamw
 from megatron.kernels.operation import Candidate, Operation, Trial, not_installed
 
 CHUNK = 1 << 16
-"""Elements that one block of apex's kernel takes, the size that apex itself asks for."""
+"""Elements per block of apex's kernel; the size that apex itself uses."""
 
 
 @dataclass(frozen=True)
 class AdamState:
-    """What is moved, and what is kept of it: lists in one order.
+    """Parameters and their state, as lists in the same order."""
 
-    Attributes:
-        params: of one format, at least fp32.
-        exp_avgs: first moments, of the same format and shapes.
-        exp_avg_sqs: second moments.
-        step_counts: updates so far, fp32 and 0-d, one per parameter and all equal.
-    """
-
+    # Of one dtype, at least fp32.
     params: list[Tensor]
+    # First and second moments, of the same dtype and shapes.
     exp_avgs: list[Tensor]
     exp_avg_sqs: list[Tensor]
+    # Updates so far: fp32, 0-d, one per parameter, all equal.
     step_counts: list[Tensor]
 
 
 @dataclass(frozen=True)
 class AdamSettings:
-    """Numbers that stay what they are: decays of the moments, and what is added to the root of the second."""
+    """Hyperparameters of Adam that are constant over a run."""
 
     beta1: float
     beta2: float
@@ -46,7 +42,8 @@ class AdamSettings:
 Adam = Callable[[AdamState, Sequence[Tensor], AdamSettings, float | Tensor, float, Tensor], None]
 """``adam(state, grads, settings, lr, weight_decay, skip)``: AdamW, bias-corrected (Loshchilov & Hutter 2019).
 
-``lr`` may be a 0-d fp32 tensor on the device, ``skip`` is one, and 1 where nothing is to change, the counts included.
+``lr`` is a number or a 0-d fp32 tensor on the device. ``skip`` is such a tensor; if it is 1 nothing changes, including
+the step counts.
 """
 
 
@@ -58,7 +55,7 @@ def adam(
     weight_decay: float,
     skip: Tensor,
 ) -> None:
-    """:data:`Adam` with torch's fused kernel."""
+    """Run :data:`AdamKernel` with torch's fused kernel."""
     adamw(
         state.params,
         list(grads),
@@ -80,12 +77,12 @@ def adam(
 
 def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or dtype == torch.float64:
-        return "apex updates fp32 weights on GPUs"
+        return "apex needs fp32 weights on a GPU"
     return not_installed("amp_C")
 
 
 def _apex() -> Adam:
-    """apex's ``multi_tensor_adam_capturable``, which reads learning rate, count and skip from the device."""
+    """Load apex's ``multi_tensor_adam_capturable``, which reads learning rate, count and skip from the device."""
     kernels: Any = importlib.import_module("amp_C")
 
     def apex_adam(
@@ -107,8 +104,8 @@ def _apex() -> Adam:
             settings.beta2,
             settings.eps,
             state.step_counts[0].to(torch.int32).view(1),
-            1,  # weight decay is decoupled
-            1,  # moments are corrected for their start at zero
+            1,  # decoupled weight decay
+            1,  # bias correction
             weight_decay,
             torch.ones(1, dtype=torch.float32, device=skip.device),  # gradients are already unscaled
         )
@@ -117,23 +114,23 @@ def _apex() -> Adam:
 
 
 def _trials() -> Sequence[Trial]:
-    """Updates, skips and the moments after them; of the weights, what was added, so that small things show."""
+    """Compare moments, counts and the change of the weights (more sensitive than the weights) after three steps."""
     generator = torch.Generator().manual_seed(0)
     shapes = ((7, 5), (3,))
     params, *grads = ([torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes] for _ in range(4))
 
     def run(f: Adam, t: Sequence[Tensor]) -> Sequence[Tensor]:
-        wide = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in t]
-        before, rest = wide[:2], wide[2:]
+        tensors = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in t]
+        before, grads = tensors[:2], tensors[2:]
         after = [p.clone() for p in before]
         moments = [[torch.zeros_like(p) for p in after] for _ in range(2)]
         counts = [torch.zeros((), dtype=torch.float32, device=p.device) for p in after]
         state, settings = AdamState(after, moments[0], moments[1], counts), AdamSettings(0.9, 0.95, 1e-3)
         for at, skip in ((0, 0.0), (2, 1.0), (4, 0.0)):
             flag = torch.full((), skip, dtype=torch.float32, device=after[0].device)
-            f(state, rest[at : at + 2], settings, torch.full_like(flag, 0.125), 0.25, flag)
-        moved = [a - b for a, b in zip(after, before)]
-        return [*moved, *moments[0], *moments[1], *counts]
+            f(state, grads[at : at + 2], settings, torch.full_like(flag, 0.125), 0.25, flag)
+        changes = [a - b for a, b in zip(after, before)]
+        return [*changes, *moments[0], *moments[1], *counts]
 
     return [Trial(run, (*params, *(g for some in grads for g in some)), differentiated=False)]
 

@@ -1,4 +1,4 @@
-"""Attention proper: softmax of scaled scores, times values, without dropout.
+"""Core attention without dropout: softmax of scaled scores, times values.
 
 Shapes: S queries, T keys, B batch, N query heads, G key/value heads (N a multiple of G), D channels of a head.
 """
@@ -22,9 +22,9 @@ from megatron.kernels.operation import HALF, Candidate, Operation, Trial, half_o
 def attention_mask(
     seq_length: int, window: int | None, documents_BS: Tensor | None, device: torch.device, first_query: int = 0
 ) -> Tensor:
-    """Who may look at whom, boolean ``[B or 1, 1, S, T]``: causal, within the window, within the document.
+    """Return a boolean mask ``[B or 1, 1, S, T]``: causal, within the sliding window, within the document.
 
-    Queries are the tokens from ``first_query`` on, keys all ``seq_length``.
+    Keys are all ``seq_length`` tokens, queries those from ``first_query`` on. True where a query attends to a key.
     """
     if documents_BS is None:
         mask = torch.ones(1, 1, seq_length - first_query, seq_length, dtype=torch.bool, device=device)
@@ -38,109 +38,105 @@ def attention_mask(
 
 @dataclass(frozen=True)
 class Sight:
-    """Who may look at whom: causal, within the window, within the document.
+    """Causal attention mask, optionally limited to a sliding window and to documents.
 
-    Attributes:
-        keys: how many tokens there are to look at; the queries are the last of them.
-        device: of the mask.
-        window: tokens that a query sees, itself the last; None for all before it.
-        documents: int64 ``[B, keys]``, what each token belongs to, runs of equal ids; None where a sample is one.
-        first_query: place of the first query among the keys.
-        known: the :attr:`boundaries`, where somebody knows them already.
+    Kernels that need no explicit mask read the fields; the others take :attr:`dense`.
     """
 
+    # Number of keys; the queries are the last of them.
     keys: int
     device: torch.device
+    # Tokens that a query attends to, itself included; None for all before it.
     window: int | None = None
+    # int64 [B, keys]: document of each token, in runs of equal ids; None where every sample is one document.
     documents: Tensor | None = None
+    # Index of the first query among the keys.
     first_query: int = 0
-    known: Tensor | None = None
+    # The value of :attr:`boundaries`, if known in advance.
+    known_boundaries: Tensor | None = None
 
     @cached_property
-    def mask(self) -> Tensor | None:
-        """:func:`attention_mask`, or None when plain causal says it all.
-
-        Made only for those who ask, because at long sequences it is large.
-        """
+    def dense(self) -> Tensor | None:
+        """The mask as a boolean tensor, or None for a plain causal mask. Made on first use: it may be large."""
         if self.window is None and self.documents is None and self.first_query == 0:
             return None
         return attention_mask(self.keys, self.window, self.documents, self.device, self.first_query)
 
     @cached_property
     def boundaries(self) -> Tensor:
-        """Where documents begin in the samples laid end to end, and where the last ends: int32 ``[documents + 1]``.
+        """Starts of the documents in the concatenated samples, and the end of the last: int32 ``[documents + 1]``.
 
-        Where they are not known, waits for the device, once per micro-batch: how many there are decides the shape.
+        Unless known in advance, synchronises host and device once per micro-batch, because the shape depends on data.
         """
-        if self.known is not None:
-            return self.known
+        if self.known_boundaries is not None:
+            return self.known_boundaries
         if self.documents is None:
             raise ValueError("there are no documents")
-        begins_BS = torch.ones_like(self.documents, dtype=torch.bool)
-        begins_BS[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
-        end = torch.full((1,), begins_BS.numel(), device=begins_BS.device)
-        return torch.cat((begins_BS.flatten().nonzero().flatten(), end)).int()
+        starts_BS = torch.ones_like(self.documents, dtype=torch.bool)
+        starts_BS[:, 1:] = self.documents[:, 1:] != self.documents[:, :-1]
+        end = torch.full((1,), starts_BS.numel(), device=starts_BS.device)
+        return torch.cat((starts_BS.flatten().nonzero().flatten(), end)).int()
 
 
 Attention = Callable[[Tensor, Tensor, Tensor, Sight], Tensor]
-"""``attention(q_SBND, k_TBGD, v_TBGD, sight) -> y_SBND``."""
+"""``attention(q_SBND, k_TBGD, v_TBGD, mask) -> y_SBND``."""
 
 
-def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, sight: Sight) -> Tensor:
-    """Torch's fused attention, whichever of its kernels takes the inputs."""
+def sdpa(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: Sight) -> Tensor:
+    """Compute attention with SDPA, which picks among PyTorch's kernels."""
     q_BNSD, k_BGTD, v_BGTD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_TBGD, v_TBGD))
     queries = q_BNSD.shape[1] // k_BGTD.shape[1]
-    if queries > 1 and q_SBND.is_cuda and not (sight.mask is None and q_SBND.dtype in HALF):
-        # CUDA's kernel for masks and fp32 knows no groups; without copies torch would make the full score matrix.
+    if queries > 1 and q_SBND.is_cuda and not (mask.dense is None and q_SBND.dtype in HALF):
+        # CUDA's kernel for masks and fp32 lacks GQA; without copies torch would store the full score matrix.
         k_BGTD, v_BGTD = (t.repeat_interleave(queries, dim=1) for t in (k_BGTD, v_BGTD))
     grouped = k_BGTD.shape[1] < q_BNSD.shape[1]
     y_BNSD = F.scaled_dot_product_attention(
-        q_BNSD, k_BGTD, v_BGTD, sight.mask, is_causal=sight.mask is None, enable_gqa=grouped
+        q_BNSD, k_BGTD, v_BGTD, mask.dense, is_causal=mask.dense is None, enable_gqa=grouped
     )
     return y_BNSD.permute(2, 0, 1, 3)
 
 
-def cudnn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, sight: Sight) -> Tensor:
-    """Torch's fused attention by cuDNN where that takes the inputs; masks are left to the others."""
-    if sight.mask is not None:
-        return sdpa(q_SBND, k_TBGD, v_TBGD, sight)
+def cudnn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: Sight) -> Tensor:
+    """Compute attention with cuDNN where it supports the inputs; dense masks go to :func:`sdpa`."""
+    if mask.dense is not None:
+        return sdpa(q_SBND, k_TBGD, v_TBGD, mask)
     order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
-        return sdpa(q_SBND, k_TBGD, v_TBGD, sight)
+        return sdpa(q_SBND, k_TBGD, v_TBGD, mask)
 
 
 def _cudnn_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if not half_on_gpu(device, dtype):
-        return "cuDNN's attention takes bf16 and fp16 on GPUs"
+        return "cuDNN attention needs bf16 or fp16 on a GPU"
     q = torch.empty(1, 4, 64, 64, device=device, dtype=dtype)
     k = q[:, :2]
     usable = torch.backends.cuda.can_use_cudnn_attention(torch.backends.cuda.SDPAParams(q, k, k, None, 0.0, True, True))
-    return None if usable else "cuDNN's attention does not run here"
+    return None if usable else "cuDNN attention is not available on this GPU"
 
 
 def _flash_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if not half_on_gpu(device, dtype):
-        return "flash-attn takes bf16 and fp16 on GPUs"
+        return "flash-attn needs bf16 or fp16 on a GPU"
     return not_installed("flash_attn")
 
 
 def _flash() -> Attention:
-    """The flash-attn package (version 2), with documents as sequences of their own."""
+    """Load the flash-attn package (version 2); documents become separate sequences."""
     package: Any = importlib.import_module("flash_attn")
 
-    def flash_attn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, sight: Sight) -> Tensor:
-        if sight.first_query > 0:
-            return sdpa(q_SBND, k_TBGD, v_TBGD, sight)
+    def flash_attn(q_SBND: Tensor, k_TBGD: Tensor, v_TBGD: Tensor, mask: Sight) -> Tensor:
+        if mask.first_query > 0:
+            return sdpa(q_SBND, k_TBGD, v_TBGD, mask)
         q, k, v = (t.transpose(0, 1) for t in (q_SBND, k_TBGD, v_TBGD))
         options = {
             "causal": True,
-            "window_size": (-1, -1) if sight.window is None else (sight.window - 1, 0),
+            "window_size": (-1, -1) if mask.window is None else (mask.window - 1, 0),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
         }
-        if sight.documents is None:
+        if mask.documents is None:
             y: Tensor = package.flash_attn_func(q, k, v, **options)
             return y.transpose(0, 1)
-        ends, longest = sight.boundaries, q.shape[1]
+        ends, longest = mask.boundaries, q.shape[1]
         flat = (t.flatten(0, 1) for t in (q, k, v))
         y = package.flash_attn_varlen_func(*flat, ends, ends, longest, longest, **options)
         return y.unflatten(0, q.shape[:2]).transpose(0, 1)

@@ -1,4 +1,4 @@
-"""torch.compile for regions between the matrix products."""
+"""torch.compile of the element-wise regions between matrix products."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 
 MOST_SHAPES = 64
-"""Shapes for which a region is compiled. A run has few: blocks, query and key norms, training and evaluation, a last
-short chunk of the loss. Beyond the limit torch would go back to eager computation."""
+"""Maximum number of shapes per compiled function, beyond which torch falls back to eager execution. A run has few:
+blocks, query and key norms, training and evaluation, the last chunk of the loss."""
 
 
 def no_compiler(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why torch.compile cannot work here; None when it should."""
+    """Return why torch.compile cannot work here, or None."""
     if device.type == "cuda":
         return None if importlib.util.find_spec("triton") else "torch.compile needs triton, which is not installed"
     compilers = [os.environ["CXX"]] if "CXX" in os.environ else ["g++", "clang++"]
@@ -26,7 +26,7 @@ def no_compiler(device: torch.device, dtype: torch.dtype) -> str | None:
 
 
 def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
-    """How to make the compiled form of ``function``: once per shape, as one graph, all sizes constants."""
+    """Return a factory of ``function`` compiled with static shapes, as one graph per shape."""
 
     def make() -> Callable[..., Any]:
         import torch._dynamo.config as limits  # takes seconds, and most runs do not need it
@@ -35,11 +35,13 @@ def compiled(function: Callable[..., Any]) -> Callable[[], Callable[..., Any]]:
         made: Callable[..., Any] = torch.compile(function, fullgraph=True, dynamic=False)
 
         def run(*arguments: Any) -> Any:
-            if limits.recompile_limit < MOST_SHAPES:  # torch keeps settings by thread, and backward has one of its own
+            # Set on every call: torch's settings are per thread, and backward runs in another thread.
+            if limits.recompile_limit < MOST_SHAPES:
                 limits.recompile_limit = MOST_SHAPES
-            wanted = torch.are_deterministic_algorithms_enabled()  # dynamo compiles anew for the next run of a process
-            if inductor.deterministic != wanted:
-                inductor.deterministic = wanted  # or reductions would be cut as timing on the GPU suggests
+            # Otherwise the tiling of reductions would depend on autotuning. A change makes dynamo recompile.
+            deterministic = torch.are_deterministic_algorithms_enabled()
+            if inductor.deterministic != deterministic:
+                inductor.deterministic = deterministic
             return made(*arguments)
 
         return run

@@ -1,4 +1,4 @@
-"""What cross-entropy does to a chunk of logits, between the communications of a split vocabulary.
+"""Local passes of cross-entropy over a chunk of logits, between the reductions over the vocabulary group.
 
 Shapes: C tokens of a chunk, V this rank's vocabulary rows.
 """
@@ -17,19 +17,16 @@ from megatron.kernels.operation import Candidate, Operation, Trial
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Three passes over the logits. Each may change what it is given, and the next one gets what it left.
+    """Three passes over the logits. Each may overwrite its input ``work_CV``, which is passed on to the next."""
 
-    Attributes:
-        top: ``(logits_CV, held) -> (work_CV, top_C)``: the largest logit of the first ``held`` rows, the rest being
-            padding; in at least fp32.
-        sums: ``(work_CV, top_C, row_C, mine_C, held) -> sums_2C``: the sum of ``exp(logit - top)`` and, where the
-            label is ``mine``, ``logit[row] - top``, else 0.
-        gradient: ``(work_CV, top_C, scale_C, mask_C, row_C, mine_C, held, dtype) -> d_CV``:
-            ``scale * exp(logit - top)``, minus ``mask`` at the label where it is ``mine``.
-    """
-
+    # (logits_CV, held) -> (work_CV, top_C): the largest of the first ``held`` logits, in at least fp32; the rest is
+    # padding.
     top: Callable[[Tensor, int], tuple[Tensor, Tensor]]
+    # (work_CV, top_C, row_C, mine_C, held) -> sums_2C: the sum of exp(logit - top), and logit[row] - top where this
+    # rank holds the label's row (``mine``), else 0.
     sums: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
+    # (work_CV, top_C, scale_C, mask_C, row_C, mine_C, held, dtype) -> dlogits_CV: scale * exp(logit - top), minus
+    # ``mask`` at the label where ``mine``.
     gradient: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, int, torch.dtype], Tensor]
 
 
@@ -60,11 +57,11 @@ def _gradient(
 
 
 IN_PLACE = CrossEntropy(_top, _sums, _gradient)
-"""Eager: the logits are widened once, and become exponentials and then the gradient in place."""
+"""Eager implementation: one fp32 copy of the logits becomes the exponentials and then the gradient in place."""
 
 
 def _wide_logits(logits_CV: Tensor, held: int) -> Tensor:
-    """Logits in at least fp32, ``-inf`` at the padding; never stored where this is part of a fused pass."""
+    """Return logits in at least fp32, ``-inf`` at the padding; not stored when fused into a compiled pass."""
     wide_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32))
     return wide_CV if held == logits_CV.shape[1] else wide_CV.where(_columns(logits_CV) < held, float("-inf"))
 
@@ -93,9 +90,9 @@ def _streamed_gradient(
 
 
 def _streamed() -> CrossEntropy:
-    """Compiled: the logits stay in the format of the matrix product, and exponentials are never stored.
+    """Compile the passes: logits stay in the dtype of the matrix product, and exponentials are never stored.
 
-    They are read three times and overwritten once, by the gradient.
+    The logits are read three times, and overwritten once by the gradient.
     """
     top, sums, gradient = (compiled(f)() for f in (_streamed_top, _streamed_sums, _streamed_gradient))
 

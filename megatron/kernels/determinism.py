@@ -1,4 +1,4 @@
-"""``--deterministic``: equal runs are equal to the bit, or the run is refused."""
+"""``--deterministic``: bitwise reproducible runs."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ def _is_fixed_workspace(value: str) -> bool:
     return value in (":4096:8", ":16:8")
 
 
-def _sums_in_ranks(value: str) -> bool:
-    """Whether no reduction is left to switches (NVLS), which add in the order of arrival."""
+def _excludes_nvls(value: str) -> bool:
+    """Return True if NCCL_ALGO excludes NVLS: switches add in the order of arrival."""
     names = [name.strip().lower() for name in value.lstrip("^").split(",")]
     return "nvls" in names if value.startswith("^") else not any(name.startswith("nvls") for name in names)
 
 
 VARIABLES: dict[str, tuple[str, Callable[[str], bool]]] = {
     "CUBLAS_WORKSPACE_CONFIG": (":4096:8", _is_fixed_workspace),
-    "NCCL_ALGO": ("^NVLS,NVLSTree", _sums_in_ranks),
+    "NCCL_ALGO": ("^NVLS,NVLSTree", _excludes_nvls),
 }
-"""What the environment of a run on GPUs must say: a value that is set where there is none, and which others do.
+"""Environment variables of deterministic runs on GPUs: the value to set, and a test of an existing one.
 
-The first is torch's own condition for equal matrix products (docs of ``use_deterministic_algorithms``), the second
-Megatron-LM's for equal sums over ranks.
+The first is PyTorch's condition for reproducible matrix products (docs of ``use_deterministic_algorithms``), the second
+Megatron-LM's for reproducible reductions over ranks.
 """
 
 
 def make_deterministic(wanted: bool, device: torch.device, environ: MutableMapping[str, str] = os.environ) -> list[str]:
-    """Make torch compute the same bits in equal runs of this process; to be called before any GPU communicates.
+    """Make PyTorch deterministic in this process. To be called before the first GPU communication.
 
-    From here on torch raises where an operation knows only an order that differs from run to run; its fused attention
-    takes backward passes that add in a fixed order. Which kernels are left out is decided by ``registry.choose``.
+    Afterwards torch raises in operations without a deterministic implementation. Kernels that are not deterministic
+    are excluded by ``registry.select_kernels``.
 
     Args:
         wanted: False does nothing.
         device: of the run.
-        environ: gets the variables that cuBLAS and NCCL read.
+        environ: receives the variables that cuBLAS and NCCL read.
 
     Returns:
         Lines to print.
 
     Raises:
-        UserError: when a variable is set to something else.
+        UserError: when a variable is already set to a value that is not deterministic.
 
     """
     if not wanted:

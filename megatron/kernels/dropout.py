@@ -1,4 +1,4 @@
-"""Dropout whose mask is a hash of what is dropped, so that it is the same in every layout and implementation."""
+"""Counter-based dropout: the mask is a hash of global coordinates, equal in every layout and implementation."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ Dropout = Callable[[Tensor, float, Tensor, Tensor, int], Tensor]
 
 
 def dropout(x_SBH: Tensor, probability: float, key: Tensor, samples_B: Tensor, first_row: int) -> Tensor:
-    """Drop elements of the residual stream; the others grow by ``1 / (1 - probability)``.
+    """Drop elements of the residual stream; the others are scaled by ``1 / (1 - probability)``.
 
     Args:
         x_SBH: rows of the sequence.
-        probability: of an element being dropped.
-        key: 0-d int64 of the step and the place in the model; a tensor, because it is another one in every step.
-        samples_B: int64 ids.
+        probability: of dropping an element.
+        key: 0-d int64, a hash of the step and the place in the model. A tensor, so that a new step does not recompile.
+        samples_B: int64 sample ids.
         first_row: position in the sequence of row 0.
 
     """
@@ -33,19 +33,16 @@ def dropout(x_SBH: Tensor, probability: float, key: Tensor, samples_B: Tensor, f
 
 
 def keep_mask(probability: float, key: int | Tensor, samples: Tensor, positions: Tensor, channels: Tensor) -> Tensor:
-    """Which elements survive dropout: a pure function of what each element is.
+    """Return which elements survive dropout, as a boolean tensor of the broadcast shape.
 
-    The result is the same under recomputation and in any layout, because it depends on global coordinates only.
+    A pure function of global coordinates: equal under recomputation and in every layout.
 
     Args:
-        probability: of being dropped.
+        probability: of dropping an element.
         key: 63 bits, a hash of (seed, step, layer, site).
-        samples: int64 ids, broadcastable with the other two.
+        samples: int64 sample ids, broadcastable with the other two.
         positions: int64 positions in the sequence.
         channels: int64 channels.
-
-    Returns:
-        Boolean tensor of the broadcast shape.
 
     """
     rows = mix(mix(samples ^ (key & MASK)) ^ positions ^ (key >> 32))

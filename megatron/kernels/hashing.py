@@ -1,4 +1,4 @@
-"""Random bits as pure functions of numbers: no generator, and so no state, on any device."""
+"""Stateless random bits: hashes of integers, on any device."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ MASK = 0xFFFFFFFF
 
 
 def mix(x: Tensor) -> Tensor:
-    """A bijection of 32-bit integers (held in int64) that spreads every input bit over all output bits."""
+    """Hash 32-bit integers, stored in int64, bijectively; every input bit affects all output bits."""
     x = x & MASK
     for _ in range(2):
         x = ((x >> 16) ^ x) * 0x45D9F3B & MASK
@@ -17,10 +17,10 @@ def mix(x: Tensor) -> Tensor:
 
 
 def random_bits(key: int, step: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-    """32 random bits for each row and column: a pure function of key, step, row and column.
+    """Return 32 random bits per row and column, a pure function of key, step, row and column.
 
     Args:
-        key: 63 bits, a hash of whatever the draw is for.
+        key: 63 bits, a hash of the purpose.
         step: int64 scalar on the device of the others.
         rows: int64 ``[R]``.
         columns: int64 ``[C]``.
@@ -36,7 +36,7 @@ def random_bits(key: int, step: Tensor, rows: Tensor, columns: Tensor) -> Tensor
 
 
 def _mix_in_place(x: Tensor) -> Tensor:
-    """:func:`mix` of int32 values, whose products wrap around: a quarter of its time."""
+    """Compute :func:`mix` of int32 values, whose products wrap around; takes a quarter of its time."""
     for _ in range(2):
         x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF)).mul_(0x45D9F3B)
     return x.bitwise_xor_((x >> 16).bitwise_and_(0xFFFF))

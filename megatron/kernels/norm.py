@@ -1,6 +1,6 @@
-"""LayerNorm and RMSNorm over the last dimension, alone and behind a residual sum.
+"""LayerNorm and RMSNorm over the last dimension, alone and fused with a residual sum.
 
-Shapes: R any number of leading dimensions, W the width that is normalised.
+Shapes: R any leading dimensions, W the normalised width.
 """
 
 from __future__ import annotations
@@ -14,36 +14,42 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.kernels.compiling import compiled, no_compiler
-from megatron.kernels.operation import Candidate, Operation, Trial, not_installed
+from megatron.kernels.operation import HALF, Candidate, Operation, Trial, not_installed
 
 Norm = Callable[[Tensor, Tensor, Tensor | None, float], Tensor]
-"""``norm(x_RW, weight_W, bias_W, eps) -> y_RW``; RMSNorm where there is no bias. Statistics in at least fp32."""
+"""``norm(x_RW, weight_W, bias_W, eps) -> y_RW``; RMSNorm without a bias. Statistics in at least fp32."""
 
 AddNorm = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], tuple[Tensor, Tensor]]
 """``add_norm(x_RW, y_RW, weight_W, bias_W, eps) -> (x + y, norm(x + y))``."""
 
 
 def norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
-    """``(x - mean) / sqrt(var + eps) * weight + bias``, or without a bias ``x / sqrt(mean(x^2) + eps) * weight``."""
+    """Compute LayerNorm, ``(x - mean) / sqrt(var + eps) * weight + bias``, or without a bias RMSNorm.
+
+    RMSNorm is ``x / sqrt(mean(x^2) + eps) * weight``.
+    """
     if bias is None:
         return F.rms_norm(x, weight.shape, weight, eps)
+    if x.dtype in HALF and x.device.type == "cpu":
+        # torch's CPU kernel would sum the gradients of weight and bias over rows in 16 bits.
+        return F.layer_norm(x.float(), weight.shape, weight.float(), bias.float(), eps).to(x.dtype)
     return F.layer_norm(x, weight.shape, weight, bias, eps)
 
 
 def add_norm(x: Tensor, y: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> tuple[Tensor, Tensor]:
-    """The residual sum, and its norm."""
+    """Return the residual sum, and its norm."""
     total = x + y
     return total, norm(total, weight, bias, eps)
 
 
 def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if device.type != "cuda" or dtype == torch.float64:
-        return "apex normalises fp32, bf16 and fp16 on GPUs"
+        return "apex needs fp32, bf16 or fp16 on a GPU"
     return not_installed("apex", "fused_layer_norm_cuda")
 
 
 def _apex() -> Norm:
-    """Apex's fused norms."""
+    """Load apex's fused norms."""
     fused: Any = importlib.import_module("apex.normalization.fused_layer_norm")
 
     def apex_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""An operation that has several implementations, and the proof that one of them computes what torch's own does."""
+"""Operations with several implementations, and the check of an implementation against PyTorch in fp64."""
 
 from __future__ import annotations
 
@@ -14,56 +14,49 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 def runs_anywhere(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Nothing is missing."""
+    """Return None: the implementation has no requirements."""
     return None
 
 
 def half_on_gpu(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether numbers of 16 bits lie on a GPU: all that most fused kernels take."""
+    """Return True for bf16 and fp16 on a GPU, which most fused kernels require."""
     return device.type == "cuda" and dtype in HALF
 
 
 def not_installed(*modules: str) -> str | None:
-    """Which of the modules are not installed; None when all are. Imports none of them."""
+    """Return which modules are not installed, or None; does not import them."""
     absent = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"{' and '.join(absent)} cannot be imported" if absent else None
 
 
 @dataclass(frozen=True)
 class Candidate:
-    """An implementation of an operation.
+    """An implementation of an operation."""
 
-    Attributes:
-        make: imports what it needs and returns it.
-        missing: why it cannot run on a device with a number format; None when it can. Cheap.
-        deterministic: equal calls give equal bits, backward too, at least while
-            ``torch.use_deterministic_algorithms`` is on.
-    """
-
+    # Imports what it needs and returns the implementation.
     make: Callable[[], Any]
+    # Returns why it cannot run on a device with a dtype, or None. Cheap.
     missing: Callable[[torch.device, torch.dtype], str | None] = runs_anywhere
+    # Forward and backward are bitwise reproducible, at least under ``torch.use_deterministic_algorithms``.
     deterministic: bool = True
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A small call.
+    """A small call on which an implementation is compared with PyTorch."""
 
-    Attributes:
-        run: calls an implementation on tensors like the inputs; returns the outputs. It may change them in place
-            where it is not differentiated.
-        inputs: fp64 and integers, on the CPU; the implementation gets them in its own format and place.
-        differentiated: gradients of all floating inputs are compared too.
-    """
-
+    # Calls an implementation on copies of the inputs and returns the outputs. May modify the inputs in place if not
+    # differentiated.
     run: Callable[[Any, Sequence[Tensor]], Sequence[Tensor]]
+    # fp64 and integer tensors on the CPU; converted to the device and dtype of the run.
     inputs: tuple[Tensor, ...]
+    # Compare the gradients of all floating-point inputs too.
     differentiated: bool = True
 
     def outcome(
         self, implementation: Any, device: torch.device, dtype: torch.dtype, rounded: torch.dtype
     ) -> list[Tensor]:
-        """Outputs and gradients, computed in ``dtype`` from inputs that were rounded to ``rounded``."""
+        """Return outputs and gradients, computed in ``dtype`` from inputs rounded to ``rounded``."""
         inputs = [_placed(t, device, dtype, rounded) for t in self.inputs]
         if not self.differentiated:
             with torch.no_grad():
@@ -79,18 +72,18 @@ class Trial:
 
 @dataclass(frozen=True)
 class Operation:
-    """Implementations by name, ``torch`` last, and the calls by which they are compared with it."""
+    """Implementations by name, ``torch`` last, and the calls on which they are compared with it."""
 
     candidates: Mapping[str, Candidate]
     trials: Callable[[], Sequence[Trial]]
 
 
 def disproof(operation: Operation, implementation: Any, device: torch.device, dtype: torch.dtype) -> str | None:
-    """What speaks against an implementation; None when all trials come out right.
+    """Check an implementation; return what is wrong with it, or None.
 
-    Right is: values and gradients are as near to those of ``torch`` in fp64 as those of ``torch`` in ``dtype`` are,
-    up to a factor of 3 for another order of rounding. Distances are those of whole tensors, relative. What is wider
-    than ``dtype`` has to be as exact as its own format: a sum in fp32 that was rounded on the way is wrong.
+    Outputs and gradients must be as close to those of ``torch`` in fp64 as those of ``torch`` in ``dtype`` are, up to a
+    factor of 3 for another order of rounding. Distances are relative, over whole tensors. Outputs wider than ``dtype``
+    must be accurate to their own dtype: an fp32 sum of rounded terms fails.
     """
     reference = operation.candidates["torch"].make()
     for trial in operation.trials():
@@ -98,7 +91,7 @@ def disproof(operation: Operation, implementation: Any, device: torch.device, dt
         usual = trial.outcome(reference, device, dtype, dtype)
         try:
             found = trial.outcome(implementation, device, dtype, dtype)
-        except Exception as failure:  # whatever an implementation does, the run can go on without it
+        except Exception as failure:  # of any kind: the run can use another implementation
             return f"failed ({first_line(failure)})"
         if [t.shape for t in found] != [t.shape for t in usual]:
             return f"gave shapes {[tuple(t.shape) for t in found]}, not {[tuple(t.shape) for t in usual]}"
@@ -111,12 +104,12 @@ def disproof(operation: Operation, implementation: Any, device: torch.device, dt
 
 
 def first_line(error: Exception) -> str:
-    """An error in a few words; compilers write pages."""
+    """Return an error's class and first line; compilers write pages."""
     return f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 
 def _placed(t: Tensor, device: torch.device, dtype: torch.dtype, rounded: torch.dtype) -> Tensor:
-    """A copy of an input; numbers with a fraction are rounded and then held in ``dtype``."""
+    """Copy an input to a device; floating-point values are rounded to ``rounded`` and stored in ``dtype``."""
     return t.to(rounded).to(device, dtype, copy=True) if t.is_floating_point() else t.to(device, copy=True)
 
 

@@ -1,4 +1,4 @@
-"""Which implementation computes each operation of a run: chosen, and proven, once at its start."""
+"""Selection of the implementation of each operation, checked once at the start of a run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from megatron.kernels.weight_gradient import WEIGHT_GRADIENT, WeightGradient, ad
 
 @dataclass(frozen=True)
 class Kernels:
-    """One implementation per operation; stock PyTorch where nothing else is said."""
+    """One implementation per operation; by default PyTorch's."""
 
     norm: Norm = norm
     add_norm: AddNorm = add_norm
@@ -47,62 +47,63 @@ OPERATIONS: dict[str, Operation] = {
     "weight_gradient": WEIGHT_GRADIENT,
     "adam": ADAM,
 }
-"""By the names of the fields of :class:`Kernels`; their candidates are those of ``config.kernels.CANDIDATES``."""
+"""Operations by the field names of :class:`Kernels`, with the candidates that ``config.kernels.CANDIDATES`` lists."""
 
 
 def choose(
     words: Sequence[str], device: torch.device, dtype: torch.dtype, deterministic: bool = False
 ) -> tuple[Kernels, list[str]]:
-    """The implementations that the words ask for, out of those that work here.
+    """Select the implementations that ``--kernels`` requests, among those that work here.
 
     Args:
-        words: of ``--kernels``, valid.
-        device: of the run; on ``meta``, where nothing is computed, all is PyTorch's.
+        words: valid values of ``--kernels``.
+        device: of the run; on ``meta``, where nothing is computed, every implementation is PyTorch's.
         dtype: of parameters and activations.
-        deterministic: leave out what gives other bits in equal calls.
+        deterministic: exclude implementations that are not bitwise reproducible.
 
     Returns:
-        The kernels, and lines to print: what was chosen, and what was asked for and left out.
+        The kernels, and lines to print: what was selected, and which requested implementations are not used.
 
     Raises:
-        UserError: when an implementation that was asked for by its operation's name cannot be used.
+        UserError: when an implementation that was requested for one operation by name cannot be used.
 
     """
-    made: dict[str, Any] = {}
+    selected: dict[str, Any] = {}
     names: dict[str, str] = {}
     notes: list[str] = []
     problems: list[Problem] = []
-    for operation, wish in wishes(words).items():
-        for name in _order(operation, wish, device):
+    for operation, choice in wishes(words).items():
+        for name in _candidates(operation, choice, device):
             implementation, refusal = _try(OPERATIONS[operation], name, device, dtype, deterministic)
             if refusal is None:
-                made[operation], names[operation] = implementation, name
+                selected[operation], names[operation] = implementation, name
                 break
-            if wish.alone:
+            if choice.alone:
                 problems.append(_refused(operation, name, refusal))
-            elif wish.name == name or not refusal.absent:
+            elif choice.name == name or not refusal.absent:
                 notes.append(f"kernels: {operation}={name} is left out: {refusal.reason}")
     if problems:
         raise UserError(problems)
-    return Kernels(**made), [_summary(names), *notes]
+    return Kernels(**selected), [_summary(names), *notes]
 
 
 @dataclass(frozen=True)
 class _Refusal:
-    """Why an implementation is not used; ``absent`` when it is simply not there, as most are on most machines."""
+    """Why an implementation is not used."""
 
     reason: str
+    # It is not available on this machine, which is normal and not reported unless it was requested.
     absent: bool = False
     code: str = "E903"
 
 
-def _order(operation: str, wish: Wish, device: torch.device) -> Sequence[str]:
-    """What is tried, best first; on CPUs ``auto`` is torch."""
+def _candidates(operation: str, choice: Wish, device: torch.device) -> Sequence[str]:
+    """Return the candidates to try, best first; on CPUs ``auto`` is torch."""
     if device.type == "meta":
         return ("torch",)
-    if wish.name == "auto":
+    if choice.name == "auto":
         return CANDIDATES[operation] if device.type == "cuda" else ("torch",)
-    return (wish.name,) if wish.alone or wish.name == "torch" else (wish.name, "torch")
+    return (choice.name,) if choice.alone or choice.name == "torch" else (choice.name, "torch")
 
 
 def _try(
@@ -112,13 +113,13 @@ def _try(
     if name == "torch":
         return candidate.make(), None
     if deterministic and not candidate.deterministic:
-        return None, _Refusal("equal calls of it may differ in their last bits", absent=True, code="E902")
+        return None, _Refusal("its results are not bitwise reproducible", absent=True, code="E902")
     missing = candidate.missing(device, dtype)
     if missing is not None:
         return None, _Refusal(missing, absent=True)
     try:
         implementation = candidate.make()
-    except Exception as error:  # a package that is there may still fail to load, in any way
+    except Exception as error:  # an installed package may still fail to load, in any way
         return None, _Refusal(f"it cannot be loaded ({first_line(error)})")
     wrong = disproof(operation, implementation, device, dtype)
     return (implementation, None) if wrong is None else (None, _Refusal(f"it {wrong}"))
@@ -133,7 +134,7 @@ def _refused(operation: str, name: str, refusal: _Refusal) -> Problem:
 
 
 def _summary(names: dict[str, str]) -> str:
-    """One line: what computes what, what is the same said once."""
+    """Return one line with the operations of each implementation."""
     by_name: dict[str, list[str]] = {}
     for operation, name in names.items():
         by_name.setdefault(name, []).append(operation)

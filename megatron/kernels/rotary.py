@@ -1,4 +1,4 @@
-"""Rotation of queries and keys by the angles of their positions."""
+"""Application of rotary position embeddings to queries and keys."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ def rotate(x_SBND: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tenso
         x_SBND: ``[sequence, batch, heads, channels]``.
         cos: of the angles, ``[S, B or 1, 1, channels to rotate]``.
         sin: likewise.
-        interleaved: pairs are channels (0,1),(2,3).. instead of (i, i + width/2).
+        interleaved: rotate channel pairs (0,1),(2,3).. instead of (i, i + width/2).
 
     """
     width = cos.shape[-1]
     x = x_SBND[..., :width]
     if interleaved:
-        turned = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
+        rotated_90 = torch.stack((-x[..., 1::2], x[..., 0::2]), dim=-1).flatten(-2)
     else:
-        turned = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), dim=-1)
-    rotated = x * cos + turned * sin
+        rotated_90 = torch.cat((-x[..., width // 2 :], x[..., : width // 2]), dim=-1)
+    rotated = x * cos + rotated_90 * sin
     return rotated if width == x_SBND.shape[-1] else torch.cat((rotated, x_SBND[..., width:]), dim=-1)
 
 
 def rotary(q_SBND: Tensor, k_SBGD: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
-    """:func:`rotate` queries and keys."""
+    """Rotate queries and keys; see :func:`rotate`."""
     return rotate(q_SBND, cos, sin, interleaved), rotate(k_SBGD, cos, sin, interleaved)
 
 
@@ -45,7 +45,7 @@ def _trials() -> Sequence[Trial]:
     q = torch.randn(5, 2, 4, 12, generator=generator, dtype=torch.float64)
 
     def trial(interleaved: bool) -> Trial:
-        # Cosines and sines are constants of a model, so they are made here and have no gradient.
+        # Cosines and sines are constants of a model, so they are computed here and have no gradient.
         return Trial(
             lambda f, t: f(t[0], t[1], angles.cos().to(t[0]), angles.sin().to(t[0]), interleaved), (q, q[:, :, :2])
         )

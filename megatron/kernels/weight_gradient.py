@@ -1,4 +1,4 @@
-"""Gradients of linear weights, multiplied straight into the buffer that collects them."""
+"""Weight gradients of linear layers, accumulated in the gradient buffer by the matrix product."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megatron.kernels.operation import Candidate, Operation, Trial, half_on_gpu,
 WeightGradient = Callable[..., None]
 """``weight_gradient(target, x, dy, beta=1.0)``: ``target = beta * target + dy^T x``, with ``beta`` 0 or 1.
 
-``target`` ``[O, I]`` is at least fp32, ``x`` is ``[..., I]`` and ``dy`` ``[..., O]``; with ``beta`` 0 what ``target``
-holds is ignored. The product is never rounded to the format of ``x``.
+``target`` ``[O, I]`` is at least fp32, ``x`` is ``[..., I]`` and ``dy`` ``[..., O]``. With ``beta`` 0 the content of
+``target`` is ignored. The product is never rounded to the dtype of ``x``.
 """
 
 
 def add_outer(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
-    """:data:`WeightGradient` with stock PyTorch; on GPUs, the product of narrow formats is made and then added."""
+    """Run :data:`WeightGradientKernel` with stock PyTorch; on GPUs, 16-bit operands need a separate product and add."""
     x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
     if target.dtype == x_TI.dtype or not target.is_cuda:
         torch.addmm(target, dy_TO.t().to(target.dtype), x_TI.to(target.dtype), beta=beta, out=target)
@@ -30,7 +30,7 @@ def add_outer(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
 
 
 def _accumulate(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
-    """The matrix product itself adds to ``target``: one kernel, and no product beside it."""
+    """Accumulate within the matrix product: one kernel, without a temporary."""
     x_TI, dy_TO = x.flatten(0, -2), dy.flatten(0, -2)
     if target.dtype == x_TI.dtype:
         add_outer(target, x_TI, dy_TO, beta)
@@ -39,17 +39,17 @@ def _accumulate(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> Non
 
 
 def _accumulate_missing(device: torch.device, dtype: torch.dtype) -> str | None:
-    return None if half_on_gpu(device, dtype) else "it multiplies bf16 and fp16 on GPUs"
+    return None if half_on_gpu(device, dtype) else "it needs bf16 or fp16 on a GPU"
 
 
 def _apex_missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if not half_on_gpu(device, dtype):
-        return "apex multiplies bf16 and fp16 on GPUs"
+        return "apex needs bf16 or fp16 on a GPU"
     return not_installed("fused_weight_gradient_mlp_cuda")
 
 
 def _apex() -> WeightGradient:
-    """apex's ``wgrad_gemm_accum_fp32(input, d_output, d_weight)``: it takes memory for contiguous, and always adds."""
+    """Load apex's ``wgrad_gemm_accum_fp32(input, d_output, d_weight)``, which assumes contiguous inputs and adds."""
     fused: Any = importlib.import_module("fused_weight_gradient_mlp_cuda")
 
     def apex_weight_gradient(target: Tensor, x: Tensor, dy: Tensor, beta: float = 1.0) -> None:
@@ -67,11 +67,11 @@ def _trials() -> Sequence[Trial]:
 
     def run(f: WeightGradient, t: Sequence[Tensor]) -> Sequence[Tensor]:
         target, x, dy = t
-        into, afresh = (target.to(torch.promote_types(x.dtype, torch.float32), copy=True) for _ in range(2))
-        f(into, x, dy)
-        f(into, x[:, 0], dy[:, 0])  # rows that are not next to one another
-        f(afresh, x, dy, beta=0.0)
-        return into, afresh
+        accumulated, overwritten = (target.to(torch.promote_types(x.dtype, torch.float32), copy=True) for _ in range(2))
+        f(accumulated, x, dy)
+        f(accumulated, x[:, 0], dy[:, 0])  # not contiguous
+        f(overwritten, x, dy, beta=0.0)
+        return accumulated, overwritten
 
     return [Trial(run, (target, x, dy), differentiated=False)]
 

@@ -1,7 +1,7 @@
-"""Self-attention with any number of key/value heads, through SDPA.
+"""Self-attention with any number of key/value heads (MHA, GQA, MQA).
 
-Shapes: S sequence, T what a cache holds and the sequence, B batch, H hidden, G this rank's key/value heads, N this
-rank's query heads, D channels of a head.
+Shapes: S sequence, T cached tokens plus the sequence, B batch, H hidden, G this rank's key/value heads, N this rank's
+query heads, X query heads per key/value head plus its key and value, D channels of a head.
 """
 
 from __future__ import annotations
@@ -26,31 +26,27 @@ from megatron.parallel.shard import Init
 
 @dataclass(frozen=True)
 class Scene:
-    """What all blocks share in one forward.
-
-    Attributes:
-        batch: the micro-batch.
-        rotation: of queries and keys; None without rotary positions.
-        sight: which tokens a query may look at.
-        cache: of the keys and values read before; None outside generation, where T is S.
-    """
+    """Inputs of a forward pass that all blocks share."""
 
     batch: MicroBatch
-    rotation: Rotation | None
-    sight: Sight
+    # None without rotary position embeddings.
+    rotary: Rotation | None
+    mask: Sight
+    # Keys and values of earlier tokens; None outside generation, where T is S.
     cache: KVCache | None = None
 
 
 class CoreAttention(nn.Module):
-    """``softmax(q kᵀ / √D) v`` of this rank's heads: ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``.
+    """``softmax(q kᵀ / √D) v`` of this rank's heads.
 
-    It has no parameters. Query heads ``i N/G`` to ``(i+1) N/G`` look at key/value head ``i``.
+    Maps ``[S, B, N, D], [T, B, G, D], [T, B, G, D] -> [S, B, N D]``. It has no parameters.
+    Query heads ``i N/G`` to ``(i+1) N/G`` attend to key/value head ``i``.
 
     Args:
         config: of the model.
-        context: of the attention it is part of.
+        context: of the enclosing :class:`SelfAttention`.
         groups: key/value heads of this rank.
-        queries: query heads to a key/value head.
+        queries: query heads per key/value head.
     """
 
     def __init__(self, config: ModelConfig, context: BuildContext, groups: int, queries: int) -> None:
@@ -59,37 +55,37 @@ class CoreAttention(nn.Module):
         self.site = context.name("attention_dropout")
         self.first_head = context.tp.rank * groups * queries
 
-    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scene: Scene) -> Tensor:
-        """Attend within each sample, to what the scene lets a query see."""
+    def forward(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: Scene) -> Tensor:
+        """Attend within each sample, where the mask permits."""
         if self.training and self.config.attention_dropout > 0.0:
-            y_SBND = self._attend_with_dropout(q_SBND, k_SBGD, v_SBGD, scene)
+            y_SBND = self._attend_with_dropout(q_SBND, k_SBGD, v_SBGD, ctx)
         else:
-            y_SBND = self.kernels.attention(q_SBND, k_SBGD, v_SBGD, scene.sight)
+            y_SBND = self.kernels.attention(q_SBND, k_SBGD, v_SBGD, ctx.mask)
         return y_SBND.flatten(2)
 
-    def _attend_with_dropout(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, scene: Scene) -> Tensor:
-        """Unfused, because a fused kernel's dropout depends on the layout."""
+    def _attend_with_dropout(self, q_SBND: Tensor, k_SBGD: Tensor, v_SBGD: Tensor, ctx: Scene) -> Tensor:
+        """Compute unfused attention: the dropout of fused kernels depends on the layout."""
         q_BNSD, k_BGSD, v_BGSD = (t.permute(1, 2, 0, 3) for t in (q_SBND, k_SBGD, v_SBGD))
         k_BNSD, v_BNSD = (t.repeat_interleave(self.queries, dim=1) for t in (k_BGSD, v_BGSD))
-        mask = scene.sight.mask
+        mask = ctx.mask.dense
         if mask is None:
             mask = attention_mask(q_BNSD.shape[2], None, None, q_BNSD.device)
         scores = q_BNSD.matmul(k_BNSD.transpose(2, 3)) * q_BNSD.shape[3] ** -0.5
         scores = scores.masked_fill(~mask, float("-inf"))
         weights = scores.softmax(-1, dtype=torch.promote_types(scores.dtype, torch.float32)).to(scores.dtype)
         weights = dropout_attention(
-            weights, self.config.attention_dropout, scene.batch, self.seed, self.site, self.first_head
+            weights, self.config.attention_dropout, ctx.batch, self.seed, self.site, self.first_head
         )
         return weights.matmul(v_BNSD).permute(2, 0, 1, 3)
 
 
 class SelfAttention(nn.Module):
-    """``[S(/tp), B, H] -> [S(/tp), B, H]``."""
+    """QKV projection, core attention and output projection: ``[S(/tp), B, H] -> [S(/tp), B, H]``."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, recompute_core: bool) -> None:
         super().__init__()
-        self.config, self.name, self.recompute_core = config, context.name("core_attention"), recompute_core
-        self.kernels = context.kernels
+        self.config, self.kernels = config, context.kernels
+        self.name, self.recompute_core = context.name("core_attention"), recompute_core
         shard, d = context.shard, config.head_dim
         shape = (config.kv_groups, config.heads_per_group)
         weight = shard.qkv(*shape, (d, config.hidden_size), Init(config.init_method_std))
@@ -99,13 +95,13 @@ class SelfAttention(nn.Module):
         self.linear_proj = RowLinear(context.at("linear_proj"), heads, h, output_std, config.add_bias_linear)
         self.q_layernorm: Norm | None = None
         self.k_layernorm: Norm | None = None
-        if config.qk_layernorm:  # each rank sees its own heads only, so these gradients are always partial
+        if config.qk_layernorm:  # each rank computes its own heads only, so these gradients are always partial
             self.q_layernorm = Norm(config, context.at("q_layernorm"), d, partial=True)
             self.k_layernorm = Norm(config, context.at("k_layernorm"), d, partial=True)
         self.groups, self.queries = weight.local_view[0], weight.local_view[1] - 2
         self.core_attention = CoreAttention(config, context, self.groups, self.queries)
 
-    def forward(self, x_SBH: Tensor, scene: Scene) -> Tensor:
+    def forward(self, x_SBH: Tensor, ctx: Scene) -> Tensor:
         """Attend within each sample."""
         qkv = self.linear_qkv(x_SBH)
         s, b, _ = qkv.shape
@@ -114,13 +110,13 @@ class SelfAttention(nn.Module):
         q_SBND, k_SBGD, v_SBGD = q.flatten(2, 3), k.squeeze(3), v.squeeze(3)
         if self.q_layernorm is not None and self.k_layernorm is not None:
             q_SBND, k_SBGD = self.q_layernorm(q_SBND), self.k_layernorm(k_SBGD)
-        if scene.rotation is not None:
-            turn = scene.rotation
-            q_SBND, k_SBGD = self.kernels.rotary(q_SBND, k_SBGD, turn.cos, turn.sin, turn.interleaved)
-        if scene.cache is not None:
-            k_SBGD, v_SBGD = scene.cache.extend(self.name, k_SBGD, v_SBGD)
+        if ctx.rotary is not None:
+            rotary = ctx.rotary
+            q_SBND, k_SBGD = self.kernels.rotary(q_SBND, k_SBGD, rotary.cos, rotary.sin, rotary.interleaved)
+        if ctx.cache is not None:
+            k_SBGD, v_SBGD = ctx.cache.extend(self.name, k_SBGD, v_SBGD)
         if self.recompute_core:
-            y_SBH = recompute(self.core_attention, q_SBND, k_SBGD, v_SBGD, scene)
+            y_SBH = recompute(self.core_attention, q_SBND, k_SBGD, v_SBGD, ctx)
         else:
-            y_SBH = self.core_attention(q_SBND, k_SBGD, v_SBGD, scene)
+            y_SBH = self.core_attention(q_SBND, k_SBGD, v_SBGD, ctx)
         return self.linear_proj(y_SBH)

@@ -1,9 +1,9 @@
-"""Rows of tokens on their way to the experts that compute them, and back.
+"""Dispatch of tokens to the ranks of their experts, and the way back.
 
-None is dropped: whoever is chosen computes, however many come. So how many rows travel is known only once they are
-counted, and the host waits for these counts once in every layer.
+No token is dropped: an expert computes every token that chose it. Message sizes therefore depend on the data, and the
+host waits for the counts once per layer.
 
-T tokens of this rank, K experts of each, C = K x TP inside experts, R rows that come to this rank.
+Shapes: T tokens of this rank, K experts per token, C = K x expert-TP, R rows that this rank receives.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from megatron.parallel.comm import Group
 
 
 class _Permute(torch.autograd.Function):
-    """``y[i] = x[order[i]]``, backward ``dx[order[i]] = dy[i]``; ``place`` is the inverse of ``order``.
+    """``y[i] = x[order[i]]``, backward ``dx[order[i]] = dy[i]``.
 
-    Both only read in any order, so that equal runs are equal to the bit on GPUs too.
+    Both directions are gathers rather than scatters with atomics, so results are bitwise reproducible on GPUs.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, order: Tensor, place: Tensor) -> Tensor:
-        ctx.save_for_backward(place)
+    def forward(ctx: Any, x: Tensor, order: Tensor, inverse: Tensor) -> Tensor:
+        ctx.save_for_backward(inverse)
         return x[order]
 
     @staticmethod
@@ -38,80 +38,80 @@ class _Permute(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class Permutation:
-    """A new order of rows, and the way back."""
+    """A permutation of rows and its inverse."""
 
     order: Tensor
-    place: Tensor
+    inverse: Tensor
 
     @classmethod
     def sorting(cls, keys: Tensor) -> Permutation:
-        """The order in which ``keys`` ascend; equal ones keep theirs."""
+        """Return the stable permutation that sorts ``keys``."""
         order = keys.argsort(stable=True)
         return cls(order, order.argsort())
 
     def __call__(self, x: Tensor) -> Tensor:
-        """The rows of ``x`` in this order."""
-        y: Tensor = _Permute.apply(x, self.order, self.place)
+        """Permute the rows of ``x``."""
+        y: Tensor = _Permute.apply(x, self.order, self.inverse)
         return y
 
     def undo(self, y: Tensor) -> Tensor:
-        """The rows of ``y`` as they were before."""
-        x: Tensor = _Permute.apply(y, self.place, self.order)
+        """Restore the original order of the rows of ``y``."""
+        x: Tensor = _Permute.apply(y, self.inverse, self.order)
         return x
 
 
 @dataclass(frozen=True)
 class Route:
-    """Which rows go where.
+    """The all-to-all of one MoE layer and micro-batch.
 
-    A token goes to all ranks that share one of its experts, each of which computes a part of it; the parts are added
-    up where the token came from. The ranks of the group are ordered by EP first, then by TP inside experts.
-
-    Attributes:
-        by_target: this rank's T x C rows, by the rank and the expert that they go to.
-        sent: how many go to each rank.
-        received: how many come from each.
-        by_expert: the R rows that come, by their expert.
-        counts: how many come for each expert of this rank.
-        group: the ranks that hold all experts.
+    A token is sent to all expert-TP ranks that hold one of its experts. Each computes a partial sum, and the rank that
+    sent the token adds them up.
     """
 
+    # Sorts this rank's T x C rows by target rank, then by expert.
     by_target: Permutation
+    # Rows sent to and received from each rank.
     sent: tuple[int, ...]
     received: tuple[int, ...]
+    # Sorts the R received rows by expert.
     by_expert: Permutation
+    # Rows received for each expert of this rank.
     counts: tuple[int, ...]
+    # The ranks that together hold all experts, ordered by EP first, then by expert-TP.
     group: Group
 
     @classmethod
     def plan(cls, experts_TK: Tensor, experts: int, tp_size: int, group: Group) -> Route:
-        """Where the chosen experts are; collective, and waits for the device.
+        """Exchange row counts and plan the all-to-all. Collective; synchronises host and device.
 
         Args:
-            experts_TK: number of every chosen expert.
-            experts: how many there are.
-            tp_size: TP inside experts.
-            group: the ranks that hold all of them.
+            experts_TK: indices of the chosen experts.
+            experts: number of experts.
+            tp_size: expert-TP.
+            group: the ranks that together hold all experts.
 
         """
-        held = experts * tp_size // group.size
-        ranks = experts_TK.unsqueeze(-1) // held * tp_size + torch.arange(tp_size, device=experts_TK.device)
-        keys = (ranks * held + experts_TK.unsqueeze(-1) % held).flatten()
-        leaving = keys.new_zeros(group.size * held).index_add_(0, keys, torch.ones_like(keys)).view(group.size, held)
-        coming = comm.start_all_to_all(leaving, group).wait()
-        numbers = torch.arange(held, device=keys.device).repeat(group.size)
-        on_host = torch.cat((leaving.sum(1), coming.sum(1), coming.sum(0))).tolist()  # in one piece: one wait
-        sent, received, counts = on_host[: group.size], on_host[group.size : -held], on_host[-held:]
-        by_expert = Permutation.sorting(numbers.repeat_interleave(coming.flatten(), output_size=sum(received)))
+        local = experts * tp_size // group.size  # experts per rank
+        ranks = experts_TK.unsqueeze(-1) // local * tp_size + torch.arange(tp_size, device=experts_TK.device)
+        keys = (ranks * local + experts_TK.unsqueeze(-1) % local).flatten()
+        sent_counts = keys.new_zeros(group.size * local).index_add_(0, keys, torch.ones_like(keys))
+        sent_counts = sent_counts.view(group.size, local)
+        received_counts = comm.start_all_to_all(sent_counts, group).wait()
+        # One transfer, so that the host waits once.
+        on_host = torch.cat((sent_counts.sum(1), received_counts.sum(1), received_counts.sum(0))).tolist()
+        sent, received, counts = on_host[: group.size], on_host[group.size : -local], on_host[-local:]
+        local_experts = torch.arange(local, device=keys.device).repeat(group.size)
+        received_experts = local_experts.repeat_interleave(received_counts.flatten(), output_size=sum(received))
+        by_expert = Permutation.sorting(received_experts)
         return cls(Permutation.sorting(keys), tuple(sent), tuple(received), by_expert, tuple(counts), group)
 
     def there(self, x_TH: Tensor) -> Tensor:
-        """Bring every token to its experts: ``[T, H] -> [R, H]``, by expert."""
+        """Send every token to its experts: ``[T, H] -> [R, H]``, sorted by expert."""
         copies = len(self.by_target.order) // x_TH.shape[0]
         rows = self.by_target(x_TH.unsqueeze(1).expand(-1, copies, -1).flatten(0, 1))
         return self.by_expert(collectives.exchange_rows(rows, self.sent, self.received, self.group))
 
     def back(self, y_RH: Tensor, tokens: int) -> Tensor:
-        """Bring results to where their tokens came from: ``[R, H] -> [T, C, H]``."""
+        """Return results to the ranks of their tokens: ``[R, H] -> [T, C, H]``."""
         rows = collectives.exchange_rows(self.by_expert.undo(y_RH), self.received, self.sent, self.group)
         return self.by_target.undo(rows).unflatten(0, (tokens, -1))

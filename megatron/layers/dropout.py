@@ -1,4 +1,4 @@
-"""Dropout that is the same in every layout: counter-based, keyed by what is dropped."""
+"""Counter-based dropout: the mask is a function of global coordinates, so it is the same in every layout."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ def dropout_rows(
     first_row: int,
     kernel: Dropout = dropout,
 ) -> Tensor:
-    """Dropout of the residual stream.
+    """Apply dropout to the residual stream.
 
     Args:
         x_SBH: this rank's rows of the sequence.
-        probability: of an element being dropped; the others grow by ``1 / (1 - probability)``.
-        batch: its sample ids and step.
+        probability: of dropping an element; the others are scaled by ``1 / (1 - probability)``.
+        batch: supplies the sample ids and the step that key the mask.
         seed: of the run.
-        site: global name of the place in the model.
+        site: global name of the place in the model, which keys the mask too.
         first_row: position in the sequence of row 0 (not 0 with sequence parallelism).
-        kernel: what computes it.
+        kernel: the implementation.
 
     """
     if probability == 0.0:
@@ -40,7 +40,7 @@ def dropout_rows(
 def dropout_attention(
     weights_BNQK: Tensor, probability: float, batch: MicroBatch, seed: int, site: str, first_head: int
 ) -> Tensor:
-    """Dropout of attention weights ``[batch, heads, queries, keys]``; ``first_head`` is the global index of head 0."""
+    """Apply dropout to attention weights ``[batch, heads, queries, keys]``; ``first_head`` is head 0's global index."""
     if probability == 0.0:
         return weights_BNQK
     _, n, q, k = weights_BNQK.shape

@@ -17,8 +17,8 @@ from megatron.parallel.grads import GradSink
 from megatron.parallel.shard import Init, ShardSpec
 
 
-class _Lookup(torch.autograd.Function):
-    """``y[t] = W[ids[t]]`` for the rows this rank holds, 0 elsewhere; backward adds ``dy`` to those rows."""
+class _ShardedLookup(torch.autograd.Function):
+    """``y[t] = W[ids[t]]`` where this rank holds the row, 0 elsewhere; backward adds ``dy`` to those rows."""
 
     @staticmethod
     def forward(ctx: Any, weight: Tensor, ids: Tensor, first: int, sink: GradSink, name: str) -> Tensor:
@@ -38,7 +38,7 @@ class _Lookup(torch.autograd.Function):
 
 
 class Table(nn.Module):
-    """Rows ``first..`` of an embedding: ids of any shape -> ``[*shape, H]``, 0 where another rank has the row."""
+    """Rows ``first..`` of an embedding: ids of any shape -> ``[*shape, H]``, 0 where another rank holds the row."""
 
     def __init__(self, context: BuildContext, spec: ShardSpec, first: int = 0) -> None:
         super().__init__()
@@ -46,20 +46,20 @@ class Table(nn.Module):
         self.name, self.first, self.sink = context.name("weight"), first, context.sink
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Look up."""
-        found: Tensor = _Lookup.apply(self.weight, ids, self.first, self.sink, self.name)
+        """Look up the rows that this rank holds."""
+        found: Tensor = _ShardedLookup.apply(self.weight, ids, self.first, self.sink, self.name)
         return found
 
 
 def vocabulary_spec(config: ModelConfig, context: BuildContext) -> ShardSpec:
-    """Of the word embeddings and of the output projection, which are one parameter when they are tied."""
+    """Return the spec of the word embeddings and of the output projection (one parameter when tied)."""
     init, multiple = Init(config.init_method_std), config.make_vocab_size_divisible_by
     spec = context.shard.vocabulary(config.vocab, config.hidden_size, multiple, init)
     return replace(spec, tied=not config.untie_embeddings_and_output_weights)
 
 
 class Embedding(nn.Module):
-    """Tokens ``[B, S]`` -> ``[S(/tp), B, H]``: word embedding, summed over TP, plus learned positions if any."""
+    """Tokens ``[B, S]`` -> ``[S(/tp), B, H]``: word embedding summed over TP, plus learned positions if configured."""
 
     def __init__(self, config: ModelConfig, context: BuildContext) -> None:
         super().__init__()
@@ -74,9 +74,9 @@ class Embedding(nn.Module):
             self.position_embeddings = Table(context.at("position_embeddings"), positions)
 
     def forward(self, tokens_BS: Tensor, positions_BS: Tensor | None) -> Tensor:
-        """Look up tokens, and positions 0..s-1 unless others are given."""
-        leave = collectives.scatter_rows if self.sequence_parallel else collectives.reduce
-        x_SBH = leave(self.word_embeddings(tokens_BS.t()), self.tp)
+        """Embed tokens; positions default to 0..s-1."""
+        sum_over_tp = collectives.scatter_rows if self.sequence_parallel else collectives.reduce
+        x_SBH = sum_over_tp(self.word_embeddings(tokens_BS.t()), self.tp)
         if self.position_embeddings is None:
             return x_SBH
         if positions_BS is None:

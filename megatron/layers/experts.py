@@ -1,9 +1,10 @@
-"""A mixture of experts in the place of a block's MLP.
+"""Mixture of experts (MoE), in the place of a block's MLP.
 
-Experts are dealt out over the ranks of EP, and each may be cut over TP besides. Tokens go to them and come back
-(:mod:`megatron.layers.dispatch`); what a token gets is the weighted sum of the experts it chose, and the shared expert.
+Experts are distributed over EP ranks, and each may be sharded over expert-TP. Tokens are dispatched to their experts
+and back (:mod:`megatron.layers.dispatch`); the output of a token is the weighted sum of its experts' outputs, plus the
+shared expert's.
 
-R rows that come to this rank, by expert; I in, O out.
+Shapes: R rows received by this rank, sorted by expert; I in, O out.
 """
 
 from __future__ import annotations
@@ -26,31 +27,31 @@ from megatron.parallel.microbatch import MicroBatch
 from megatron.parallel.shard import Init, ShardSpec
 
 
-class _Grouped(torch.autograd.Function):
-    """``y_e = x_e W_e^T`` for every expert e: ``dx_e = dy_e W_e``, ``dW_e = dy_e^T x_e``."""
+class _GroupedLinearFunction(torch.autograd.Function):
+    """``y_e = x_e W_e^T`` for every expert e; backward ``dx_e = dy_e W_e``, ``dW_e = dy_e^T x_e``."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, rows: Sequence[int], sink: GradSink, name: str) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.wiring = rows, sink, name
-        return _product(x, [w.t() for w in weight.chunk(len(rows))], rows)
+        ctx.rows, ctx.sink, ctx.name = rows, sink, name
+        return _grouped_matmul(x, [w.t() for w in weight.chunk(len(rows))], rows)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        rows, sink, name = ctx.wiring
-        dw = sink.add(name, sink.recall(x, None), Rows(dy), rows)
-        return _product(dy, weight.chunk(len(rows)), rows), dw, None, None, None
+        rows: Sequence[int] = ctx.rows
+        dw = ctx.sink.add(ctx.name, ctx.sink.recall(x, None), Rows(dy), rows)
+        return _grouped_matmul(dy, weight.chunk(len(rows)), rows), dw, None, None, None
 
 
-def _product(x_RI: Tensor, weights_IO: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
-    """Every expert's rows times its weight."""
+def _grouped_matmul(x_RI: Tensor, weights_IO: Sequence[Tensor], rows: Sequence[int]) -> Tensor:
+    """Multiply every expert's rows by its weight."""
     return torch.cat([x @ w for x, w in zip(x_RI.split(list(rows)), weights_IO, strict=True)])
 
 
 class GroupedLinear(nn.Module):
-    """``[R, I] -> [R, O]``, each row by the weight of its expert."""
+    """``[R, I] -> [R, O]``: every row is multiplied by the weight of its expert."""
 
     def __init__(self, context: BuildContext, weight: ShardSpec) -> None:
         super().__init__()
@@ -58,13 +59,13 @@ class GroupedLinear(nn.Module):
         self._sink, self._name = context.sink, context.name("weight")
 
     def forward(self, x_RI: Tensor, rows: Sequence[int]) -> Tensor:
-        """Apply the layer; ``rows`` says how many are each expert's."""
-        y: Tensor = _Grouped.apply(x_RI, self.weight, rows, self._sink, self._name)
+        """Apply the layer; ``rows`` is the number of rows of each expert."""
+        y: Tensor = _GroupedLinearFunction.apply(x_RI, self.weight, rows, self._sink, self._name)
         return y
 
 
 class Experts(nn.Module):
-    """The MLPs of this rank's experts, without biases: ``[R, H] -> [R, H]``, partial sums where TP cuts them."""
+    """The MLPs of this rank's experts, without biases: ``[R, H] -> [R, H]``, partial sums under expert-TP."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, drop_activation: bool) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class Experts(nn.Module):
 
 
 class MixtureOfExperts(nn.Module):
-    """``[S(/tp), B, H] ->`` the same, and the router's losses ``[2]``; a TP rank routes its part of the sequence."""
+    """``[S(/tp), B, H] -> [S(/tp), B, H]``, and the router's losses ``[2]``; TP ranks route their part."""
 
     def __init__(self, config: ModelConfig, context: BuildContext, output_std: float, drop_activation: bool) -> None:
         super().__init__()
@@ -99,7 +100,7 @@ class MixtureOfExperts(nn.Module):
             self.shared_experts = MLP(config, shared, output_std, drop_activation, width)
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        """Apply the experts of every token."""
+        """Route every token, and apply its experts."""
         routing = self.router(x_SBH, batch)
         x_TH = x_SBH.flatten(0, 1)
         route = Route.plan(routing.experts, self.config.num_experts or 0, self.tp_size, self.group)

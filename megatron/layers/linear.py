@@ -2,12 +2,12 @@
 
 Shapes: S sequence, B batch, I in, O out; a suffix ``/tp`` means sharded over the tensor-parallel ranks.
 
-===========  ==========================  =======================  =========================
+===========  ==========================  =======================  ============================
 layer        weight                      sequence parallel off    sequence parallel on
-===========  ==========================  =======================  =========================
+===========  ==========================  =======================  ============================
 column       ``[O/tp, I]``               copy, matmul             gather rows, matmul
-row          ``[O, I/tp]``               matmul, reduce           matmul, scatter rows
-===========  ==========================  =======================  =========================
+row          ``[O, I/tp]``               matmul, all-reduce       matmul, reduce-scatter rows
+===========  ==========================  =======================  ============================
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from megatron.parallel.shard import Init, ShardSpec
 
 
 @dataclass(frozen=True)
-class _Wiring:
-    """What the autograd function must know of its layer."""
+class _LinearSpec:
+    """The layer's properties that its autograd function needs."""
 
     sink: GradSink
     weight: str
@@ -37,88 +37,92 @@ class _Wiring:
     tp: Group
     sequence_parallel: bool
 
+    @classmethod
+    def of(cls, context: BuildContext) -> _LinearSpec:
+        return cls(context.sink, context.name("weight"), context.name("bias"), context.tp, context.sequence_parallel)
+
     @property
-    def rows_over(self) -> Group | None:
-        """The group that shards the sequence outside the TP region, if any does."""
+    def sequence_group(self) -> Group | None:
+        """The group that shards the sequence outside the tensor-parallel region; None without sequence parallelism."""
         return self.tp if self.sequence_parallel else None
 
 
-class _Column(torch.autograd.Function):
-    """``y = X W^T + b`` with ``X = gather(x)`` (or the copy ``x``).
+class _ColumnParallelFunction(torch.autograd.Function):
+    """``y = X W^T + b`` with ``X = gather(x)``, or ``X = x`` without sequence parallelism.
 
-    Backward: ``dx = scatter(sum_i dy_i W_i)`` (or all-reduce) runs while ``dW = dy^T X`` is computed; X is
-    gathered anew rather than kept.
+    Backward: ``dx = reduce_scatter(dy_i W_i)`` (or all-reduce) overlaps with ``dW = dy^T X``. X is gathered again
+    rather than kept.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wiring: _Wiring) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _LinearSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.wiring, ctx.has_bias = wiring, bias is not None
-        return F.linear(comm.all_gather(x, wiring.tp) if wiring.sequence_parallel else x, weight, bias)
+        ctx.layer, ctx.has_bias = layer, bias is not None
+        return F.linear(comm.all_gather(x, layer.tp) if layer.sequence_parallel else x, weight, bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wiring: _Wiring = ctx.wiring
-        rows = wiring.sink.recall(x, wiring.rows_over)
+        layer: _LinearSpec = ctx.layer
+        wgrad_input = layer.sink.recall(x, layer.sequence_group)
         dx = dy.matmul(weight)
-        if wiring.sequence_parallel:
-            pending = comm.start_reduce_scatter(dx, wiring.tp)
+        if layer.sequence_parallel:
+            pending = comm.start_reduce_scatter(dx, layer.tp)
         else:
-            pending = comm.start_all_reduce(dx, wiring.tp)
-        dw = wiring.sink.add(wiring.weight, rows, Rows(dy))
-        db = wiring.sink.accumulate(wiring.bias, _sum_rows(dy)) if ctx.has_bias else None
+            pending = comm.start_all_reduce(dx, layer.tp)
+        dw = layer.sink.add(layer.weight, wgrad_input, Rows(dy))
+        db = layer.sink.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
         return pending.wait(), dw, db, None
 
 
-class _Row(torch.autograd.Function):
-    """``y = scatter(sum_i x_i W_i^T) + b`` (or all-reduce).
+class _RowParallelFunction(torch.autograd.Function):
+    """``y = reduce_scatter(x_i W_i^T) + b``, or all-reduce without sequence parallelism.
 
-    Backward: ``dY = gather(dy)`` (or the copy ``dy``), ``dx_i = dY W_i``, ``dW_i = dY^T x_i``.
+    Backward: ``dY = gather(dy)`` (or ``dy``), ``dx_i = dY W_i``, ``dW_i = dY^T x_i``.
 
-    The bias is added once, to the sum; with sequence parallelism each rank sees its rows of ``db`` only.
+    The bias is added once, after the reduction; with sequence parallelism ``db`` covers this rank's rows only.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wiring: _Wiring) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: _LinearSpec) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.wiring, ctx.has_bias = wiring, bias is not None
+        ctx.layer, ctx.has_bias = layer, bias is not None
         y = F.linear(x, weight)
-        if wiring.sequence_parallel:
-            y = comm.reduce_scatter(y, wiring.tp)
+        if layer.sequence_parallel:
+            y = comm.reduce_scatter(y, layer.tp)
         else:
-            y = comm.all_reduce(y, wiring.tp)
+            y = comm.all_reduce(y, layer.tp)
         return y if bias is None else y.add_(bias)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        wiring: _Wiring = ctx.wiring
-        rows = Rows(dy, wiring.rows_over).start()
-        db = wiring.sink.accumulate(wiring.bias, _sum_rows(dy)) if ctx.has_bias else None
-        dw = wiring.sink.add(wiring.weight, wiring.sink.recall(x, None), rows)
-        return rows.wait().matmul(weight), dw, db, None
+        layer: _LinearSpec = ctx.layer
+        full_dy = Rows(dy, layer.sequence_group).start()
+        db = layer.sink.accumulate(layer.bias, _bias_gradient(dy)) if ctx.has_bias else None
+        dw = layer.sink.add(layer.weight, layer.sink.recall(x, None), full_dy)
+        return full_dy.wait().matmul(weight), dw, db, None
 
 
 class ColumnLinear(nn.Module):
-    """``[S(/tp), B, I] -> [S, B, O/tp]``: each rank computes some of the outputs."""
+    """``[S(/tp), B, I] -> [S, B, O/tp]``: each rank computes a part of the outputs."""
 
     def __init__(self, context: BuildContext, weight: ShardSpec, bias: ShardSpec | None) -> None:
         super().__init__()
         self.weight = context.parameter("weight", weight)
         self.bias = None if bias is None else context.parameter("bias", bias)
-        self._wiring = _wire(context)
+        self._spec = _LinearSpec.of(context)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
         """Apply the layer."""
-        y: Tensor = _Column.apply(x_SBI, self.weight, self.bias, self._wiring)
+        y: Tensor = _ColumnParallelFunction.apply(x_SBI, self.weight, self.bias, self._spec)
         return y
 
 
 class RowLinear(nn.Module):
-    """``[S, B, I/tp] -> [S(/tp), B, O]``: each rank has some of the inputs; the sum is what leaves."""
+    """``[S, B, I/tp] -> [S(/tp), B, O]``: each rank holds a part of the inputs; outputs are summed over ranks."""
 
     def __init__(self, context: BuildContext, inputs: int, outputs: int, std: float, bias: bool) -> None:
         super().__init__()
@@ -126,18 +130,14 @@ class RowLinear(nn.Module):
         self.weight = context.parameter("weight", shard.split((outputs, inputs), 1, Init(std)))
         bias_spec = shard.replicate((outputs,), Init(), partial=context.sequence_parallel)
         self.bias = context.parameter("bias", bias_spec) if bias else None
-        self._wiring = _wire(context)
+        self._spec = _LinearSpec.of(context)
 
     def forward(self, x_SBI: Tensor) -> Tensor:
         """Apply the layer."""
-        y: Tensor = _Row.apply(x_SBI, self.weight, self.bias, self._wiring)
+        y: Tensor = _RowParallelFunction.apply(x_SBI, self.weight, self.bias, self._spec)
         return y
 
 
-def _wire(context: BuildContext) -> _Wiring:
-    return _Wiring(context.sink, context.name("weight"), context.name("bias"), context.tp, context.sequence_parallel)
-
-
-def _sum_rows(dy: Tensor) -> Tensor:
-    """Bias gradient ``[O]`` of ``dy`` ``[..., O]``, summed in at least fp32."""
+def _bias_gradient(dy: Tensor) -> Tensor:
+    """``[..., O] -> [O]``, summed in at least fp32."""
     return dy.flatten(0, -2).sum(0, dtype=torch.promote_types(dy.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""The feed-forward half of a block."""
+"""Feed-forward half of a transformer block."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.parallel.shard import Init
 
 
 class MLP(nn.Module):
-    """``[S(/tp), B, H] -> [S(/tp), B, H]``; gate and up projection are one matrix ``[2, ffn, H]``."""
+    """Two linears and an activation, ``[S(/tp), B, H] -> [S(/tp), B, H]``; gate and up projection are fused."""
 
     def __init__(
         self,

@@ -16,7 +16,7 @@ class Norm(nn.Module):
         config: kind and epsilon.
         context: of the module.
         width: size of the last dimension.
-        partial: each TP rank sees only some of the rows, so gradients are summed over TP.
+        partial: each TP rank normalises only some of the rows, so gradients are summed over TP.
 
     """
 
@@ -30,12 +30,12 @@ class Norm(nn.Module):
             self.bias = context.parameter("bias", replicate((width,), Init(), partial), autograd=True)
 
     def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """Normalise the last dimension of ``x``, or see :meth:`of_sum`."""
+        """Return ``norm(x)``, or ``(x + y, norm(x + y))``."""
         if y is None:
             return self.kernels.norm(x, self.weight, self.bias, self.eps)
         return self.kernels.add_norm(x, y, self.weight, self.bias, self.eps)
 
     def of_sum(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        """``(x + y, norm(x + y))``; a call of the module, so that its hooks see it."""
-        total, normed = self(x, y)
+        """Return ``(x + y, norm(x + y))``."""
+        total, normed = self(x, y)  # called as a module, so that its hooks run
         return total, normed

@@ -1,4 +1,4 @@
-"""Trading memory for compute inside a block: an activation that is dropped and made again in backward."""
+"""Activation recomputation inside a block."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ T = TypeVar("T")
 
 
 def recompute(function: Callable[..., T], *inputs: Any) -> T:
-    """``function(*inputs)``, keeping only the inputs for backward; counter-based random numbers need no state."""
+    """Return ``function(*inputs)``, keeping only the inputs for backward.
+
+    Dropout is counter-based, so there is no random state to restore.
+    """
     out: T = checkpoint(function, *inputs, use_reentrant=False, preserve_rng_state=False)
     return out
 
 
 def feed(producer: Callable[[Tensor], Tensor], x: Tensor, consumer: Callable[[Tensor], T], drop: bool) -> T:
-    """``consumer(producer(x))``; with ``drop`` neither keeps the tensor between them.
+    """Return ``consumer(producer(x))``; with ``drop``, the tensor between them is recomputed in backward.
 
-    Recomputing a cheap producer alone would save nothing, because its consumer keeps the output as its own input.
-    So whatever the consumer saves of that tensor is replaced by the recipe for making it again from ``x``.
+    Checkpointing the producer alone would save nothing, because the consumer keeps the producer's output as its own
+    input. So wherever the consumer saves that tensor, a closure that recomputes it from ``x`` is saved instead.
     """
     if not (drop and torch.is_grad_enabled()):
         return consumer(producer(x))
     between = recompute(producer, x)
     address, shape = between.data_ptr(), between.shape
-    recipe = _Recipe(producer, x)
+    recomputed = _RecomputedTensor(producer, x)
 
-    def pack(t: Tensor) -> Tensor | _Recipe:
-        return recipe if t.data_ptr() == address and t.shape == shape else t
+    def pack(t: Tensor) -> Tensor | _RecomputedTensor:
+        return recomputed if t.data_ptr() == address and t.shape == shape else t
 
-    def unpack(saved: Tensor | _Recipe) -> Tensor:
-        return saved.make() if isinstance(saved, _Recipe) else saved
+    def unpack(saved: Tensor | _RecomputedTensor) -> Tensor:
+        return saved.compute() if isinstance(saved, _RecomputedTensor) else saved
 
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         return consumer(between)
 
 
-class _Recipe:
+class _RecomputedTensor:
     def __init__(self, producer: Callable[[Tensor], Tensor], x: Tensor) -> None:
         self.producer, self.x = producer, x.detach()
 
-    def make(self) -> Tensor:
+    def compute(self) -> Tensor:
         with torch.no_grad():
             return self.producer(self.x)

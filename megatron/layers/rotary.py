@@ -1,4 +1,4 @@
-"""Rotary position embeddings: plain, Llama-3 scaled and YaRN."""
+"""Rotary position embeddings (RoPE, Su et al. 2021): plain, Llama-3 scaled and YaRN."""
 
 from __future__ import annotations
 
@@ -13,18 +13,16 @@ from megatron.config.model import ModelConfig
 
 @dataclass(frozen=True)
 class Rotation:
-    """Cosines and sines of the angles, ``[S, B or 1, 1, rotary_dim]``.
-
-    ``interleaved`` pairs channels (0,1),(2,3).. instead of (i, i + rotary_dim/2).
-    """
+    """Cosines and sines of the rotation angles, ``[S, B or 1, 1, rotary_dim]``."""
 
     cos: Tensor
     sin: Tensor
+    # Rotate channel pairs (0, 1), (2, 3).. instead of (i, i + rotary_dim/2).
     interleaved: bool
 
 
 class Rotary:
-    """Angles for any positions, computed in at least fp32, their cosines and sines given in ``dtype``."""
+    """Rotary frequencies of a model; angles are computed in at least fp32, cosines and sines returned in ``dtype``."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.interleaved = config.rotary_interleaved
@@ -33,7 +31,7 @@ class Rotary:
         self.frequencies = frequencies.to(device, torch.promote_types(dtype, torch.float32))
 
     def __call__(self, seq_length: int, positions_BS: Tensor | None) -> Rotation:
-        """The rotation of positions 0..seq_length-1, or of explicit ones."""
+        """Return cosines and sines of positions 0..seq_length-1, or of the given ones."""
         if positions_BS is None:
             positions_BS = torch.arange(seq_length, device=self.frequencies.device).unsqueeze(0)
         angles = positions_BS.t()[..., None, None] * self.frequencies
@@ -43,7 +41,7 @@ class Rotary:
 
 
 def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
-    """Angular frequencies ``[rotary_dim/2]`` in fp64, and the factor on cosine and sine."""
+    """Return angular frequencies ``[rotary_dim/2]`` in fp64, and the factor on cosine and sine."""
     exponents = torch.arange(0, config.rotary_dim, 2, dtype=torch.float64) / config.rotary_dim
     frequencies = config.rotary_base**-exponents
     if config.position_embedding_type == "yarn":
@@ -52,7 +50,7 @@ def _frequencies(config: ModelConfig) -> tuple[Tensor, float]:
 
 
 def _llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
-    """Llama-3.1's scaling: long wavelengths are stretched by the factor, short ones kept, between them a ramp."""
+    """Apply Llama 3.1's scaling: long wavelengths are stretched, short ones kept, with a ramp in between."""
     wavelengths = 2 * math.pi / frequencies
     low, high = config.rope_low_freq_factor, config.rope_high_freq_factor
     kept = ((config.rope_original_max_position / wavelengths - low) / (high - low)).clamp(0, 1)
@@ -60,7 +58,7 @@ def _llama3(config: ModelConfig, frequencies: Tensor) -> Tensor:
 
 
 def _yarn(config: ModelConfig, frequencies: Tensor) -> Tensor:
-    """YaRN (Peng et al. 2023, eq. 17-23): interpolate the channels that turn less than once over the old context."""
+    """Apply YaRN (Peng et al. 2023, eq. 17-23): interpolate channels with few rotations over the original context."""
     original, dim = config.yarn_original_max_position_embeddings, config.rotary_dim
     if original is None:
         raise ValueError("yarn needs yarn_original_max_position_embeddings")

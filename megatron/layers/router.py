@@ -1,6 +1,6 @@
-"""Which experts compute a token, how much each counts, and what keeps them all busy.
+"""Top-k router of a mixture of experts, with its balancing and z-losses.
 
-T = S x B tokens of this rank (S a part of the sequence under sequence parallelism), E experts, K of them chosen.
+Shapes: T = S x B tokens of this rank (S is a part of the sequence under sequence parallelism), E experts, K chosen.
 """
 
 from __future__ import annotations
@@ -19,17 +19,14 @@ from megatron.parallel.shard import Init
 
 
 class Routing(NamedTuple):
-    """What the router says of every token.
+    """The router's decision for every token, and its losses."""
 
-    Attributes:
-        experts: numbers of the chosen experts ``[T, K]``, the best first.
-        weights: how much each counts ``[T, K]``, in at least fp32.
-        losses: ``[2]``, this rank's part of the balancing loss and of the z-loss, times their coefficients, in units
-            of the summed token loss: divided by the tokens of the global batch they are means over it.
-    """
-
+    # Indices of the chosen experts [T, K], best first.
     experts: Tensor
+    # Their weights [T, K], in at least fp32.
     weights: Tensor
+    # [2]: this rank's part of the balancing loss and of the z-loss, times their coefficients. Like the token losses
+    # they are sums: divided by the tokens of the global batch they become means over it.
     losses: Tensor
 
 
@@ -45,8 +42,8 @@ class Router(nn.Module):
 
     def forward(self, x_SBH: Tensor, batch: MicroBatch) -> Routing:
         """Choose experts for the tokens of a micro-batch."""
-        wide = torch.promote_types(x_SBH.dtype, torch.float32)
-        logits_SBE = F.linear(x_SBH.to(wide), self.weight.to(wide))
+        dtype = torch.promote_types(x_SBH.dtype, torch.float32)
+        logits_SBE = F.linear(x_SBH.to(dtype), self.weight.to(dtype))
         probs_SBE = logits_SBE.softmax(-1)
         best, experts = logits_SBE.flatten(0, 1).topk(self.config.moe_router_topk)
         weights = (
@@ -55,19 +52,19 @@ class Router(nn.Module):
         return Routing(experts, weights, self._losses(logits_SBE, probs_SBE, experts, batch))
 
     def _losses(self, logits_SBE: Tensor, probs_SBE: Tensor, experts_TK: Tensor, batch: MicroBatch) -> Tensor:
-        c, none = self.config, logits_SBE.new_zeros(())
+        config, zero = self.config, logits_SBE.new_zeros(())
         if not self.training:
-            return torch.stack([none, none])
-        balances = c.moe_aux_loss_coeff > 0 and c.moe_router_load_balancing_type != "none"
-        balance = self._balance(probs_SBE, experts_TK, batch) if balances else none
-        z = self._z(logits_SBE, batch) if c.moe_z_loss_coeff else none
-        return torch.stack([c.moe_aux_loss_coeff * balance, (c.moe_z_loss_coeff or 0.0) * z])
+            return torch.stack([zero, zero])
+        balanced = config.moe_aux_loss_coeff > 0 and config.moe_router_load_balancing_type != "none"
+        balancing_loss = self._balancing_loss(probs_SBE, experts_TK, batch) if balanced else zero
+        z_loss = self._z_loss(logits_SBE, batch) if config.moe_z_loss_coeff else zero
+        return torch.stack([config.moe_aux_loss_coeff * balancing_loss, (config.moe_z_loss_coeff or 0.0) * z_loss])
 
-    def _balance(self, probs_SBE: Tensor, experts_TK: Tensor, batch: MicroBatch) -> Tensor:
-        """``E sum_e f_e P_e`` (arXiv 2101.03961) of every sequence, times its tokens that count in the loss.
+    def _balancing_loss(self, probs_SBE: Tensor, experts_TK: Tensor, batch: MicroBatch) -> Tensor:
+        """Return ``E sum_e f_e P_e`` (arXiv 2101.03961) of every sequence, times its unmasked tokens, summed.
 
-        ``f_e`` is the share of the sequence's choices that fell on expert e, ``P_e`` its mean probability. It is linear
-        in P, so that ranks that share a sequence each have a part of the loss, once they know the choices of all.
+        ``f_e`` is the fraction of the sequence's choices that fell on expert e, ``P_e`` the expert's mean probability.
+        The loss is linear in P: once the choices are summed over the ranks of a sequence, each computes its part.
         """
         rows, samples, experts = probs_SBE.shape
         length, tp = batch.tokens.shape[1], self.context.tp
@@ -77,13 +74,13 @@ class Router(nn.Module):
         counted_B = batch.loss_mask.sum(1).to(probs_SBE.dtype)
         f_BE = chosen_BE * (experts / (self.config.moe_router_topk * length))
         if self.config.moe_router_load_balancing_type == "aux_loss":
-            counts_B = (counted_B > 0).to(f_BE.dtype)  # a sample that pads the batch is no part of the mean
-            share_B = counts_B / counts_B.sum().clamp(min=1.0)
-            f_BE, counted_B = share_B @ f_BE, counts_B * (share_B @ counted_B)
+            real_B = (counted_B > 0).to(f_BE.dtype)  # samples that pad the batch do not enter the mean
+            weight_B = real_B / real_B.sum().clamp(min=1.0)
+            f_BE, counted_B = weight_B @ f_BE, real_B * (weight_B @ counted_B)
         return (f_BE * probs_SBE.sum(0) * counted_B.unsqueeze(-1)).sum() / length
 
-    def _z(self, logits_SBE: Tensor, batch: MicroBatch) -> Tensor:
-        """The squared log-partition of every token that counts in the loss (arXiv 2202.08906)."""
+    def _z_loss(self, logits_SBE: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the squared log-partition summed over unmasked tokens (arXiv 2202.08906)."""
         rows = logits_SBE.shape[0]
         first = self.context.tp.rank * rows if self.context.sequence_parallel else 0
         mask_SB = batch.loss_mask.t()[first : first + rows]

@@ -1,4 +1,4 @@
-"""One transformer block: attention and MLP, each behind a norm and beside a residual."""
+"""Pre-norm transformer block: attention and MLP (or experts), each with a residual connection."""
 
 from __future__ import annotations
 
@@ -20,16 +20,11 @@ from megatron.parallel.build import BuildContext
 class Block(nn.Module):
     """``x + drop(attention(norm(x)))``, then ``x + drop(mlp(norm(x)))``, on ``[S(/tp), B, H]``.
 
-    Beside it a block of experts returns the losses of its router, ``[2]``; others None.
-
-    Args:
-        config: of the model.
-        context: of this block.
-        recomputed: modules whose activations are made again in backward, the choices of ``recompute_modules``.
-
+    Also returns the router's losses, ``[2]``, or None in a block without experts.
     """
 
     def __init__(self, config: ModelConfig, context: BuildContext, recomputed: frozenset[str]) -> None:
+        """Build the block; ``recomputed`` are the modules that are recomputed in backward (``recompute_modules``)."""
         super().__init__()
         self.config, self.context, self.recomputed = config, context, recomputed
         output_std = config.init_method_std / math.sqrt(2 * config.num_layers)
@@ -37,36 +32,36 @@ class Block(nn.Module):
         self.input_layernorm = norm(context.at("input_layernorm"))
         self.self_attention = SelfAttention(config, context.at("self_attention"), output_std, "core_attn" in recomputed)
         self.pre_mlp_layernorm = norm(context.at("pre_mlp_layernorm"))
-        drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP keeps nothing
-        kind = MLP if config.num_experts is None else MixtureOfExperts
-        self.mlp = kind(config, context.at("mlp"), output_std, drop_activation)
+        drop_activation = "activation" in recomputed and "mlp" not in recomputed  # a recomputed MLP keeps no activation
+        feed_forward = MLP if config.num_experts is None else MixtureOfExperts
+        self.mlp = feed_forward(config, context.at("mlp"), output_std, drop_activation)
 
-    def forward(self, x_SBH: Tensor, scene: Scene) -> tuple[Tensor, Tensor | None]:
+    def forward(self, x_SBH: Tensor, ctx: Scene) -> tuple[Tensor, Tensor | None]:
         """Apply the block."""
         drop_norm = "layernorm" in self.recomputed
-        y = feed(self.input_layernorm, x_SBH, lambda n: self.self_attention(n, scene), drop_norm)
-        y = self._dropout(y, scene, "attention")
+        y = feed(self.input_layernorm, x_SBH, lambda n: self.self_attention(n, ctx), drop_norm)
+        y = self._dropout(y, ctx, "attention")
         if "mlp" in self.recomputed:
             x_SBH = x_SBH + y
-            y, losses = recompute(lambda x: self._feed_forward(self.pre_mlp_layernorm(x), scene), x_SBH)
+            y, losses = recompute(lambda x: self._feed_forward(self.pre_mlp_layernorm(x), ctx), x_SBH)
         elif drop_norm:
             x_SBH = x_SBH + y
-            y, losses = feed(self.pre_mlp_layernorm, x_SBH, lambda n: self._feed_forward(n, scene), drop=True)
+            y, losses = feed(self.pre_mlp_layernorm, x_SBH, lambda n: self._feed_forward(n, ctx), drop=True)
         else:
             x_SBH, n_SBH = self.pre_mlp_layernorm.of_sum(x_SBH, y)
-            y, losses = self._feed_forward(n_SBH, scene)
-        return x_SBH + self._dropout(y, scene, "mlp"), losses
+            y, losses = self._feed_forward(n_SBH, ctx)
+        return x_SBH + self._dropout(y, ctx, "mlp"), losses
 
-    def _feed_forward(self, n_SBH: Tensor, scene: Scene) -> tuple[Tensor, Tensor | None]:
+    def _feed_forward(self, n_SBH: Tensor, ctx: Scene) -> tuple[Tensor, Tensor | None]:
         if isinstance(self.mlp, MixtureOfExperts):
-            y, losses = self.mlp(n_SBH, scene.batch)
+            y, losses = self.mlp(n_SBH, ctx.batch)
             return y, losses
         return self.mlp(n_SBH), None
 
-    def _dropout(self, y_SBH: Tensor, scene: Scene, site: str) -> Tensor:
+    def _dropout(self, y_SBH: Tensor, ctx: Scene, site: str) -> Tensor:
         if not self.training:
             return y_SBH
         first_row = self.context.tp.rank * y_SBH.shape[0] if self.context.sequence_parallel else 0
         name = self.context.name(f"{site}_dropout")
         rate, kernel = self.config.hidden_dropout, self.context.kernels.dropout
-        return dropout_rows(y_SBH, rate, scene.batch, self.context.seed, name, first_row, kernel=kernel)
+        return dropout_rows(y_SBH, rate, ctx.batch, self.context.seed, name, first_row, kernel=kernel)

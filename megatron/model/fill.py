@@ -1,4 +1,4 @@
-"""Filling a rank's weights from wherever global tensors can be read box by box."""
+"""Loading a rank's weights from any source of global tensors."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from megatron.parallel.shard import Box, ShardSpec
 
 
 class Source(Protocol):
-    """Global tensors by name, of which any box can be read without the rest."""
+    """Global tensors by name, of which any box can be read on its own."""
 
     def read(self, name: str, view: tuple[int, ...], box: Box) -> Tensor:
-        """The elements of ``box`` of the tensor ``name`` seen as ``view``: of shape ``box.size``, in any dtype."""
+        """Return the elements of ``box`` of tensor ``name`` viewed as ``view``, of shape ``box.size``, in any dtype."""
 
 
 @torch.no_grad()
@@ -28,13 +28,14 @@ def fill(
     source: Source,
     shares: Mapping[str, Share] = MappingProxyType({}),
 ) -> None:
-    """Read a rank's part of every tensor into it; what is in no piece (padding of the vocabulary) becomes 0.
+    """Read a rank's part of every tensor in place. Elements outside all pieces (vocabulary padding) become 0.
 
     Args:
-        specs: place of every tensor, by global name.
-        tensors: local tensors ``spec.local_shape``, or the shares of them, filled in place and in their own dtype.
-        source: of the global ones.
-        shares: of the local tensors, by name; where there is none, the tensor is whole.
+        specs: sharding of every tensor, by global name.
+        tensors: local tensors of shape ``spec.local_shape``, or the shards of them given by ``shares``. Values are
+            converted to their dtype.
+        source: global tensors.
+        shares: element range of each sharded local tensor, by name; tensors without one are complete.
     """
     for name, tensor in tensors.items():
         spec, local = specs[name], tensor.detach().zero_()

@@ -1,4 +1,4 @@
-"""A GPT, or a run of its blocks: what a pipeline stage calls a chunk."""
+"""GPT model, or the consecutive blocks of it that form a pipeline stage (a model chunk)."""
 
 from __future__ import annotations
 
@@ -27,21 +27,18 @@ from megatron.pipeline.partition import StageLayers, stages_of
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which activations are made again in backward.
+    """Activation recomputation of a chunk."""
 
-    Attributes:
-        modules: inside every block.
-        group: blocks recomputed as one; 0 for none.
-        blocks: how many of the chunk's first blocks are recomputed whole.
-    """
-
+    # Modules recomputed inside every block (selective recomputation).
     modules: frozenset[str] = frozenset()
+    # Consecutive blocks that are recomputed together; 0 for none.
     group: int = 0
+    # Number of the chunk's first blocks that are recomputed as a whole.
     blocks: int = 0
 
     @classmethod
     def from_config(cls, config: TrainingConfig, num_blocks: int) -> Recompute:
-        """The plan of the recompute flags for a chunk of ``num_blocks`` blocks."""
+        """Return the plan that the recompute flags give a chunk of ``num_blocks`` blocks."""
         match config.recompute_granularity, config.recompute_method:
             case "selective", _:
                 return cls(modules=frozenset(config.recompute_modules))
@@ -54,7 +51,7 @@ class Recompute:
 
 @dataclass
 class Sums:
-    """What a chunk adds up beside its output, to be reported; tensors, never read inside a step."""
+    """Sums of a chunk's losses for reporting; device tensors, never read inside a step."""
 
     values: dict[str, Tensor] = field(default_factory=dict)
 
@@ -63,22 +60,17 @@ class Sums:
         self.values[name] = self.values[name] + value.detach() if name in self.values else value.detach()
 
     def take(self) -> dict[str, Tensor]:
-        """The sums since the last take."""
+        """Return the sums, and reset them."""
         taken, self.values = self.values, {}
         return taken
 
 
 class GPTChunk(nn.Module):
-    """Consecutive blocks of the model, with the embedding before the first and the loss after the last.
+    """Consecutive blocks of the model, with the embedding in the first chunk and the loss in the last.
 
-    Called as ``chunk(x, micro_batch) -> (out, aux)``: ``x`` is None for the first chunk, ``out`` is the hidden state
-    ``[S(/tp), B, H]`` or, in the last chunk, the sum of the micro-batch's token losses; ``aux`` is a scalar of
-    auxiliary losses. Both are seeded in backward.
-
-    Attributes:
-        specs: place of every parameter of this rank, those of its other chunks included, by global name.
-        params: the parameters themselves.
-        sums: ``lm loss`` summed over tokens, for reporting.
+    Called as ``chunk(x, micro_batch) -> (out, aux)``. ``x`` is None for the first chunk. ``out`` is the hidden state
+    ``[S(/tp), B, H]`` or, for the last chunk, the sum of the micro-batch's token losses. ``aux`` is the scalar sum of
+    auxiliary losses. Backward starts from both.
     """
 
     def __init__(
@@ -89,12 +81,13 @@ class GPTChunk(nn.Module):
         Args:
             config: of the whole model.
             training: recomputation and the chunk size of the loss.
-            context: mesh, sink, number format.
+            context: mesh, gradient accumulator, dtype.
             stage: the chunk's blocks, and whether it has the embedding or the loss.
 
         """
         super().__init__()
         self.config, self.context, self.sums = config, context, Sums()
+        # Specs and parameters of all chunks of this rank, by global name.
         self.specs, self.params = context.specs, context.params
         self.plan = Recompute.from_config(training, len(stage.layers))
         self.last = stage.last
@@ -113,32 +106,32 @@ class GPTChunk(nn.Module):
 
     @property
     def parts(self) -> list[nn.Module]:
-        """The modules that forward calls, in turn; all parameters are theirs."""
-        ends = self.final_layernorm, self.output_layer
-        return [part for part in (self.embedding, *self.layers.values(), *ends) if part is not None]
+        """The submodules in the order in which forward calls them; together they have all parameters."""
+        parts = (self.embedding, *self.layers.values(), self.final_layernorm, self.output_layer)
+        return [part for part in parts if part is not None]
 
     def forward(self, x_SBH: Tensor | None, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         """Run the chunk on a micro-batch."""
-        scene = self._scene(batch)
+        ctx = self._forward_context(batch)
         if self.embedding is not None:
             x_SBH = self._embed(self.embedding, batch)
         if x_SBH is None:
             raise ValueError("only the first chunk runs without an input")
-        x_SBH, losses = self._run_blocks(x_SBH, scene)
+        x_SBH, router_losses = self._run_blocks(x_SBH, ctx)
         out = self._loss(x_SBH, batch) if self.last else x_SBH
-        if losses is None:
+        if router_losses is None:
             return out, torch.zeros((), dtype=torch.promote_types(out.dtype, torch.float32), device=out.device)
-        self.sums.add("router losses", losses)
-        return out, losses.sum()
+        self.sums.add("router losses", router_losses)
+        return out, router_losses.sum()
 
     @torch.no_grad()
     def logits(self, tokens_BS: Tensor, cache: KVCache | None = None, last: int = 0) -> Tensor:
-        """What the whole model says of each token's successor: ``[S, B, vocab]`` in at least fp32, without dropout.
+        """Return next-token logits ``[S, B, vocab]`` in at least fp32, without dropout.
 
         Args:
-            tokens_BS: int64 ids; with a cache, those that follow what it holds.
-            cache: of what was read before; takes these tokens too.
-            last: how many of the last tokens are asked about; 0 for all.
+            tokens_BS: int64 ids; with a cache, the tokens that follow the cached ones.
+            cache: keys and values of earlier tokens; these tokens are added.
+            last: number of last tokens to return logits for; 0 for all.
 
         Raises:
             ValueError: when the chunk is not the whole model, or not in evaluation mode.
@@ -146,17 +139,17 @@ class GPTChunk(nn.Module):
         if self.embedding is None or self.final_layernorm is None or self.output_layer is None or self.training:
             raise ValueError("logits are those of a whole model after .eval()")
         batch = MicroBatch.of_tokens(tokens_BS, cache.positions(tokens_BS) if cache is not None else None)
-        x_SBH, _ = self._run_blocks(self._embed(self.embedding, batch), self._scene(batch, cache))
+        x_SBH, _ = self._run_blocks(self._embed(self.embedding, batch), self._forward_context(batch, cache))
         if cache is not None:
             cache.advance(tokens_BS.shape[1])
         return self.output_layer.logits(self.final_layernorm(x_SBH[-last:] if last else x_SBH))
 
-    def _scene(self, batch: MicroBatch, cache: KVCache | None = None) -> Scene:
+    def _forward_context(self, batch: MicroBatch, cache: KVCache | None = None) -> Scene:
         s, device = batch.tokens.shape[1], batch.tokens.device
-        rotation = self.rotary(s, batch.positions) if self.rotary is not None else None
-        before, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
-        sight = Sight(before + s, device, self.config.window_size, documents, before, batch.boundaries)
-        return Scene(batch, rotation, sight, cache)
+        rotary = self.rotary(s, batch.positions) if self.rotary is not None else None
+        cached, documents = (0, batch.documents) if cache is None else (cache.length, cache.documents(batch.tokens))
+        mask = Sight(cached + s, device, self.config.window_size, documents, cached, batch.boundaries)
+        return Scene(batch, rotary, mask, cache)
 
     def _embed(self, embedding: Embedding, batch: MicroBatch) -> Tensor:
         x_SBH = embedding(batch.tokens, batch.positions)
@@ -174,13 +167,13 @@ class GPTChunk(nn.Module):
         self.sums.add("lm loss", cross_entropy)
         return objective
 
-    def _run_blocks(self, x_SBH: Tensor, scene: Scene) -> tuple[Tensor, Tensor | None]:
-        """The hidden state after this chunk's blocks, and the sum of their routers' losses; None without experts."""
+    def _run_blocks(self, x_SBH: Tensor, ctx: Scene) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden state after the blocks, and the sum of the router losses (None without experts)."""
         blocks = list(self.layers.values())
 
         def run(x: Tensor, losses: Tensor | None, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
             for block in blocks[start:stop]:
-                x, added = block(x, scene)
+                x, added = block(x, ctx)
                 losses = added if losses is None else losses + added
             return x, losses
 
@@ -192,10 +185,10 @@ class GPTChunk(nn.Module):
 
 
 def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildContext) -> GPTChunk:
-    """The whole model as one chunk.
+    """Build the whole model as one chunk.
 
     Raises:
-        RuntimeError: when the layers or parameters built are not those configured.
+        RuntimeError: when the layers or parameters built differ from the configuration.
 
     """
     return build_chunks(config, training, context, dict(enumerate(stages_of([config.num_layers]))))[0]
@@ -204,17 +197,17 @@ def build_gpt(config: ModelConfig, training: TrainingConfig, context: BuildConte
 def build_chunks(
     config: ModelConfig, training: TrainingConfig, context: BuildContext, stages: Mapping[int, StageLayers]
 ) -> dict[int, GPTChunk]:
-    """A rank's chunks by the number of their stage; they share ``context``'s specs and parameters.
+    """Build a rank's chunks, by stage number; they share the specs and parameters of ``context``.
 
     Raises:
-        RuntimeError: when the layers or parameters built are not those configured.
+        RuntimeError: when the layers or parameters built differ from the configuration.
 
     """
     chunks = {index: GPTChunk(config, training, context, stage) for index, stage in stages.items()}
     built = sum(len(chunk.layers) for chunk in chunks.values()), sum(spec.numel for spec in context.specs.values())
     layers = sum(len(stage.layers) for stage in stages.values())
     first, last = any(stage.first for stage in stages.values()), any(stage.last for stage in stages.values())
-    wanted = layers, config.part_parameters(layers, first, last)
-    if built != wanted:
-        raise RuntimeError("built {} layers and {:,} parameters, configured {} and {:,}".format(*built, *wanted))
+    expected = layers, config.part_parameters(layers, first, last)
+    if built != expected:
+        raise RuntimeError("built {} layers and {:,} parameters, expected {} and {:,}".format(*built, *expected))
     return chunks

@@ -1,14 +1,13 @@
-"""Weights of Hugging Face models as boxes of ours: one literal table per family, read both ways.
+"""Correspondence between our tensors and those of Hugging Face models: one table per family, used both ways.
 
-A row names one of our tensors and the axes of its view, then the tensors of theirs that make it up. Theirs are
-described by the same axes: a comma separates the dimensions a tensor is stored with, and brackets say which part of an
-axis it is. So ``"h, x g d"`` is stored ``[h, x * g * d]``, and ``"g x[-1:] d, h"`` holds the last of each group's ``x``
-and is stored ``[g * d, h]``. A name with ``{e}`` in it is that of one tensor for every expert, which ``e[{e}]`` takes.
-Only views, permutations and slices can be said, so every row can be undone, and a box of ours is a set of slices of
-theirs.
+A row names one of our tensors and the axes of its view, and the Hugging Face tensors that it consists of. These are
+described by the same axes: commas separate the dimensions of the stored tensor, and brackets select a part of an axis.
+So ``"h, x g d"`` is stored as ``[h, x * g * d]``, and ``"g x[-1:] d, h"`` is the last element of each group's ``x``,
+stored as ``[g * d, h]``. A name with ``{e}`` stands for one tensor per expert, which ``e[{e}]`` selects. Rows contain
+only views, permutations and slices, so they are invertible, and a box of our tensor is a set of slices of theirs.
 
-Axes: v vocabulary, t positions, h hidden, g key/value heads, x a group's queries, its key and its value, d channels of
-a head, o all heads' outputs, p gate and up, f the MLP's width, e experts.
+Axes: v vocabulary, t positions, h hidden, g key/value heads, x queries, key and value of a group, d channels of a head,
+o outputs of all heads, p gate and up, f width of the MLP, e experts.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Box, ShardSpec
 
 Row = tuple[str, str, tuple[tuple[str, str], ...]]
-"""Our name, the axes of our view, and per tensor of theirs name and axes; ``{i}`` is the layer, ``{e}`` the expert."""
+"""Our name, axes of our view, (name, axes) of each Hugging Face tensor. ``{i}`` is the layer, ``{e}`` the expert."""
 
 _GPT2: tuple[Row, ...] = (
     ("embedding.word_embeddings.weight", "v h", (("transformer.wte.weight", "v, h"),)),
@@ -103,9 +102,9 @@ _LLAMA: tuple[Row, ...] = (
 )
 
 
-def _experts(place: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
-    """The rows of a router and its experts, which lie at ``place`` of a layer and call their matrices so."""
-    at = f"model.layers.{{i}}.{place}"
+def _experts(module: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
+    """Return the rows of the router and the experts in ``module`` of a layer, with these names of their matrices."""
+    at = f"model.layers.{{i}}.{module}"
     return (
         ("layers.{i}.mlp.router.weight", "e h", ((f"{at}.gate.weight", "e, h"),)),
         (
@@ -126,17 +125,11 @@ def _experts(place: str, gate: str, up: str, down: str) -> tuple[Row, ...]:
 
 @dataclass(frozen=True)
 class Table:
-    """How one kind of Hugging Face model is stored.
+    """Stored tensors of a family of Hugging Face models."""
 
-    Attributes:
-        rows: every tensor that such a model can have.
-        prefix: of all names but the head's; files written from a model without head lack it.
-        buffers: patterns of names, without the prefix, that hold no weights and may be passed over.
-    """
-
-    rows: tuple[Row, ...]
-    prefix: str
-    buffers: tuple[str, ...]
+    rows: tuple[Row, ...]  # all tensors that a model can have
+    prefix: str  # of all names except the head's; missing in files of a model without head
+    buffers: tuple[str, ...]  # patterns of names, without the prefix, that are not weights
 
 
 _GPT2_TABLE = Table(_GPT2, "transformer.", (r"h\.\d+\.attn\.bias", r"h\.\d+\.attn\.masked_bias"))
@@ -153,82 +146,77 @@ TABLES: dict[str, Table] = {
     "mixtral": _MIXTRAL_TABLE,
     "qwen3_moe": _QWEN_MOE_TABLE,
 }
-"""By transformers' ``model_type``, the keys of `megatron.config.hf_families.FAMILIES`."""
+"""Tables by transformers' ``model_type``, with the same keys as `megatron.config.hf_families.FAMILIES`."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """One tensor of theirs in one of ours.
+    """One Hugging Face tensor as a part of one of ours."""
 
-    Attributes:
-        name: theirs.
-        shape: they store it with.
-        order: its axes in their order, as dimensions of our view.
-        box: of our view that it fills.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    order: tuple[int, ...]
-    box: Box
+    name: str  # in the Hugging Face model
+    shape: tuple[int, ...]  # as stored
+    order: tuple[int, ...]  # its axes, as dimensions of our view
+    box: Box  # the part of our view that it fills
 
     def arrange(self, theirs: Tensor) -> Tensor:
-        """Their tensor ``shape`` as our box ``box.size``: a view, nothing is copied or read."""
+        """Return a stored tensor ``[*shape]`` as our box ``[*box.size]``, without copying."""
         unfolded = theirs.view([self.box.size[axis] for axis in self.order])
         return unfolded.permute([self.order.index(axis) for axis in range(len(self.order))])
 
     def restore(self, ours: Tensor) -> Tensor:
-        """Our box ``box.size`` as their tensor ``shape``; copied where the order differs."""
+        """Return our box ``[*box.size]`` as a tensor to store ``[*shape]``, copied if the order of axes differs."""
         return ours.permute(self.order).reshape(self.shape)
 
 
 def slots(kind: str, specs: Mapping[str, ShardSpec]) -> dict[str, tuple[Slot, ...]]:
-    """What each of our tensors is made of.
+    """Return the Hugging Face tensors of which each of our tensors consists.
 
     Args:
         kind: key of ``TABLES``.
-        specs: of the model's tensors; only shapes are read.
+        specs: specs of our tensors; only their shapes matter.
 
     Raises:
-        KeyError: naming those that the table lacks.
+        KeyError: naming our tensors that the table lacks.
     """
     rows = {ours: (axes, theirs) for ours, axes, theirs in TABLES[kind].rows}
-    places = {name: _place(name) for name in specs}
-    missing = [name for name, (pattern, _) in places.items() if pattern not in rows]
+    patterns = {name: _split_layer(name) for name in specs}
+    missing = [name for name, (pattern, _) in patterns.items() if pattern not in rows]
     if missing:
         raise KeyError(", ".join(missing))
     found = {}
     for name, spec in specs.items():
-        pattern, layer = places[name]
+        pattern, layer = patterns[name]
         axes, theirs = rows[pattern][0].split(), rows[pattern][1]
         found[name] = tuple(
-            _slot(their.replace("{i}", layer), said, axes, spec.view)
+            _slot(their.replace("{i}", layer), their_axes, axes, spec.view)
             for row in theirs
-            for their, said in _of_each_expert(*row, axes, spec.view)
+            for their, their_axes in _expand_experts(*row, axes, spec.view)
         )
     return found
 
 
-def _of_each_expert(their: str, said: str, axes: list[str], view: tuple[int, ...]) -> Iterator[tuple[str, str]]:
-    """One tensor of theirs, or one for every expert."""
+def _expand_experts(their: str, their_axes: str, axes: list[str], view: tuple[int, ...]) -> Iterator[tuple[str, str]]:
+    """Yield name and axes of a Hugging Face tensor, once per expert if the name has an ``{e}``."""
     if "{e}" not in their:
-        yield their, said
+        yield their, their_axes
         return
     for e in map(str, range(view[axes.index("e")])):
-        yield their.replace("{e}", e), said.replace("{e}", e)
+        yield their.replace("{e}", e), their_axes.replace("{e}", e)
 
 
-def _place(name: str) -> tuple[str, str]:
-    """A name as the table has it, and its layer."""
+def _split_layer(name: str) -> tuple[str, str]:
+    """Return a name with ``{i}`` in place of its layer index, and the index."""
     match = re.match(r"layers\.(\d+)\.", name)
     return (name.replace(match[0], "layers.{i}.", 1), match[1]) if match else (name, "")
 
 
-def _slot(name: str, said: str, axes: list[str], view: tuple[int, ...]) -> Slot:
-    """Read ``said``, such as ``g x[:-2] d, h`` or ``e[3] h, f``."""
-    start, size, order, shape = [0] * len(view), list(view), [], []
-    for dimension in said.split(","):
-        parts = list(_axes(dimension))
+def _slot(name: str, their_axes: str, axes: list[str], view: tuple[int, ...]) -> Slot:
+    """Parse axes such as ``g x[:-2] d, h`` or ``e[3] h, f``."""
+    start = [0] * len(view)
+    size = list(view)
+    order, shape = [], []
+    for dimension in their_axes.split(","):
+        parts = list(_parse_dimension(dimension))
         for letter, part in parts:
             axis = axes.index(letter)
             first, stop, _ = part.indices(view[axis])
@@ -238,8 +226,8 @@ def _slot(name: str, said: str, axes: list[str], view: tuple[int, ...]) -> Slot:
     return Slot(name, tuple(shape), tuple(order), Box(tuple(start), tuple(size)))
 
 
-def _axes(dimension: str) -> Iterator[tuple[str, slice]]:
-    """The axes of one stored dimension, each with the part that is held: ``x[:-2]``, ``e[3]``, or all of it."""
+def _parse_dimension(dimension: str) -> Iterator[tuple[str, slice]]:
+    """Yield the axes of one stored dimension with the selected part: ``x[:-2]``, ``e[3]``, or all."""
     for letter, first, colon, stop in re.findall(r"(\w)(?:\[(-?\d*)(:?)(-?\d*)\])?", dimension):
         if first and not colon:
             yield letter, slice(int(first), int(first) + 1)
@@ -248,7 +236,7 @@ def _axes(dimension: str) -> Iterator[tuple[str, slice]]:
 
 
 def shapes_only(model: ModelConfig, training: TrainingConfig | None = None) -> GPTChunk:
-    """The whole model on one rank, on the meta device: nothing is allocated."""
+    """Build the complete model on the meta device, as on a single rank; no memory is allocated."""
     mesh = Mesh(Layout.from_config(ParallelConfig(), 1), 0)
     context = BuildContext(mesh, GradSink(), device=torch.device("meta"))
     return build_gpt(model, training or TrainingConfig(), context)

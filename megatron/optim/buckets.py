@@ -1,9 +1,9 @@
-"""Contiguous gradient buckets, reduced over data-parallel ranks while backward still runs.
+"""Contiguous gradient buckets, reduced over data-parallel ranks during backward.
 
 A bucket holds the main gradients (at least fp32) of parameters of one dtype and one reduction group, in the order in
-which backward is expected to finish them. Its sum over that group is made in two steps: a reduce-scatter over the ranks
-that cut it among themselves (``shards``), which leaves each the part that it updates, and an all-reduce of that part
-over the ranks that have the same one (``copies``). Without ZeRO nobody cuts it, and the second step is all there is.
+which backward is expected to compute them. The reduction has two steps: a reduce-scatter over the ranks that shard the
+optimizer state (``shards``), which leaves each rank the part that it updates, and an all-reduce of that part over the
+ranks that hold the same shard (``copies``). Without ZeRO there is only the all-reduce.
 """
 
 from __future__ import annotations
@@ -26,68 +26,58 @@ from megatron.parallel.ownership import BucketKey, Packing, Share, limits_of, pa
 from megatron.parallel.shard import ShardSpec
 
 IN_FLIGHT = 2
-"""Sums of streamed buckets, over all of these, or of rounded addends that may be on their way before one is waited for:
-they need memory besides what is kept."""
+"""Maximum number of reductions in flight that need extra memory: those of ZeRO-2 buckets and those in bf16."""
 
 
 @dataclass(frozen=True)
 class Room:
-    """How a bucket is made up.
-
-    Attributes:
-        packing: where its parameters lie.
-        shards: ranks that cut it among themselves.
-        copies: ranks that have the same part of it.
-        dtype: of the gradients, at least fp32.
-        device: theirs.
-        wire: format in which they travel.
-    """
+    """Layout, storage and reduction groups of a bucket."""
 
     packing: Packing
+    # Ranks that shard the bucket.
     shards: Group
+    # Ranks that hold the same shard.
     copies: Group
+    # Of the gradients, at least fp32.
     dtype: torch.dtype
     device: torch.device
+    # Dtype in which gradients are communicated.
     wire: torch.dtype
 
     def zeros(self, elements: int) -> Tensor:
-        """A flat buffer."""
+        """Allocate a flat buffer of zeros."""
         return torch.zeros(elements, dtype=self.dtype, device=self.device)
 
 
 class Bucket:
-    """The gradients of some parameters, all of them kept.
-
-    Attributes:
-        room: how it is made up.
-        specs: of its parameters, by name.
-        own: this rank's part, ``[elements / shards]``: the sum over all ranks once :meth:`finish` is done.
-    """
+    """Gradients of some parameters, stored as a whole (ZeRO-0 and ZeRO-1)."""
 
     def __init__(self, room: Room, specs: Mapping[str, ShardSpec]) -> None:
         self.room, self.specs = room, specs
         self._buffer = room.zeros(room.packing.size)
+        self._views = {name: view_of(self._buffer, room.packing, name, spec) for name, spec in specs.items()}
+        # This rank's part, [elements / shards]: the sum over all ranks after :meth:`finish`.
         self.own = self._buffer.view(room.shards.size, -1)[room.shards.rank]
         self._sum: Sum | None = None
         self._started = False
 
     def start_step(self) -> None:
         """Zero the gradients."""
-        self.settle()  # what a step that was given up has left on its way
+        self.settle()  # a step that was aborted may have left a reduction in flight
         self._buffer.zero_()
         self._started = False
 
     def target(self, name: str) -> Tensor:
-        """Where contributions to a gradient are added, ``spec.local_shape``."""
-        return view_of(self._buffer, self.room.packing, name, self.specs[name])
+        """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
+        return self._views[name]
 
     def contributed(self, name: str, complete: bool, overlap: bool) -> None:
-        """Take note of a contribution; ``complete`` when the bucket has all of the step's."""
+        """Record a contribution; ``complete`` if it is the bucket's last of the step."""
         if complete and overlap:
             self._start()
 
     def scatter(self) -> None:
-        """Have the sum over the ranks that cut the bucket, and start that over the others."""
+        """Finish the reduce-scatter over ``shards``, and start the all-reduce over ``copies``."""
         if not self._started:
             self._start()
         if self.room.shards.size > 1:
@@ -95,11 +85,11 @@ class Bucket:
             self._sum = start_all_reduce(self.own, self.room.copies, self.room.wire)
 
     def finish(self) -> None:
-        """Have the sum over all ranks, after :meth:`scatter`."""
+        """Finish the reduction, after :meth:`scatter`."""
         self.settle()
 
     def settle(self) -> None:
-        """Take up the sum that is on its way, if there is one; the memory that it came in is let go of."""
+        """Wait for the reduction in flight, if there is one, and free its memory."""
         if self._sum is not None:
             put(self._sum.wait(), self.own)
             self._sum = None
@@ -113,93 +103,87 @@ class Bucket:
 
 
 class Spare:
-    """Whole buffers that streamed buckets are lent for a while, until the sums that are made of them have come."""
+    """Full-size gradient buffers that ZeRO-2 buckets use in turn, and their reductions in flight."""
 
     def __init__(self) -> None:
-        self._idle: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._on_the_way: deque[tuple[Sum, Tensor, Tensor]] = deque()
+        self._free: dict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._in_flight: deque[tuple[Sum, Tensor, Tensor]] = deque()
 
     def take(self, room: Room) -> Tensor:
-        """A buffer of zeros for a whole bucket."""
-        idle = self._idle[room.packing.size, room.dtype]
-        return idle.pop().zero_() if idle else room.zeros(room.packing.size)
+        """Return a buffer of zeros for a whole bucket."""
+        free = self._free[room.packing.size, room.dtype]
+        return free.pop().zero_() if free else room.zeros(room.packing.size)
 
     def reduce(self, buffer: Tensor, room: Room, own: Tensor) -> None:
-        """Start the sum of a buffer, to be added to a rank's ``own`` part of it."""
-        self._on_the_way.append((start_reduce_scatter(buffer, room.shards, room.wire), buffer, own))
+        """Start the reduce-scatter of a buffer, whose result will be added to ``own``."""
+        self._in_flight.append((start_reduce_scatter(buffer, room.shards, room.wire), buffer, own))
 
     def settle(self, left: int) -> None:
-        """Add up what is on its way, the oldest first, but for so many sums; their buffers may be used again."""
-        while len(self._on_the_way) > left:
-            total, buffer, own = self._on_the_way.popleft()
+        """Wait for all but the newest ``left`` reductions, and recycle their buffers."""
+        while len(self._in_flight) > left:
+            total, buffer, own = self._in_flight.popleft()
             own.add_(total.wait())
-            self._idle[buffer.numel(), buffer.dtype].append(buffer)
+            self._free[buffer.numel(), buffer.dtype].append(buffer)
 
 
 class StreamedBucket:
-    """The gradients of some parameters, of which this rank keeps its part alone (ZeRO-2).
+    """Gradients of some parameters, of which this rank stores only its shard (ZeRO-2).
 
-    The whole is there from the first contribution of a micro-batch until it is reduced, as soon as every parameter has
-    had one micro-batch's. So each micro-batch sends as much as a whole step does otherwise.
+    A full-size buffer exists from the first contribution of a micro-batch until every parameter has that micro-batch's
+    contributions; then it is reduced. So every micro-batch communicates as much as a whole step does in ZeRO-1.
     """
 
-    def __init__(self, room: Room, specs: Mapping[str, ShardSpec], spare: Spare) -> None:
-        self.room, self.specs, self._spare = room, specs, spare
+    def __init__(self, room: Room, specs: Mapping[str, ShardSpec], pool: Spare) -> None:
+        self.room, self.specs, self._pool = room, specs, pool
+        # This rank's shard, [elements / shards]: the sum over all ranks after :meth:`finish`.
         self.own = room.zeros(room.packing.size // room.shards.size)
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._buffer: Tensor | None = None
         self._last: Sum | None = None
-        self._wanted = {name: spec.uses for name, spec in self.specs.items()}
+        self._missing = {name: spec.uses for name, spec in self.specs.items()}
 
     def start_step(self) -> None:
         """Zero the gradients."""
-        self._spare.settle(0)  # what a step that was given up has left on its way
+        self._pool.settle(0)  # a step that was aborted may have left reductions in flight
         self.own.zero_()
-        self._begin()
+        self._reset()
 
     def target(self, name: str) -> Tensor:
-        """Where contributions to a gradient are added, ``spec.local_shape``."""
+        """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
         if self._buffer is None:
-            self._buffer = self._spare.take(self.room)
+            self._buffer = self._pool.take(self.room)
         return view_of(self._buffer, self.room.packing, name, self.specs[name])
 
     def contributed(self, name: str, complete: bool, overlap: bool) -> None:
-        """Take note of a contribution; ``complete`` when the bucket has all of the step's."""
-        self._wanted[name] -= 1
-        if complete or all(wanted <= 0 for wanted in self._wanted.values()):
-            self._reduce(IN_FLIGHT if overlap else 0)
+        """Record a contribution; ``complete`` if it is the bucket's last of the step."""
+        self._missing[name] -= 1
+        if not complete and any(missing > 0 for missing in self._missing.values()):
+            return
+        self._reduce(IN_FLIGHT if overlap else 0)
 
     def _reduce(self, in_flight: int) -> None:
-        """Start the sum of what is there, and take up those before, but for some that may still be on their way."""
+        """Start reducing the buffer; afterwards at most ``in_flight`` reductions of all buckets are in flight."""
         if self._buffer is None:
-            raise RuntimeError(f"a gradient of {', '.join(self.specs)} was counted before it was there")
-        self._spare.reduce(self._buffer, self.room, self.own)
-        self._buffer, self._wanted = None, {name: spec.uses for name, spec in self.specs.items()}
-        self._spare.settle(in_flight)
+            raise RuntimeError(f"a gradient of {', '.join(self.specs)} was counted before it was added")
+        self._pool.reduce(self._buffer, self.room, self.own)
+        self._buffer, self._missing = None, {name: spec.uses for name, spec in self.specs.items()}
+        self._pool.settle(in_flight)
 
     def scatter(self) -> None:
-        """Have the sum over the ranks that cut the bucket, and start that over the others."""
-        self._spare.settle(0)
+        """Finish the reduce-scatters over ``shards``, and start the all-reduce over ``copies``."""
+        self._pool.settle(0)
         self._last = start_all_reduce(self.own, self.room.copies, self.room.wire)
 
     def finish(self) -> None:
-        """Have the sum over all ranks, after :meth:`scatter`."""
+        """Finish the reduction, after :meth:`scatter`."""
         if self._last is not None:
             put(self._last.wait(), self.own)
 
 
 class GradBuckets:
-    """All main gradients of a rank.
-
-    Attributes:
-        buckets: in the order in which they are expected to be ready.
-        shares: what of each parameter this rank updates, by name; those of which it is nothing are not listed.
-        grads: gradients of these shares once :meth:`finish` is done: of the local stored shape where a share is the
-            whole parameter, else flat.
-        overlap: reduce a bucket when it is ready, instead of all at the end.
-    """
+    """All main gradients of a rank."""
 
     def __init__(
         self,
@@ -211,25 +195,29 @@ class GradBuckets:
         config: ParallelConfig,
         uncut: Collection[str] = (),
     ) -> None:
-        """Allocate the buckets and bind the sink to them.
+        """Allocate the buckets and bind the accumulator to them.
 
         Args:
-            specs: of all parameters, in the order in which forward uses them.
+            specs: of all parameters, in the order of forward.
             dtypes: of the same parameters.
             mesh: the groups.
-            sink: will write into the buckets.
+            sink: the gradient accumulator, which will write into the buckets.
             device: of the buffers.
-            config: size of buckets, what is cut, what travels, and when.
-            uncut: parameters that one rank updates whole.
+            config: bucket size, ZeRO stage, communication dtype and overlap.
+            uncut: parameters that are not divided between ranks.
 
         """
-        self.specs, self.overlap = specs, config.overlap_grad_reduce
+        self.specs = specs
+        # Reduce a bucket as soon as it is complete, instead of all at the end of the step.
+        self.overlap = config.overlap_grad_reduce
+        # In the order in which they are expected to be complete.
         self.buckets: list[Bucket | StreamedBucket] = []
         self._bucket_of: dict[str, Bucket | StreamedBucket] = {}
-        self._missing: dict[str, int] = {}
-        self._unfinished: dict[int, int] = {}
-        self._reducing, spare = True, Spare()
-        self._rounds, self._rounded = config.grad_reduce_in_bf16, deque[Bucket]()
+        self._missing: dict[str, int] = {}  # contributions, by parameter
+        self._unfinished: dict[int, int] = {}  # parameters that miss contributions, by id of the bucket
+        self._reducing = True
+        self._reduces_in_bf16, self._bf16_in_flight = config.grad_reduce_in_bf16, deque[Bucket]()
+        pool = Spare()
         streamed = config.zero_stage == 2
         keys = {name: BucketKey.of(spec, str(dtypes[name]), name in uncut, streamed) for name, spec in specs.items()}
         sizes = {name: prod(spec.local_shape) for name, spec in specs.items()}
@@ -239,21 +227,29 @@ class GradBuckets:
             packing = pack({name: sizes[name] for name in names}, shards.size, copies.size, key.uncut)
             dtype = torch.promote_types(dtypes[names[0]], torch.float32)
             wire = torch.bfloat16 if config.grad_reduce_in_bf16 else dtype
-            room, held = Room(packing, shards, copies, dtype, device, wire), {name: specs[name] for name in names}
-            bucket = StreamedBucket(room, held, spare) if streamed and shards.size > 1 else Bucket(room, held)
+            layout = Room(packing, shards, copies, dtype, device, wire)
+            bucket_specs = {name: specs[name] for name in names}
+            bucket: Bucket | StreamedBucket
+            if streamed and shards.size > 1:
+                bucket = StreamedBucket(layout, bucket_specs, pool)
+            else:
+                bucket = Bucket(layout, bucket_specs)
             self.buckets.append(bucket)
             self._bucket_of |= dict.fromkeys(names, bucket)
-        self.shares = self._cut(counted=False)
+        # The shard of each parameter that this rank updates; parameters without one are not listed.
+        self.shares = self._shards(over_copies=False)
+        # Gradients of these shards after :meth:`finish`: of the local stored shape if a shard is the whole parameter,
+        # else flat.
         self.grads = {name: self.share_of(self._bucket_of[name].own, name) for name in self.shares}
         sink.bind(self.target, self._contributed)
 
-    def _cut(self, counted: bool) -> dict[str, Share]:
-        """This rank's share of every parameter; ``counted``, of those that all ranks cut among themselves."""
+    def _shards(self, over_copies: bool) -> dict[str, Share]:
+        """Return this rank's shard of every parameter; ``over_copies`` divides it among ranks with the same one."""
         found = {}
         for bucket in self.buckets:
             shards, copies = bucket.room.shards, bucket.room.copies
             part, parts = shards.rank, shards.size
-            if counted:
+            if over_copies:
                 part, parts = part * copies.size + copies.rank, parts * copies.size
             for name, spec in bucket.specs.items():
                 share = bucket.room.packing.share(name, prod(spec.local_shape), part, parts)
@@ -262,22 +258,23 @@ class GradBuckets:
         return {name: found[name] for name in self.specs if name in found}
 
     def counted(self) -> dict[str, Share]:
-        """What of each parameter this rank answers for, so that over all replicas every element counts once.
+        """Return the shards that this rank counts in norms and checkpoints: every element is counted by one rank.
 
-        The same whatever is cut, and so the same order in all that is summed over elements.
+        They do not depend on the ZeRO stage, so the order of summation does not either. The exception is Muon: its
+        undivided parameters lie elsewhere in a bucket that is sharded, so ZeRO-0 and ZeRO-1 agree up to rounding.
         """
-        return self._cut(counted=True)
+        return self._shards(over_copies=True)
 
     def share_of(self, part: Tensor, name: str, share: Share | None = None) -> Tensor:
-        """A parameter's share in this rank's part of its bucket, or in a buffer that is laid out as that is.
+        """Return a view of a parameter's shard in this rank's part of a bucket, or in a buffer with the same layout.
 
         Args:
             part: ``[elements / shards]``.
             name: of the parameter.
-            share: a part of its share; the whole by default.
+            share: a range inside the shard; by default all of it.
 
         Returns:
-            A view: of the local stored shape where the share is the whole parameter, else flat.
+            A view of the local stored shape if the range is the whole parameter, else flat.
 
         """
         room, spec = self._bucket_of[name].room, self.specs[name]
@@ -287,20 +284,20 @@ class GradBuckets:
         return found.view(spec.local_shape) if share.numel == prod(spec.local_shape) else found
 
     def target(self, name: str) -> Tensor:
-        """Where contributions to a gradient are added, ``spec.local_shape``."""
+        """Return the tensor to which contributions to a gradient are added, ``spec.local_shape``."""
         return self._bucket_of[name].target(name)
 
     def start_step(self, microbatches: int) -> None:
         """Zero the gradients and expect this many micro-batches."""
         self._missing = {name: microbatches * spec.uses for name, spec in self.specs.items()}
         self._unfinished = {id(bucket): len(bucket.specs) for bucket in self.buckets}
-        self._rounded.clear()
+        self._bf16_in_flight.clear()
         for bucket in self.buckets:
             bucket.start_step()
 
     @contextmanager
     def unreduced(self) -> Iterator[None]:
-        """Inside, gradients are added up on this rank alone, to be looked at in :meth:`target`."""
+        """Accumulate gradients without reducing them, for inspection in :meth:`target`."""
         self._reducing = False
         try:
             yield
@@ -314,47 +311,44 @@ class GradBuckets:
         if self._reducing:
             complete = self._unfinished[id(bucket)] == 0
             bucket.contributed(name, complete, self.overlap)
-            if self._rounds and complete and isinstance(bucket, Bucket):
-                self._settle_but(bucket)
-
-    def _settle_but(self, latest: Bucket) -> None:
-        """Take up the sums of rounded addends, but for the latest: they need as much memory as the gradients do."""
-        self._rounded.append(latest)
-        if len(self._rounded) > IN_FLIGHT:
-            self._rounded.popleft().settle()
+            if self._reduces_in_bf16 and complete and isinstance(bucket, Bucket):
+                # Reductions in bf16 copy the gradients, so only a few may be in flight.
+                self._bf16_in_flight.append(bucket)
+                if len(self._bf16_in_flight) > IN_FLIGHT:
+                    self._bf16_in_flight.popleft().settle()
 
     def finish(self) -> None:
-        """Wait until every gradient of this rank's shares is the sum over all data-parallel ranks.
+        """Wait until the gradients of this rank's shards are summed over all data-parallel ranks.
 
         Raises:
-            RuntimeError: when a parameter got fewer or more contributions than its spec says.
+            RuntimeError: when a parameter got fewer or more contributions than its spec declares.
 
         """
         for name, missing in self._missing.items():
             if missing:
                 raise RuntimeError(
-                    f"the gradient of {name} misses {missing} contributions: the uses in its spec do not match what "
-                    "its layer's backward adds"
+                    f"the gradient of {name} misses {missing} contributions: ShardSpec.uses does not match the number "
+                    "of times that its layer's backward adds to it"
                 )
-        while self._rounded:
-            self._rounded.popleft().settle()
-        summed: deque[Bucket | StreamedBucket] = deque()
+        while self._bf16_in_flight:
+            self._bf16_in_flight.popleft().settle()
+        scattered: deque[Bucket | StreamedBucket] = deque()
         for bucket in self.buckets:
             bucket.scatter()
-            summed.append(bucket)
-            if self._rounds and len(summed) > IN_FLIGHT:
-                summed.popleft().finish()
-        for bucket in summed:
+            scattered.append(bucket)
+            if self._reduces_in_bf16 and len(scattered) > IN_FLIGHT:
+                scattered.popleft().finish()
+        for bucket in scattered:
             bucket.finish()
 
 
 def view_of(buffer: Tensor, packing: Packing, name: str, spec: ShardSpec) -> Tensor:
-    """A parameter in a whole bucket, or in a buffer that is laid out as that is: a view ``spec.local_shape``."""
+    """Return a view of a parameter, ``spec.local_shape``, in a buffer with a bucket's layout."""
     offset = packing.offsets[name]
     return buffer[offset : offset + prod(spec.local_shape)].view(spec.local_shape)
 
 
 def put(x: Tensor, out: Tensor) -> None:
-    """Copy, unless it is the same memory."""
+    """Copy ``x`` to ``out``, unless they are the same memory."""
     if x.data_ptr() != out.data_ptr():
         out.copy_(x)

@@ -1,8 +1,8 @@
-"""The weights that the update rule moves, in at least fp32, beside those that the model computes with.
+"""Main parameters: the weights in at least fp32 that the optimizer updates.
 
-Where weights are bf16 a master may be kept as the 16 bits that its weight lacks: half of the memory, and no bit less.
-The weight is the master rounded to the nearest, ties away from zero, where a plain master's ties go to the even
-neighbour: one number in 131,072 differs, in its last bit.
+For bf16 weights, a main parameter may be stored as the 16 bits that the weight lacks: half of the memory, without loss.
+The weight is then the main parameter rounded to nearest with ties away from zero, where an ordinary cast rounds ties to
+even: one value in 131,072 differs, in its last bit.
 """
 
 from __future__ import annotations
@@ -13,43 +13,40 @@ import torch
 from torch import Tensor
 
 LOW = 16
-"""Bits that fp32 has and bf16 has not."""
+"""Bits of fp32 that bf16 lacks."""
 
 
 def split(values: Tensor) -> tuple[Tensor, Tensor]:
-    """fp32 values as the nearest bf16 values, ties away from zero, and what is missing of their bits, int16."""
+    """Split fp32 values into the nearest bf16 values, ties away from zero, and the remaining bits, int16."""
     bits = values.view(torch.int32)
     high = (bits + (1 << (LOW - 1))) >> LOW
     return high.to(torch.int16).view(torch.bfloat16), (bits - (high << LOW)).to(torch.int16)
 
 
 def joined(high: Tensor, low: Tensor) -> Tensor:
-    """The fp32 values that :func:`split` took apart, to the bit."""
+    """Return the fp32 values that :func:`split_fp32` split, bit for bit."""
     return ((high.view(torch.int16).to(torch.int32) << LOW) + low.to(torch.int32)).view(torch.float32)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """At least fp32."""
+    """Return ``dtype`` or fp32, whichever is wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 class Masters(Mapping[str, Tensor]):
-    """A master of every weight, by name; of fp32 and fp64 weights, these themselves.
-
-    Attributes:
-        remainders: of masters that are kept so, the bits that the weights lack; what is looked up by name is a copy of
-            those then, and :meth:`put` changes them.
-    """
+    """Main parameters by name; for fp32 and fp64 weights, the weights themselves."""
 
     def __init__(self, weights: Mapping[str, Tensor], as_remainders: bool) -> None:
-        """Begin with the values of the weights.
+        """Start from the values of the weights.
 
         Args:
-            weights: this rank's shares.
-            as_remainders: keep the masters of bf16 weights as remainders.
+            weights: this rank's shards.
+            as_remainders: store the main parameters of bf16 weights as remainders.
 
         """
         self.weights = weights
+        # The bits that bf16 weights lack. These main parameters are computed on access, so writing to what
+        # ``self[name]`` returns changes nothing: use :meth:`put`.
         self.remainders: dict[str, Tensor] = {}
         self._plain: dict[str, Tensor] = {}
         for name, weight in weights.items():
@@ -71,7 +68,7 @@ class Masters(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def put(self, values: Mapping[str, Tensor]) -> None:
-        """Take other values."""
+        """Set main parameters."""
         for name, value in values.items():
             if name in self.remainders:
                 high, low = split(value)
@@ -82,9 +79,9 @@ class Masters(Mapping[str, Tensor]):
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round plain masters into the weights; those that are remainders always were."""
-        copies = [(self.weights[name], master) for name, master in self._plain.items()]
-        copies = [(weight, master) for weight, master in copies if weight.dtype != master.dtype]
+        """Round main parameters to the weights; weights with remainders are up to date already."""
+        copies = [(self.weights[name], main) for name, main in self._plain.items()]
+        copies = [(weight, main) for weight, main in copies if weight.dtype != main.dtype]
         if copies:
-            weights, masters = zip(*copies)
-            torch._foreach_copy_(weights, masters)
+            weights, mains = zip(*copies)
+            torch._foreach_copy_(weights, mains)

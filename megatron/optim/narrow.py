@@ -1,9 +1,8 @@
-"""Moments kept in bf16, and masters as the bits that bf16 weights lack.
+"""Optimizer state in low precision: moments in bf16, and main parameters as the bits that bf16 weights lack.
 
-Where a moment decays slowly, what a step adds to it is less than half of a bf16 step, and rounding to the nearest
-value would lose it every time. So a moment is widened for its update, and rounded up or down at random, with
-chances that make the mean exact. Chance is a function of (seed, update, parameter, element of the global tensor):
-the same in every layout, with no state to save.
+A moment that decays slowly changes by less than half of a bf16 step per update, which rounding to nearest would always
+lose. So moments are updated in fp32 and rounded stochastically, which is exact in the mean. The random bits are a
+function of (seed, update, parameter, element of the global tensor): equal in every layout, without state to save.
 """
 
 from __future__ import annotations
@@ -29,21 +28,18 @@ from megatron.parallel.shard import ShardSpec
 
 @dataclass(frozen=True)
 class Places:
-    """Which row and column of the global tensor each element of a rank's part has; those of padding have any.
+    """Global row and column of every element of a rank's local tensor; arbitrary for padding."""
 
-    Attributes:
-        rows: int64 ``[local rows]``: the global row of each; a 1-D tensor has rows of one element.
-        width: elements of a local row.
-        first: global column of the first element of a local row.
-    """
-
+    # int64 [local rows]: the global row of each local row. A 1-D tensor has rows of one element.
     rows: Tensor
+    # Elements per local row.
     width: int
+    # Global column of the first element of a local row.
     first: int
 
     @classmethod
     def of(cls, spec: ShardSpec, device: torch.device) -> Places:
-        """The places of a parameter's part."""
+        """Compute the indices of a parameter."""
         flat = len(spec.shape) == 1
         lead = len(spec.view) if flat else len(spec.view) - 1
         rows = torch.zeros(spec.local_view[:lead], dtype=torch.int64)
@@ -56,19 +52,18 @@ class Places:
         return cls(rows.flatten().to(device), spec.local_view[-1], first)
 
     def bits(self, key: int, step: Tensor, start: int, stop: int) -> Tensor:
-        """Random bits, int32, of the local elements from ``start`` to ``stop`` of the flattened tensor."""
-        above, below = start // self.width, -(-stop // self.width)
+        """Return random bits, int32, for elements ``start`` to ``stop`` of the flattened local tensor."""
+        first_row, end_row = start // self.width, -(-stop // self.width)
         columns = torch.arange(self.first, self.first + self.width, device=self.rows.device)
-        drawn = random_bits(key, step, self.rows[above:below], columns)
-        return drawn.view(-1)[start - above * self.width : stop - above * self.width]
+        bits = random_bits(key, step, self.rows[first_row:end_row], columns)
+        return bits.view(-1)[start - first_row * self.width : stop - first_row * self.width]
 
 
 class NarrowRule:
-    """Any rule, with masters or state kept narrow: every block is widened, updated, and made narrow again.
+    """Wraps an update rule: block by block, state and main parameters are widened to fp32, updated and stored again.
 
-    State in bf16 is rounded at random; masters lose nothing.
-
-    A skipped update is found again to the bit, because a value that bf16 has is never rounded.
+    Moments in bf16 are rounded stochastically; main parameters are exact. A skipped update changes no bit, because
+    values that bf16 represents are never rounded.
     """
 
     def __init__(
@@ -81,15 +76,15 @@ class NarrowRule:
         dtypes: Mapping[str, torch.dtype],
         seed: int,
     ) -> None:
-        """Make the state.
+        """Allocate the state.
 
         Args:
-            rule: of no parameters: it is lent those of each block.
-            masters: of all parameters.
-            names: of those to move.
+            rule: created without parameters; it is given those of each block.
+            masters: main parameters.
+            names: of the parameters to update.
             specs: by name.
-            shares: what of each is moved, by name.
-            dtypes: of the kinds of state that are in bf16; at most two.
+            shares: shards to update, by name.
+            dtypes: by kind of state in bf16; at most two kinds.
             seed: of the run.
         """
         self._low = [masters.remainders.get(name) for name in names]
@@ -107,30 +102,30 @@ class NarrowRule:
 
     @torch.no_grad()
     def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
-        """One step of :class:`Rule`."""
+        """Apply one step."""
         (count,) = self.step_counts
         for block in blocks(self.params):
             rule = self._rule
             rule.params = [self._wide(cut) for cut in block]
             rule.step_counts = [count.clone() for _ in block]
             rule.state = {
-                kind: [cut.of(held).to(param.dtype) for cut, param in zip(block, rule.params)]
-                for kind, held in self.state.items()
+                kind: [cut.of(stored).to(param.dtype) for cut, param in zip(block, rule.params)]
+                for kind, stored in self.state.items()
             }
             rule.update([cut.of(grads) for cut in block], lr, weight_decay, skip)
-            self._put_back(block, rule)
+            self._store(block, rule)
         count.add_(1.0 - skip)
 
     def _wide(self, cut: Cut) -> Tensor:
-        low, held = self._low[cut.index], cut.of(self.params)
-        return held if low is None else joined(held, low.view(-1)[cut.start : cut.stop])
+        low, stored = self._low[cut.index], cut.of(self.params)
+        return stored if low is None else joined(stored, low.view(-1)[cut.start : cut.stop])
 
-    def _put_back(self, block: Sequence[Cut], rule: Rule) -> None:
-        """Make narrow what a block has become; what is wide was updated in place."""
-        for cut, moved in zip(block, rule.params):
+    def _store(self, block: Sequence[Cut], rule: Rule) -> None:
+        """Store a block's low-precision values; values in fp32 were updated in place."""
+        for cut, updated in zip(block, rule.params):
             low = self._low[cut.index]
             if low is not None:
-                high, rest = split(moved)
+                high, rest = split(updated)
                 cut.of(self.params).copy_(high)
                 low.view(-1)[cut.start : cut.stop].copy_(rest)
         if self._dtypes:
@@ -150,7 +145,7 @@ class NarrowRule:
 
 
 def round_at_random(values: Tensor, bits: Tensor) -> Tensor:
-    """fp32 values as bf16: the next one towards zero, or away from it, in the mean the value itself.
+    """Round fp32 values stochastically to bf16; the expected value is exact.
 
     Args:
         values: fp32, any shape.
@@ -169,11 +164,11 @@ def make_rule(
     seed: int,
     kernel: Adam = adam,
 ) -> Rule:
-    """A group's rule, its moments in the configured formats; ``kernel`` computes Adam."""
+    """Create a group's update rule, with moments in the configured dtypes."""
     create = partial(AdamW, kernel=kernel) if group.rule == "adam" else RULES[group.rule]
-    wished = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
+    dtypes = {"exp_avg": config.exp_avg_dtype, "exp_avg_sq": config.exp_avg_sq_dtype}
     rule = create([], config)
-    narrow = {kind: torch.bfloat16 for kind, dtype in wished.items() if dtype == "bf16" and kind in rule.state}
-    if narrow or any(name in masters.remainders for name in group.names):
-        return NarrowRule(rule, masters, group.names, specs, shares, narrow, seed)
+    in_bf16 = {kind: torch.bfloat16 for kind, dtype in dtypes.items() if dtype == "bf16" and kind in rule.state}
+    if in_bf16 or any(name in masters.remainders for name in group.names):
+        return NarrowRule(rule, masters, group.names, specs, shares, in_bf16, seed)
     return create([masters[name] for name in group.names], config)

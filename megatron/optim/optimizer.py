@@ -1,8 +1,14 @@
-"""From reduced gradients to new weights: the one place that knows the order of finishing a step."""
+"""Distributed optimizer (ZeRO-0, 1 and 2): from accumulated gradients to updated weights, in order.
+
+1. ``finish``: complete the gradient reduction over data-parallel ranks, then sum partial gradients over the
+   tensor-parallel ranks that share a parameter.
+2. ``update``: global gradient norm, clipping, the update rule on this rank's shard of the main parameters.
+3. ``publish``: round main parameters to the weights' dtype, and all-gather the weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -29,31 +35,20 @@ from megatron.parallel.stopwatch import Clock, unmeasured
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a step, as device scalars.
+    """Result of an update, as device scalars."""
 
-    Attributes:
-        grad_norm: fp64, before clipping, loss scale removed.
-        skipped: fp32, 1 when nothing was updated: a gradient was not finite, or the step was a spike.
-        nonfinite: fp32, 1 when a gradient was not finite; then the gradients are as backward left them.
-        clip: fp64, what gradients were multiplied by besides ``1 / loss_scale``; 1 where nothing was clipped.
-    """
-
+    # fp64; without the loss scale, before clipping.
     grad_norm: Tensor
+    # fp32; 1 if nothing was updated: a gradient was not finite, or the step was a spike.
     skipped: Tensor
+    # fp32; 1 if a gradient was not finite. The gradients are then left as they are.
     nonfinite: Tensor
+    # fp64; factor that clipping applied to the gradients, 1 if none.
     clip: Tensor
 
 
 class Optimizer:
-    """Masters in at least fp32, clipping and an update rule.
-
-    Attributes:
-        masters: what this rank moves of the weights, by name: of the local stored shape where its share is the whole
-            parameter, else flat; for fp32 and fp64 models the weights themselves.
-        groups: parameters that are treated alike, and their rule.
-        average: exponential moving average of the masters, by name; empty without ``ema_decay``.
-        spikes: what finds steps that leap out of those before; None without ``skip_spikes``.
-    """
+    """Updates this rank's shards of the main parameters, and the weights from them."""
 
     def __init__(
         self,
@@ -70,32 +65,33 @@ class Optimizer:
 
         Args:
             params: local parameters by global name.
-            specs: theirs.
-            buckets: their gradients.
+            specs: by global name.
+            buckets: of their gradients.
             mesh: the groups.
             config: rule, clipping.
-            seed: of the run; moments in bf16 are rounded at random.
-            kernel: computes Adam.
-            overlap_gather: whether :meth:`publish` leaves it to whoever uses weights to wait for them.
+            seed: of the run; keys the stochastic rounding of bf16 moments.
+            kernel: the implementation of Adam.
+            overlap_gather: let :meth:`publish` return before the weights are gathered; users call ``weights.wait``.
 
         """
         self.buckets, self.config = buckets, config
         self.weights = Weights(params, buckets, mesh, overlap_gather)
         self.replicas = ReplicaGrads(specs, buckets, mesh)
         self.norm = GradNorm(specs, buckets, mesh)
+        # This rank's shards by name: of the local stored shape if a shard is the whole parameter, else flat. For fp32
+        # and fp64 models the weights themselves.
         self.masters = Masters(self.weights.own, config.store_param_remainders)
-        self.groups: list[tuple[ParamGroup, Rule]] = [
-            (group, self._rule(group, specs, mesh, seed, kernel)) for group in self._held(param_groups(specs, config))
-        ]
-        self.average = {n: m.clone() for n, m in self.masters.items()} if config.ema_decay is not None else {}
-        self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].own.device)
-
-    def _held(self, groups: Iterable[ParamGroup]) -> Iterator[ParamGroup]:
-        """What this rank moves of groups; their order, that of Muon's collectives, is the same on all ranks."""
-        for group in groups:
-            names = tuple(name for name in group.names if name in self.buckets.shares)
+        # The order of groups, and so of Muon's collectives, is the same on all ranks.
+        self.groups: list[tuple[ParamGroup, Rule]] = []
+        for group in param_groups(specs, config):
+            names = tuple(name for name in group.names if name in buckets.shares)
             if names:
-                yield replace(group, names=names)
+                group = replace(group, names=names)
+                self.groups.append((group, self._rule(group, specs, mesh, seed, kernel)))
+        # Exponential moving average of the main parameters, by name; empty without ``ema_decay``.
+        self.average = {n: m.clone() for n, m in self.masters.items()} if config.ema_decay is not None else {}
+        # None without ``skip_spikes``.
+        self.spikes = SpikeGuard.from_config(config, buckets.buckets[0].own.device)
 
     def _rule(self, group: ParamGroup, specs: Mapping[str, ShardSpec], mesh: Mesh, seed: int, kernel: Adam) -> Rule:
         if group.rule == "muon":
@@ -104,7 +100,7 @@ class Optimizer:
 
     @torch.no_grad()
     def finish(self, clock: Clock = unmeasured) -> None:
-        """Make every gradient that of the global batch; ``clock`` measures the parts."""
+        """Complete the reduction: every gradient becomes that of the global batch. ``clock`` measures the parts."""
         with clock("all-grads-sync"):
             self.buckets.finish()
         with clock("layernorm-grads-all-reduce"):
@@ -114,24 +110,24 @@ class Optimizer:
     def update(
         self, rates: Rates, loss_scale: Tensor, loss: Tensor | None = None, clock: Clock = unmeasured
     ) -> Outcome:
-        """Clip the finished gradients, and move the weights along them.
+        """Clip the reduced gradients, and update the weights.
 
         Args:
             rates: learning rate and weight decay.
-            loss_scale: scalar by which all gradients are too large.
-            loss: of the step, 0-d, equal on all ranks; whoever skips spikes looks at it.
+            loss_scale: scalar by which all gradients are multiplied.
+            loss: of the step, 0-d, equal on all ranks; needed for ``skip_spikes``.
             clock: measures the parts.
 
-        Returns:
-            The norm and whether the update was skipped.
-
         Raises:
-            ValueError: when spikes are to be skipped and there is no loss, or a decoupled rate is missing.
+            ValueError: when ``skip_spikes`` is set without a loss, or the decoupled rate is missing.
 
         """
         with clock("optimizer-clip-main-grad"):
-            outcome = self._judge(loss_scale, loss)
-            self._scale(outcome, loss_scale)
+            outcome = self._compute_outcome(loss_scale, loss)
+            # Gradients that are not finite stay as they are, so that a report can still locate them.
+            factor = (outcome.clip / loss_scale.double()).where(outcome.nonfinite == 0, 1.0)
+            for bucket in self.buckets.buckets:
+                bucket.own.mul_(factor)
         with clock("optimizer-inner-step"):
             self.weights.wait()
             self._update(rates, outcome.skipped)
@@ -139,29 +135,23 @@ class Optimizer:
             self.publish()
         return outcome
 
-    def _judge(self, loss_scale: Tensor, loss: Tensor | None) -> Outcome:
+    def _compute_outcome(self, loss_scale: Tensor, loss: Tensor | None) -> Outcome:
         norm = self.norm.compute() / loss_scale
         nonfinite = skipped = (~norm.isfinite()).float()
         if self.spikes is not None:
             if loss is None:
-                raise ValueError("skip_spikes looks at the loss: pass it to update")
+                raise ValueError("skip_spikes needs the loss of the step: pass it to update")
             skipped = torch.maximum(skipped, self.spikes.is_spike(loss, norm).float())
         clip = torch.ones_like(norm)
         if self.config.clip_grad > 0.0:
             clip = (self.config.clip_grad / (norm + 1e-6)).clamp(max=1.0)
         return Outcome(norm, skipped, nonfinite, clip.where(nonfinite == 0, 1.0))
 
-    def _scale(self, outcome: Outcome, loss_scale: Tensor) -> None:
-        """Unscale and clip; gradients that are not finite stay, so that a report still finds where they are."""
-        factor = (outcome.clip / loss_scale.double()).where(outcome.nonfinite == 0, 1.0)
-        for bucket in self.buckets.buckets:
-            bucket.own.mul_(factor)
-
     def _update(self, rates: Rates, skip: Tensor) -> None:
         for group, rule in self.groups:
             rate = rates.decoupled_lr if group.decoupled else rates.lr
             if rate is None:
-                raise ValueError("decoupled_lr is configured: give rates with one")
+                raise ValueError("decoupled_lr is configured: pass Rates with a decoupled_lr")
             grads = [self.buckets.grads[name] for name in group.names]
             rule.update(grads, rate * group.lr_factor, rates.weight_decay * group.weight_decay_factor, skip)
         if self.config.ema_decay is not None:
@@ -171,38 +161,38 @@ class Optimizer:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """Take up weights that were put into the masters: the model's and their average follow from them."""
+        """Update the weights and the average from main parameters that were loaded."""
         self.publish()
         for name, average in self.average.items():
             average.copy_(self.masters[name])
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Inside, the model computes with the average of its weights; afterwards all is as it was, to the bit."""
-        self._exchange()
+        """Let the model compute with the average of its weights inside; restore them bit for bit afterwards."""
+        self._swap_with_average()
         try:
             yield
         finally:
-            self._exchange()
+            self._swap_with_average()
 
     @torch.no_grad()
-    def _exchange(self) -> None:
-        """Put the average in the masters' place, and them in its: one tensor at a time, to need little memory."""
+    def _swap_with_average(self) -> None:
+        """Swap main parameters and average, one tensor at a time to save memory."""
         self.weights.wait()
         for name, average in self.average.items():
-            held = self.masters[name].clone()
+            current = self.masters[name].clone()
             self.masters.put({name: average})
-            average.copy_(held)
+            average.copy_(current)
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Round the masters into the weights the model computes with, and give them to all ranks."""
+        """Round the main parameters to the weights, and gather the weights on all ranks."""
         self.masters.publish()
         self.weights.gather()
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """What the rule remembers of every parameter, by kind (``exp_avg``...) and name; of the masters' shapes."""
+        """Return the update rule's state by kind (``exp_avg``...) and name, shaped like the main parameters."""
         found: dict[str, dict[str, Tensor]] = {}
         for group, rule in self.groups:
             for kind, tensors in rule.state.items():
@@ -210,14 +200,14 @@ class Optimizer:
         return found
 
     def extra_state(self) -> dict[str, dict[str, Tensor]]:
-        """All that a checkpoint holds besides the masters, by kind and name: the moments, and ``ema``."""
+        """Return the optimizer state of checkpoints, without main parameters, by kind and name: moments and ``ema``."""
         return self.moments() | ({"ema": self.average} if self.average else {})
 
     def steps_applied(self) -> int:
-        """Updates that were not skipped; waits for the device.
+        """Return the number of updates that were not skipped. Synchronises host and device.
 
         Raises:
-            RuntimeError: when parameters do not agree on it.
+            RuntimeError: when it differs between parameters.
 
         """
         counts = {int(count.item()) for count in self._step_counts()}
@@ -226,7 +216,7 @@ class Optimizer:
         return counts.pop() if counts else 0
 
     def set_steps_applied(self, steps: int) -> None:
-        """Go on as after ``steps`` updates."""
+        """Set the number of updates, after loading a checkpoint."""
         for count in self._step_counts():
             count.fill_(steps)
 

@@ -1,4 +1,4 @@
-"""Update rules over lists of tensors, torch's fused kernels where there are any, with skips decided on the device."""
+"""Update rules (AdamW, SGD, Lion) over lists of tensors; skipped steps are decided on the device."""
 
 from __future__ import annotations
 
@@ -14,27 +14,25 @@ from megatron.kernels.adam import Adam, AdamSettings, AdamState, adam
 from megatron.optim.blocks import blocks
 
 Rate = float | Tensor
-"""A learning rate; a 0-d tensor where the GPU is to read it from its own memory."""
+"""A learning rate; a 0-d device tensor if a CUDA graph must read it from memory."""
 
 
 class Rule(Protocol):
-    """How parameters move along their gradients."""
+    """Interface of an update rule."""
 
+    # The parameters to update, in place.
     params: list[Tensor]
-    """What is moved."""
-
+    # State by kind (``exp_avg``...), in the order and the shapes of the parameters.
     state: dict[str, list[Tensor]]
-    """Per-parameter state by kind (``exp_avg``...), in the order of the parameters and of their shapes."""
-
+    # Updates so far, 0-d fp32, one per parameter; empty if the rule does not depend on them.
     step_counts: list[Tensor]
-    """Updates so far, 0-d fp32, one for each parameter; empty where the rule does not depend on them."""
 
     def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
-        """Move the parameters, unless ``skip`` (fp32 scalar, 0 or 1) is 1: then nothing changes."""
+        """Update the parameters; nothing changes if ``skip`` (an fp32 scalar, 0 or 1) is 1."""
 
 
 class AdamW:
-    """Adam with decoupled weight decay (Loshchilov & Hutter 2019), bias-corrected."""
+    """Adam with bias correction and decoupled weight decay (Loshchilov & Hutter 2019)."""
 
     def __init__(self, params: Sequence[Tensor], config: OptimizerConfig, kernel: Adam = adam) -> None:
         self.params, self.kernel = list(params), kernel
@@ -43,7 +41,7 @@ class AdamW:
         self.step_counts = [torch.zeros((), dtype=torch.float32, device=p.device) for p in self.params]
 
     def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
-        """One step of :class:`Rule`."""
+        """Apply one step."""
         if not self.params:
             return
         state = AdamState(self.params, self.state["exp_avg"], self.state["exp_avg_sq"], self.step_counts)
@@ -59,7 +57,7 @@ class SGD:
         self.step_counts: list[Tensor] = []
 
     def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
-        """One step of :class:`Rule`."""
+        """Apply one step."""
         if not self.params:
             return
         buffers: list[Tensor | None] = list(self.state["momentum_buffer"])
@@ -71,7 +69,7 @@ class SGD:
             found_inf=skip,
             weight_decay=weight_decay,
             momentum=self.config.sgd_momentum,
-            lr=lr,  # type: ignore[arg-type]  # a tensor is as good, only torch does not say so
+            lr=lr,  # type: ignore[arg-type]  # tensors work too, but the annotation lacks them
             dampening=0.0,
             nesterov=False,
             maximize=False,
@@ -91,18 +89,19 @@ class Lion:
 
     @torch.no_grad()
     def update(self, grads: Sequence[Tensor], lr: Rate, weight_decay: float, skip: Tensor) -> None:
-        """One step of :class:`Rule`, in blocks: what it needs besides is two of them."""
-        go = 1.0 - skip.double()
+        """Apply one step, in blocks: temporary memory is two of them."""
+        keep = 1.0 - skip.double()
         for block in blocks(self.params):
-            params, momenta = ([cut.of(held) for cut in block] for held in (self.params, self.state["exp_avg"]))
-            # Where a step is skipped the momentum takes the place of the gradient, and stays as it is.
-            given = [cut.of(grads).where(go > 0, momentum) for cut, momentum in zip(block, momenta)]
-            steps = torch._foreach_lerp(momenta, given, 1.0 - self.config.lion_beta1)
+            params = [cut.of(self.params) for cut in block]
+            momenta = [cut.of(self.state["exp_avg"]) for cut in block]
+            # In a skipped step the momentum replaces the gradient, and so does not change.
+            block_grads = [cut.of(grads).where(keep > 0, momentum) for cut, momentum in zip(block, momenta)]
+            steps = torch._foreach_lerp(momenta, block_grads, 1.0 - self.config.lion_beta1)
             torch._foreach_sign_(steps)
-            torch._foreach_mul_(steps, (lr * go).to(params[0].dtype))
-            torch._foreach_mul_(params, (1.0 - lr * weight_decay * go).to(params[0].dtype))
+            torch._foreach_mul_(steps, (lr * keep).to(params[0].dtype))
+            torch._foreach_mul_(params, (1.0 - lr * weight_decay * keep).to(params[0].dtype))
             torch._foreach_sub_(params, steps)
-            torch._foreach_lerp_(momenta, given, 1.0 - self.config.lion_beta2)
+            torch._foreach_lerp_(momenta, block_grads, 1.0 - self.config.lion_beta2)
 
 
 RULES: dict[str, Callable[[Sequence[Tensor], OptimizerConfig], Rule]] = {"adam": AdamW, "sgd": SGD, "lion": Lion}

@@ -1,4 +1,4 @@
-"""The loss scale of fp16 training, kept and updated on the device."""
+"""Loss scaling for fp16, on the device."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ GROWTH, BACKOFF = 2.0, 0.5
 
 
 class LossScaler:
-    """What the loss is multiplied by before backward, so that small fp16 gradients do not become zero.
+    """Constant or dynamic factor on the loss, which keeps small fp16 gradients from underflowing to zero.
 
-    Dynamic: every overflow spends one of ``hysteresis`` lives, and once none is left it also halves the scale
-    (never below ``minimum``); ``window`` good steps in a row double the scale and give all lives back.
-    Otherwise the scale stays what it is. Every rank must pass the same ``found_inf``; then the scales agree.
-
-    Attributes:
-        scale: the scale in force, a 0-d fp32 tensor on the device; updated in place.
+    Dynamic: the first ``hysteresis - 1`` overflows are tolerated, each further one halves the scale, down to
+    ``minimum``. ``window`` steps in a row without overflow double the scale and restore the hysteresis. All ranks must
+    pass the same ``found_inf``, so that their scales stay equal.
     """
 
     def __init__(
@@ -33,6 +30,7 @@ class LossScaler:
         window: int = 1000,
         hysteresis: int = 2,
     ) -> None:
+        # The current scale, a 0-d tensor that is updated in place.
         self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
         self.dynamic, self.minimum, self.window, self.hysteresis = dynamic, minimum, window, hysteresis
         self._good_steps = torch.tensor(0, device=device)
@@ -40,7 +38,7 @@ class LossScaler:
 
     @classmethod
     def from_config(cls, config: PrecisionConfig, device: torch.device | str) -> LossScaler:
-        """Dynamic or constant for fp16, as configured; 1 for every other dtype."""
+        """Return the configured scaler for fp16; a constant 1 for other dtypes."""
         if config.params_dtype != "fp16":
             return cls(1.0, device)
         if config.loss_scale is not None:
@@ -56,9 +54,9 @@ class LossScaler:
 
     @torch.no_grad()
     def update(self, found_inf: Tensor) -> None:
-        """Take notice of a step; ``found_inf`` is 0-d, nonzero if any gradient of any rank was not finite.
+        """Update the scale after a step; ``found_inf`` is 0-d, nonzero if any gradient of any rank was not finite.
 
-        Runs on the device without waiting for it, in place: a recorded step (CUDA graph) repeats it.
+        Works in place and without synchronisation, so that a CUDA graph can replay it.
         """
         if not self.dynamic:
             return
@@ -73,11 +71,11 @@ class LossScaler:
         self._lives.copy_(torch.where(grow, self.hysteresis, lives))
 
     def can_shrink(self, scale: Tensor) -> bool:
-        """Whether a step that overflowed at ``scale`` may succeed with a smaller one; waits for the device."""
+        """Return True if a step that overflowed at ``scale`` may succeed at a smaller one. Synchronises."""
         return self.dynamic and scale.item() > self.minimum
 
     def state_dict(self) -> dict[str, float | int]:
-        """Plain numbers to save; waits for the device. Empty unless dynamic: the config says the rest."""
+        """Return the state as plain numbers; empty unless dynamic. Synchronises host and device."""
         if not self.dynamic:
             return {}
         return {
@@ -87,17 +85,17 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: Mapping[str, float | int]) -> None:
-        """Continue from what ``state_dict`` returned; ignored by a scaler that is not dynamic.
+        """Restore the state; ignored unless dynamic.
 
         Raises:
-            ValueError: when a dynamic scaler is given the state of one that was not.
+            ValueError: when the state is not that of a dynamic scaler.
         """
         if not self.dynamic:
             return
         if missing := {"scale", "good_steps", "lives"} - set(state):
             raise ValueError(
                 f"the saved loss scaler lacks {', '.join(sorted(missing))}: the run that saved it had no dynamic loss "
-                "scale; continue with its --loss-scale, or start the scale anew"
+                "scale; continue with its --loss-scale, or with --resume-mode weights-only"
             )
         self.scale.fill_(state["scale"])
         self._good_steps.fill_(state["good_steps"])

@@ -1,4 +1,4 @@
-"""Learning rate and weight decay as pure functions of the samples consumed so far."""
+"""Learning-rate and weight-decay schedules, as pure functions of the samples consumed so far."""
 
 from __future__ import annotations
 
@@ -16,64 +16,61 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rates:
-    """What an update is made with.
+    """Learning rates and weight decay of an update."""
 
-    Attributes:
-        lr: learning rate; a 0-d tensor where the GPU is to read it from its own memory.
-        weight_decay: of the parameters that decay.
-        decoupled_lr: learning rate of the embeddings and the output layer; None where it is ``lr``.
-    """
-
+    # A 0-d device tensor if a CUDA graph must read it from memory.
     lr: float | Tensor
+    # Before the factors of parameter groups.
     weight_decay: float
+    # Learning rate of the embeddings and the output layer; None to use ``lr``.
     decoupled_lr: float | Tensor | None = None
 
 
 @dataclass(frozen=True)
 class Schedule:
-    """Megatron-LM's schedules, every length in samples.
+    """Megatron-LM's schedules, with all lengths in samples.
 
-    A step uses the value at the samples consumed *before* it, so the first step of a warm-up runs at
-    ``warmup_init``. Nothing is stored between steps: resuming, or growing the batch, needs no state.
-
-    Attributes:
-        peak: learning rate after the warm-up.
-        floor: learning rate from the end of the decay on.
-        style: ``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD`` (stay at the peak, then fall).
-        warmup: length of the warm-up, a straight line from ``warmup_init`` to ``peak``.
-        warmup_init: learning rate of the first step of a warm-up.
-        decay: where the decay ends, counted from the start of the run.
-        wsd_style: shape of WSD's fall: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``.
-        wsd_decay: length of WSD's fall, the last part of ``decay``.
-        weight_decay_start: weight decay at 0 samples.
-        weight_decay_end: weight decay at ``total`` samples.
-        weight_decay_style: ``constant`` (the end value throughout), ``linear`` or ``cosine``.
-        total: samples of the run.
-        decoupled: peak and floor of the embeddings and the output layer where they have their own.
+    A step uses the value at the samples consumed *before* it, so the first step of a warm-up runs at ``warmup_init``.
+    There is no state: resuming, or a growing batch size, needs none.
     """
 
+    # Learning rate after the warm-up.
     peak: float
+    # Learning rate after the decay.
     floor: float
+    # ``constant``, ``linear``, ``cosine``, ``inverse-square-root`` or ``WSD`` (warm-up, stable, decay).
     style: str
+    # Length of the linear warm-up from ``warmup_init`` to ``peak``.
     warmup: float
     warmup_init: float
+    # End of the decay, from the start of the run.
     decay: float
+    # Shape of WSD's final decay: ``exponential``, ``linear``, ``cosine`` or ``minus_sqrt``.
     wsd_style: str
+    # Length of WSD's final decay, which ends at ``decay``.
     wsd_decay: float
+    # Weight decay at 0 and at ``total`` samples.
     weight_decay_start: float
     weight_decay_end: float
+    # ``constant`` (``weight_decay_end`` throughout), ``linear`` or ``cosine``.
     weight_decay_style: str
+    # Samples of the run.
     total: int
+    # Peak and floor of embeddings and output layer, if they differ.
     decoupled: tuple[float, float] | None = None
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, lengths: Lengths) -> Schedule:
-        """The schedule of a run of these ``lengths``.
+        """Return the schedule of a run.
 
         Raises:
-            UserError: when the lengths contradict each other.
+            UserError: when warm-up and decay do not fit into the run.
         """
         start, end = config.start_weight_decay, config.end_weight_decay
+        decoupled = None
+        if config.decoupled_lr is not None:
+            floor = config.decoupled_min_lr
+            decoupled = config.decoupled_lr, config.min_lr if floor is None else floor
         return cls(
             peak=config.lr,
             floor=config.min_lr,
@@ -87,7 +84,7 @@ class Schedule:
             weight_decay_end=config.weight_decay if end is None else end,
             weight_decay_style=config.weight_decay_incr_style,
             total=lengths.total,
-            decoupled=_decoupled(config),
+            decoupled=decoupled,
         )
 
     def __post_init__(self) -> None:
@@ -105,11 +102,11 @@ class Schedule:
             raise UserError([Problem("E404", sentence)])
 
     def rates(self, samples: int) -> Rates:
-        """What the step that starts after ``samples`` samples is made with."""
+        """Return the rates of the step that starts after ``samples`` samples."""
         return Rates(self.learning_rate(samples), self.weight_decay(samples), self.decoupled_learning_rate(samples))
 
     def learning_rate(self, samples: int) -> float:
-        """Learning rate of the step that starts after ``samples`` samples."""
+        """Return the learning rate of the step that starts after ``samples`` samples."""
         if self.warmup > 0 and samples <= self.warmup:
             return self.warmup_init + (self.peak - self.warmup_init) * samples / self.warmup
         if self.style == "constant":
@@ -121,36 +118,29 @@ class Schedule:
         return self.floor + (self.peak - self.floor) * self._remaining(samples)
 
     def decoupled_learning_rate(self, samples: int) -> float | None:
-        """Learning rate of the embeddings and the output layer in that step; None where it is everybody's."""
+        """Return the learning rate of the embeddings and the output layer; None if it is the common one."""
         if self.decoupled is None:
             return None
         peak, floor = self.decoupled
         return replace(self, peak=peak, floor=floor).learning_rate(samples)
 
     def _remaining(self, samples: int) -> float:
-        """The share of (peak - floor) that is left: 1 after the warm-up, 0 at the end of the decay."""
+        """Return the remaining fraction of (peak - floor): 1 after the warm-up, 0 at the end of the decay."""
         if self.style != "WSD":
-            return _falling(self.style, (samples - self.warmup) / (self.decay - self.warmup))
+            return _decay_curve(self.style, (samples - self.warmup) / (self.decay - self.warmup))
         start = self.decay - self.wsd_decay
-        return 1.0 if samples <= start else _falling(self.wsd_style, (samples - start) / self.wsd_decay)
+        return 1.0 if samples <= start else _decay_curve(self.wsd_style, (samples - start) / self.wsd_decay)
 
     def weight_decay(self, samples: int) -> float:
-        """Weight decay of the step that starts after ``samples`` samples."""
+        """Return the weight decay of the step that starts after ``samples`` samples."""
         start, end = self.weight_decay_start, self.weight_decay_end
         if self.weight_decay_style == "constant" or samples > self.total:
             return end
-        return start + (end - start) * (1.0 - _falling(self.weight_decay_style, samples / self.total))
+        return start + (end - start) * (1.0 - _decay_curve(self.weight_decay_style, samples / self.total))
 
 
-def _decoupled(config: OptimizerConfig) -> tuple[float, float] | None:
-    if config.decoupled_lr is None:
-        return None
-    floor = config.decoupled_min_lr
-    return config.decoupled_lr, config.min_lr if floor is None else floor
-
-
-def _falling(style: str, t: float) -> float:
-    """A curve from 1 at ``t`` = 0 to 0 at ``t`` = 1."""
+def _decay_curve(style: str, t: float) -> float:
+    """Return the value at ``t`` of a curve that falls from 1 at 0 to 0 at 1."""
     match style:
         case "linear":
             return 1.0 - t

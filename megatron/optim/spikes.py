@@ -1,4 +1,4 @@
-"""Steps whose loss or gradient norm leaps out of those before, found on the device."""
+"""Detection of loss and gradient-norm spikes, on the device."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megatron.config.run import OptimizerConfig
 
 
 class SpikeGuard:
-    """Mean and deviation of the last losses and gradient norms, and whether the next ones lie too far above.
+    """Compares loss and gradient norm with mean and standard deviation over a window of recent steps.
 
-    Every step with a finite loss and norm enters the window, whether its update was made or not: so a level that
-    has really changed stops being a spike. Nothing is a spike before half of the window is filled. The idea and
-    these choices are those of OLMo-core's step skipping (OLMo 2, arXiv 2501.00656).
+    Every step with a finite loss and norm enters the window, whether its update was skipped or not, so a lasting change
+    of level stops being a spike. Nothing is a spike before half of the window is filled. This is the method of
+    OLMo-core's step skipping (OLMo 2, arXiv 2501.00656).
     """
 
     def __init__(self, deviations: float, window: int, device: torch.device | str) -> None:
-        """Begin with an empty window.
+        """Start with an empty window.
 
         Args:
-            deviations: standard deviations above the mean from which on a step is a spike.
-            window: steps, at least 2.
-            device: where losses and norms are.
+            deviations: a step is a spike this many standard deviations above the mean.
+            window: number of steps, at least 2.
+            device: of losses and norms.
         """
         self.deviations, self.window = deviations, window
         self._values = torch.zeros(2, window, dtype=torch.float64, device=device)  # losses, norms; the newest last
@@ -33,12 +33,12 @@ class SpikeGuard:
 
     @classmethod
     def from_config(cls, config: OptimizerConfig, device: torch.device | str) -> SpikeGuard | None:
-        """The guard that ``skip_spikes`` asks for, if it does."""
+        """Return the configured guard, or None without ``skip_spikes``."""
         return None if config.skip_spikes is None else cls(config.skip_spikes, config.spike_window, device)
 
     @torch.no_grad()
     def is_spike(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Whether a step is one, a 0-d bool; takes the step into the window. Does not wait for the device.
+        """Return whether a step is a spike, as a 0-d bool on the device, and add the step to the window.
 
         Args:
             loss: of the step, 0-d, equal on all ranks.
@@ -56,12 +56,12 @@ class SpikeGuard:
         return (new > mean + self.deviations * deviation).any() & finite & ready
 
     def state_dict(self) -> dict[str, list[float]]:
-        """The window in plain numbers, oldest first; waits for the device."""
+        """Return the window as plain numbers, oldest first. Synchronises host and device."""
         losses, norms = self._values[:, self.window - int(self._count.item()) :].tolist()
         return {"losses": losses, "grad_norms": norms}
 
     def load_state_dict(self, state: Mapping[str, Sequence[float]]) -> None:
-        """Continue from what ``state_dict`` returned; a smaller window keeps the newest steps."""
+        """Restore the window; a smaller one keeps the newest steps."""
         seen = torch.tensor([state["losses"], state["grad_norms"]], dtype=torch.float64)[:, -self.window :]
         count = seen.shape[1]
         self._values.zero_()[:, self.window - count :] = seen

@@ -1,7 +1,7 @@
-"""The weights a model computes with, in flat buffers beside those of their gradients.
+"""Model weights in flat buffers with the layout of the gradient buckets.
 
-A rank rounds the masters of its share into its part of each buffer; the others get it by an all-gather, which may go on
-while the next forward begins: then every module waits for its own weights.
+A rank rounds its main parameters into its part of each buffer, and an all-gather gives it to the other ranks. The
+all-gather may overlap with the next forward, in which every module then waits for its own weights.
 """
 
 from __future__ import annotations
@@ -18,27 +18,24 @@ from megatron.parallel.mesh import Mesh
 
 
 class Weights:
-    """All parameters of a rank, as views of flat buffers.
-
-    Attributes:
-        own: this rank's shares of the weights, by name, shaped as the gradients are.
-    """
+    """All parameters of a rank, as views of flat buffers."""
 
     def __init__(self, params: Mapping[str, nn.Parameter], buckets: GradBuckets, mesh: Mesh, overlap: bool) -> None:
         """Move the parameters' values into the buffers.
 
         Args:
-            params: by name; their memory becomes part of the buffers.
+            params: by name; they become views of the buffers.
             buckets: of their gradients.
             mesh: the groups.
-            overlap: whether :meth:`gather` returns before the weights are there.
+            overlap: let :meth:`gather` return before the all-gathers are complete.
 
         """
         self._overlap = overlap
+        # This rank's shards of the weights, by name; shaped like their gradients.
         self.own: dict[str, Tensor] = {}
-        self._buffers: list[tuple[Tensor, Tensor, Group]] = []
+        self._buffers: list[tuple[Tensor, Tensor, Group]] = []  # the buffer, this rank's part, the ranks to gather over
         self._pending: dict[int, Pending] = {}
-        self._buffer_of: dict[int, int] = {}
+        self._buffer_of: dict[int, int] = {}  # index of the buffer, by id of the parameter
         for number, bucket in enumerate(buckets.buckets):
             names, shards = list(bucket.specs), bucket.room.shards
             first = params[names[0]]
@@ -54,9 +51,9 @@ class Weights:
         self.own = {name: self.own[name] for name in buckets.shares}
 
     def gather(self) -> None:
-        """Give every rank the weights of all; those that forward uses first go first.
+        """Start all-gathering the updated weights, in the order of forward.
 
-        Nobody may write into :attr:`own`, nor read other ranks' weights, before :meth:`wait`.
+        :attr:`own` must not be written, nor other ranks' weights read, before :meth:`wait`.
         """
         self.wait()
         for number in reversed(range(len(self._buffers))):
@@ -67,13 +64,13 @@ class Weights:
             self.wait()
 
     def wait(self, buffers: Iterable[int] | None = None) -> None:
-        """Wait until the weights in some buffers are there; by default in all."""
+        """Wait for the all-gathers of some buffers; by default of all."""
         for number in [*self._pending] if buffers is None else buffers:
             if number in self._pending:
                 self._pending.pop(number).wait()
 
     def awaited_by(self, modules: Iterable[nn.Module]) -> None:
-        """Have every one of these modules wait for its weights, whenever it is called."""
+        """Register hooks that make each of the modules wait for its own weights before its forward."""
         for module in modules:
-            buffers = sorted({self._buffer_of[id(parameter)] for parameter in module.parameters()})
-            module.register_forward_pre_hook(lambda *_, wanted=buffers: self.wait(wanted))
+            own_buffers = sorted({self._buffer_of[id(parameter)] for parameter in module.parameters()})
+            module.register_forward_pre_hook(lambda *_, buffers=own_buffers: self.wait(buffers))

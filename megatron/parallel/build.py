@@ -1,4 +1,4 @@
-"""What a layer needs to construct itself."""
+"""Context in which layers declare, allocate and initialise their parameters."""
 
 from __future__ import annotations
 
@@ -15,50 +15,43 @@ from megatron.parallel.random import initialize
 from megatron.parallel.shard import ExpertShard, Shard, ShardSpec
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-"""Number formats by the names of ``--params-dtype``."""
+"""Dtypes by the choices of ``--params-dtype``."""
 
 
 @dataclass(frozen=True)
 class BuildContext:
-    """Mesh, sink and number format, and the dotted name of the module under construction.
-
-    Attributes:
-        mesh: the rank grid.
-        sink: where gradients go.
-        dtype: of parameters and activations.
-        device: where they live; ``meta`` builds shapes only.
-        seed: of initialisation and dropout.
-        sequence_parallel: whether activations between TP regions are sharded over the sequence.
-        initialised: whether parameters start from their random values; otherwise they are zero, to be loaded.
-        kernels: what computes norms, activations and the like.
-        specs: filled with every parameter's spec, by global name.
-        params: filled with the parameters themselves.
-        prefix: dotted name of the module.
-    """
+    """Everything a layer needs to construct itself."""
 
     mesh: Mesh
     sink: GradSink
+    # Of parameters and activations.
     dtype: torch.dtype = torch.float32
+    # ``meta`` builds shapes only.
     device: torch.device = torch.device("cpu")
+    # Of initialisation and dropout.
     seed: int = 1234
+    # Shard activations over the sequence between tensor-parallel regions.
     sequence_parallel: bool = False
+    # Draw initial values; otherwise parameters are zero, to be loaded from a checkpoint.
     initialised: bool = True
     kernels: Kernels = Kernels()
+    # Specs and parameters declared so far, by global name.
     specs: dict[str, ShardSpec] = field(default_factory=dict)
     params: dict[str, nn.Parameter] = field(default_factory=dict)
+    # Dotted name of the module under construction.
     prefix: str = ""
 
     def at(self, name: str) -> BuildContext:
-        """The context of the submodule ``name``."""
+        """Return the context of the submodule ``name``."""
         return replace(self, prefix=self.name(name))
 
     @property
     def root(self) -> BuildContext:
-        """The context of the whole model."""
+        """Context of the whole model."""
         return replace(self, prefix="")
 
     def name(self, parameter: str) -> str:
-        """Global name of a parameter or submodule of this module."""
+        """Return the global name of a parameter or submodule of this module."""
         return f"{self.prefix}.{parameter}" if self.prefix else parameter
 
     @property
@@ -68,47 +61,44 @@ class BuildContext:
 
     @property
     def shard(self) -> Shard:
-        """Factory of specs for this rank."""
+        """Factory of this rank's specs."""
         return Shard(self.tp.rank, self.tp.size)
 
     @property
     def expert_shard(self) -> ExpertShard:
-        """Factory of specs of experts for this rank."""
+        """Factory of this rank's specs of expert parameters."""
         here, sizes = self.mesh.coordinate, self.mesh.layout.sizes
         return ExpertShard(here["ep"], sizes["ep"], here["etp"], sizes["etp"])
 
     def parameter(self, name: str, spec: ShardSpec, autograd: bool = False) -> nn.Parameter:
-        """Declare, allocate and initialise a parameter; declared again, the same one with one more use (tied weights).
+        """Declare, allocate and initialise a parameter. A tied parameter may be declared twice.
 
         Args:
             name: local name; the global one is ``prefix.name``.
-            spec: global shape and this rank's pieces.
-            autograd: its gradient comes from plain autograd instead of a ``sink.add`` of its layer.
+            spec: global shape and this rank's pieces of it.
+            autograd: its gradient is computed by plain autograd, not passed to the accumulator by its layer's backward.
 
         Returns:
             The local tensor ``spec.local_shape``.
 
         Raises:
-            ValueError: when the name is taken by a parameter with another spec.
+            ValueError: when the name is already declared and the parameter is not tied.
 
         """
-        full = self.name(name)
-        if full in self.params:
-            return self._use_again(full, spec)
+        global_name = self.name(name)
+        if global_name in self.params:
+            declared = self.specs[global_name]
+            if not spec.tied or replace(declared, uses=spec.uses, copy=spec.copy) != spec:
+                raise ValueError(f"{global_name} is declared twice, but not as one tied parameter")
+            self.specs[global_name] = replace(declared, uses=declared.uses + spec.uses)
+            return self.params[global_name]
         if spec.tied and self.mesh.ends.size > 1 and self.mesh.coordinate["pp"] != self.mesh.placement[0]:
             spec = replace(spec, copy=True)
-        self.specs[full] = spec
+        self.specs[global_name] = spec
         parameter = nn.Parameter(torch.zeros(spec.local_shape, dtype=self.dtype, device=self.device))
         if self.initialised and self.device.type != "meta":
-            initialize(parameter, spec, full, self.seed)
+            initialize(parameter, spec, global_name, self.seed)
         if autograd:
-            self.sink.attach(full, parameter)
-        self.params[full] = parameter
+            self.sink.attach(global_name, parameter)
+        self.params[global_name] = parameter
         return parameter
-
-    def _use_again(self, full: str, spec: ShardSpec) -> nn.Parameter:
-        declared = self.specs[full]
-        if not spec.tied or replace(declared, uses=spec.uses, copy=spec.copy) != spec:
-            raise ValueError(f"{full} is declared twice, and not as one tied parameter")
-        self.specs[full] = replace(declared, uses=declared.uses + spec.uses)
-        return self.params[full]

@@ -1,6 +1,6 @@
-"""Collectives that differentiate, each the adjoint of another.
+"""Differentiable collectives; the backward of each is its adjoint.
 
-``x`` is a tensor on each of ``p`` ranks; ``[n]`` stands for rows (dimension 0), other dimensions ride along.
+``x_i`` is the tensor of rank ``i`` of ``p`` ranks; ``[n]`` stands for dimension 0 (rows), other dimensions are omitted.
 """
 
 from __future__ import annotations
@@ -66,41 +66,41 @@ class _ScatterRows(torch.autograd.Function):
 class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-        ctx.wiring = received, sent, group
+        ctx.sent, ctx.received, ctx.group = sent, received, group
         return comm.all_to_all_rows(x, sent, received, group)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None, None, None]:
-        return comm.all_to_all_rows(dy, *ctx.wiring), None, None, None
+        return comm.all_to_all_rows(dy, ctx.received, ctx.sent, ctx.group), None, None, None
 
 
 def copy(x: Tensor, group: Group) -> Tensor:
-    """Enter a region where each rank does a part: ``y_i = x``, backward ``dx = sum_i dy_i`` (all-reduce).
+    """Enter a tensor-parallel region: ``y_i = x``, backward ``dx = sum_i dy_i`` (all-reduce).
 
-    ``x`` ``[n]`` is the same on all ranks. Adjoint of :func:`reduce`.
+    ``x`` ``[n]`` is equal on all ranks. Adjoint of :func:`reduce_from_region`.
     """
     return x if group.size == 1 else _Copy.apply(x, group)
 
 
 def reduce(x: Tensor, group: Group) -> Tensor:
-    """Leave it: ``y = sum_i x_i`` (all-reduce), backward ``dx_i = dy``.
+    """Leave a tensor-parallel region: ``y = sum_i x_i`` (all-reduce), backward ``dx_i = dy``.
 
-    ``x_i`` ``[n]`` is a partial sum; ``y`` is the same on all ranks. Adjoint of :func:`copy`.
+    ``x_i`` ``[n]`` is a partial sum; ``y`` is equal on all ranks. Adjoint of :func:`copy_to_region`.
     """
     return x if group.size == 1 else _Reduce.apply(x, group)
 
 
 def gather_rows(x: Tensor, group: Group) -> Tensor:
-    """``x_i`` ``[n/p]`` -> ``y = concat_i x_i`` ``[n]`` (all-gather), backward ``dx_i = (sum_j dy_j)[rows i]``.
+    """Gather rows: ``x_i`` ``[n/p]`` -> ``y = concat_i x_i`` ``[n]``, backward ``dx_i = (sum_j dy_j)[rows i]``.
 
-    Enters a tensor-parallel region from a sequence-parallel one. Adjoint of :func:`scatter_rows`.
+    Enters a tensor-parallel region from a sequence-parallel one. Adjoint of :func:`reduce_scatter_rows`.
     """
     return x if group.size == 1 else _GatherRows.apply(x, group)
 
 
 def scatter_rows(x: Tensor, group: Group) -> Tensor:
-    """``x_i`` ``[n]`` -> ``y_i = (sum_j x_j)[rows i]`` ``[n/p]`` (reduce-scatter), backward ``dx = concat_i dy_i``.
+    """Reduce-scatter rows: ``x_i`` ``[n]`` -> ``y_i = (sum_j x_j)[rows i]`` ``[n/p]``, backward ``dx = concat_i dy_i``.
 
     Leaves a tensor-parallel region into a sequence-parallel one. Adjoint of :func:`gather_rows`.
     """
@@ -108,14 +108,15 @@ def scatter_rows(x: Tensor, group: Group) -> Tensor:
 
 
 def exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
-    """``x_i`` ``[sum_j n_ij]`` -> ``y_j = concat_i x_i[rows for j]`` ``[sum_i n_ij]`` (all-to-all); backward: back.
-
-    Args:
-        x: this rank's rows, those for rank 0 first.
-        sent: how many of them are for each rank.
-        received: how many rows each rank has for this one.
-        group: the ranks.
+    """Exchange rows (all-to-all): ``x_i`` ``[sum_j n_ij]`` -> ``y_j = concat_i x_i[rows for j]`` ``[sum_i n_ij]``.
 
     Its own adjoint, with ``sent`` and ``received`` exchanged.
+
+    Args:
+        x: this rank's rows, ordered by target rank.
+        sent: number of rows for each rank.
+        received: number of rows from each rank.
+        group: the ranks.
+
     """
     return x if group.size == 1 else _Exchange.apply(x, sent, received, group)

@@ -1,10 +1,9 @@
-"""The raw collectives: the only place where tensors leave a rank.
+"""Raw collectives and point-to-point messages: the only module through which tensors leave a rank.
 
-Every operation takes a :class:`Group`, works along dimension 0 and does nothing in a group of one. The
-``start_`` forms return a :class:`Pending`, whose ``wait`` gives the result. Names that changed between
-torch 2.10 and 2.13 are resolved here once. How long a rank is stopped by a collective on tensors, the group's
-meter counts: the whole of one that is waited for at once, the wait alone of one that was started before; and how
-many bytes it sends.
+Every collective takes a :class:`Group`, works along dimension 0 and does nothing in a group of one. The ``start_``
+forms are asynchronous and return a :class:`Pending`. The group's meter counts bytes sent, and the time the rank is
+blocked: the whole of a synchronous collective, and the ``wait`` of an asynchronous one. Names that changed between
+torch 2.10 and 2.13 are resolved here.
 """
 
 from __future__ import annotations
@@ -25,31 +24,28 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 T = TypeVar("T")
 BUBBLE = "bubble"
-"""The name under which a rank's waits for others of its pipeline are counted."""
+"""Name under which the meter counts time blocked on other pipeline ranks."""
 PIPELINE = "pp"
-"""The name under which the bytes are counted that it sends them."""
+"""Name under which the meter counts bytes sent to other pipeline ranks."""
 PRETENDED = "fake"
-"""The backend of groups in which this rank alone is there (:func:`megatron.parallel.mesh.pretended`)."""
+"""Backend of groups without peers (:func:`megatron.parallel.mesh.fake_process_group`)."""
 
 _OPS = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that communicate.
+    """A process group, and this rank's place in it."""
 
-    Attributes:
-        ranks: global ranks, ascending.
-        rank: index of this process among them.
-        handle: the process group; None for a group of one, which needs no torch.distributed.
-        axes: of the rank grid along which they differ, as a name: ``tp``, ``dp``, ``world`` for all.
-        meter: counts the time that this rank waits, and what it sends, by ``axes``; the groups of a mesh share one.
-    """
-
+    # Global ranks, ascending.
     ranks: tuple[int, ...] = (0,)
+    # Index of this process among them.
     rank: int = 0
+    # None for a group of one, which needs no torch.distributed.
     handle: dist.ProcessGroup | None = None
+    # Axes of the rank grid along which the ranks differ (``tp``, ``dp-cp``...), or ``world``; names the meter's counts.
     axes: str = field(default="world", compare=False)
+    # Shared by all groups of a mesh.
     meter: Meter = field(default_factory=Meter, compare=False, repr=False)
 
     @property
@@ -59,49 +55,44 @@ class Group:
 
     @property
     def answers(self) -> bool:
-        """Whether there are others who say something; those of a pretended world would all say the same."""
+        """True if the group has peers that take part in collectives; those of a fake process group do not."""
         return self.size > 1 and dist.get_backend(self.handle) != PRETENDED
 
     def waiting(self, x: Tensor) -> AbstractContextManager[None]:
-        """Count the time inside, a range in profiles, as waiting for the other ranks, on the device of ``x``."""
+        """Count the time inside as blocked on the other ranks, on the device of ``x``; also a range in profiles."""
         return span(COMMUNICATION + self.axes, self.meter.span(self.axes, x.is_cuda))
 
     def sends(self, operation: str, count: float) -> None:
-        """Count the bytes that a rank sends of ``count`` in a ring."""
+        """Count the bytes that a ring collective over ``count`` bytes sends from this rank."""
         self.meter.sends(PIPELINE if self.axes == BUBBLE else self.axes, operation, count * (self.size - 1) / self.size)
 
 
 @dataclass(frozen=True)
 class Channel:
-    """A directed edge of a pipeline: what one rank sends to another, in order, with a communicator of its own.
+    """A directed edge of a pipeline, with a communicator of its own; messages arrive in the order of sending."""
 
-    Attributes:
-        source: global rank of the sender.
-        target: of the receiver.
-        handle: the process group that has the communicator.
-        meter: counts, as ``BUBBLE``, how long this rank waits for what comes, and, as ``PIPELINE``, what it sends.
-    """
-
+    # Global ranks of sender and receiver.
     source: int
     target: int
     handle: dist.ProcessGroup | None = field(default=None, compare=False)
+    # Counts time blocked as ``BUBBLE`` and bytes sent as ``PIPELINE``.
     meter: Meter = field(default_factory=Meter, compare=False, repr=False)
 
     def waiting(self, x: Tensor) -> AbstractContextManager[None]:
-        """Count the time inside as in :meth:`Group.waiting`."""
+        """Count the time inside as blocked on the peer."""
         return span(COMMUNICATION + BUBBLE, self.meter.span(BUBBLE, x.is_cuda))
 
 
 @dataclass
 class Pending:
-    """A result that communication is still filling, or a tensor that is still being sent."""
+    """The result of asynchronous communication, or a tensor that is being sent."""
 
     result: Tensor
     work: dist.Work | None = None
     group: Group | Channel = field(default_factory=Group)
 
     def wait(self) -> Tensor:
-        """The result, once it is there."""
+        """Wait for the communication, and return the result."""
         if self.work is not None:
             with self.group.waiting(self.result):
                 self.work.wait()
@@ -109,12 +100,12 @@ class Pending:
         return self.result
 
     def done(self) -> bool:
-        """Whether :meth:`wait` is known to find it over. Gloo cannot tell, and says no until it was waited for."""
+        """Return True if :meth:`wait` would return at once. Always False for gloo before ``wait``."""
         return self.work is None or self.work.is_completed()
 
 
 def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
-    """:func:`all_reduce`, not waited for."""
+    """Start an :func:`all_reduce`."""
     if group.size == 1:
         return Pending(x, None, group)
     group.sends(ALL_REDUCE, 2 * x.nbytes)
@@ -122,29 +113,29 @@ def start_all_reduce(x: Tensor, group: Group, op: str = "sum") -> Pending:
 
 
 def start_all_gather(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
-    """:func:`all_gather`, not waited for; into ``out``, of which ``x`` may be this rank's rows."""
+    """Start an :func:`all_gather` into ``out``; ``x`` may be this rank's rows of it."""
     if group.size == 1:
         return Pending(x, None, group)
     if out is None:
         out = _rows_like(x, x.shape[0] * group.size)
-    elif not x.is_cuda:  # NCCL gathers in place; of gloo nobody says so
+    elif not x.is_cuda:  # NCCL supports gathering in place; gloo does not document it
         x = x.clone()
     group.sends(ALL_GATHER, out.nbytes)
     return Pending(out, _all_gather(out, x.contiguous(), group=group.handle, async_op=True), group)
 
 
 def start_reduce_scatter(x: Tensor, group: Group, out: Tensor | None = None) -> Pending:
-    """:func:`reduce_scatter`, not waited for; on GPUs into ``out``, which may be this rank's rows of ``x``."""
+    """Start a :func:`reduce_scatter`; on GPUs into ``out``, which may be this rank's rows of ``x``."""
     if group.size == 1:
         return Pending(x, None, group)
-    if out is None or not x.is_cuda:  # NCCL sums in place; of gloo nobody says so
+    if out is None or not x.is_cuda:  # NCCL supports reducing in place; gloo does not document it
         out = _rows_like(x, x.shape[0] // group.size)
     group.sends(REDUCE_SCATTER, x.nbytes)
     return Pending(out, _reduce_scatter(out, x.contiguous(), group=group.handle, async_op=True), group)
 
 
 def start_all_to_all(x: Tensor, group: Group) -> Pending:
-    """``[size * n, ...]`` on each rank, ``n`` rows for every rank -> ``[size * n, ...]``, those from every rank."""
+    """Start an all-to-all of ``[size * n, ...]``: ``n`` rows for every rank -> ``n`` rows from every rank."""
     if group.size == 1:
         return Pending(x, None, group)
     out = torch.empty_like(x)
@@ -165,18 +156,18 @@ def all_to_all_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], gro
 
 
 def start_send(x: Tensor, channel: Channel) -> Pending:
-    """Send ``x``, which must stay as it is until it is there; the other end receives in the order of sending."""
+    """Start sending ``x``, which must not change until the send is complete."""
     channel.meter.sends(PIPELINE, SEND, x.nbytes)
     return Pending(x, dist.isend(x, channel.target, channel.handle), channel)
 
 
 def start_receive(out: Tensor, channel: Channel) -> Pending:
-    """Fill ``out``, of the shape and format of what is sent, with what comes next."""
+    """Start receiving the next message into ``out``, of the shape and dtype that is sent."""
     return Pending(out, dist.irecv(out, channel.source, channel.handle), channel)
 
 
 def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
-    """Reduce ``x`` in place over the group (``sum`` or ``max``); every rank gets the same bits."""
+    """Reduce ``x`` in place over the group (``sum`` or ``max``); results are bitwise equal on all ranks."""
     if group.size > 1:
         group.sends(ALL_REDUCE, 2 * x.nbytes)
         with group.waiting(x):
@@ -185,7 +176,7 @@ def all_reduce(x: Tensor, group: Group, op: str = "sum") -> Tensor:
 
 
 def all_gather(x: Tensor, group: Group) -> Tensor:
-    """``[n, ...]`` on each rank -> ``[size * n, ...]`` on all, in rank order."""
+    """Gather ``[n, ...]`` of every rank to ``[size * n, ...]`` on all ranks, in rank order."""
     if group.size == 1:
         return x
     out = _rows_like(x, x.shape[0] * group.size)
@@ -196,7 +187,7 @@ def all_gather(x: Tensor, group: Group) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, group: Group) -> Tensor:
-    """``[size * n, ...]`` on each rank -> the sum's own ``[n, ...]`` rows on each."""
+    """Sum ``[size * n, ...]`` over ranks; return this rank's ``[n, ...]`` rows of the sum."""
     if group.size == 1:
         return x
     out = _rows_like(x, x.shape[0] // group.size)
@@ -211,7 +202,7 @@ def _rows_like(x: Tensor, rows: int) -> Tensor:
 
 
 def all_gather_objects(value: T, group: Group) -> list[T]:
-    """Each rank's picklable ``value``, in rank order; for set-up and messages, never inside a step."""
+    """Gather picklable values in rank order. For set-up and messages, never inside a step."""
     values = [value] * group.size
     if group.answers:
         dist.all_gather_object(values, value, group.handle)
@@ -219,7 +210,7 @@ def all_gather_objects(value: T, group: Group) -> list[T]:
 
 
 def broadcast_object(value: T, group: Group) -> T:
-    """The picklable ``value`` of the group's first rank; what the others give is not looked at."""
+    """Return the picklable ``value`` of the group's first rank; the other ranks' values are ignored."""
     values = [value]
     if group.answers:
         dist.broadcast_object_list(values, group.ranks[0], group.handle)

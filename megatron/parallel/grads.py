@@ -1,7 +1,7 @@
-"""Where gradients go: the sink between backward and the contiguous gradient buffers.
+"""Accumulates parameter gradients into contiguous buffers, and defers weight gradients for W actions.
 
-A linear's backward hands over ``(x, dy)``; the sink multiplies them into the parameter's main gradient now, or
-queues them for a later W action of a pipeline schedule. ``Parameter.grad`` stays None throughout.
+The backward of a linear layer passes ``(x, dy)``. Their product is added to the parameter's main gradient now, or
+queued for a later W action of a zero-bubble schedule. ``Parameter.grad`` stays None throughout.
 """
 
 from __future__ import annotations
@@ -19,49 +19,44 @@ from megatron.parallel.comm import Group, Pending
 
 @dataclass
 class Rows:
-    """An operand that may still have to be gathered over the sequence-parallel ranks.
+    """An operand of a weight gradient, which may have to be gathered over the sequence-parallel ranks first."""
 
-    Attributes:
-        shard: this rank's rows.
-        group: over which to gather them; None when they are whole.
-        pending: the gather, once started.
-    """
-
+    # This rank's rows.
     shard: Tensor
+    # The ranks that hold the others; None when the rows are complete.
     group: Group | None = None
+    # The all-gather, once started.
     pending: Pending | None = None
 
     def start(self) -> Rows:
-        """Start the gather, if there is one."""
+        """Start the all-gather, if there is one."""
         if self.group is not None and self.pending is None:
             self.pending = comm.start_all_gather(self.shard, self.group)
         return self
 
     def anew(self) -> Rows:
-        """The same rows without what was gathered."""
+        """Return the operand without its gathered rows, to be gathered again later."""
         return Rows(self.shard, self.group)
 
     def wait(self) -> Tensor:
-        """All rows."""
+        """Return all rows."""
         pending = self.start().pending
         return pending.wait() if pending is not None else self.shard
 
 
 Product = tuple[str, Rows, Rows, Sequence[int] | None]
-"""What :meth:`GradSink.add` is given."""
+"""A deferred weight gradient: the arguments of :meth:`GradAccumulator.accumulate_wgrad`."""
 
 
 class GradSink:
-    """Accumulates each parameter's gradient into its buffer and counts the contributions.
+    """Adds contributions to the gradient buffers of their parameters, and reports each so that they can be counted.
 
-    What ``add``, ``add_rows`` and ``accumulate`` return is what a layer's backward returns for the parameter: None
-    here, and the gradient itself in a sink for parameters that keep their ``grad`` (fully sharded ones).
-
-    Attributes:
-        multiply: what multiplies the operands of a linear's gradient into a buffer.
+    A layer's backward returns what ``add``, ``add_rows`` and ``accumulate`` return as the gradient of the parameter:
+    None here, or the gradient itself in an accumulator for parameters that keep ``grad`` (fully sharded ones).
     """
 
     def __init__(self, multiply: WeightGradient = add_outer) -> None:
+        # The kernel that multiplies the operands of a linear's weight gradient into a buffer.
         self.multiply = multiply
         self._target: Callable[[str], Tensor] = _unbound
         self._contributed: Callable[[str], None] = lambda name: None
@@ -69,17 +64,17 @@ class GradSink:
         self._deferred_to: tuple[int, int] | None = None
 
     def bind(self, target: Callable[[str], Tensor], contributed: Callable[[str], None]) -> None:
-        """Give every parameter its gradient buffer.
+        """Connect the accumulator to the gradient buffers.
 
         Args:
-            target: of a parameter's name: where to add its next contribution, local stored shape, at least fp32.
+            target: maps a parameter's name to the tensor for its next contribution: local stored shape, at least fp32.
             contributed: called with the name after each contribution.
 
         """
         self._target, self._contributed = target, contributed
 
     def attach(self, name: str, parameter: nn.Parameter) -> None:
-        """Collect what plain autograd computes for ``parameter`` (norms)."""
+        """Accumulate the gradients that plain autograd computes for ``parameter``, such as those of norms."""
 
         def collect(p: Tensor) -> None:
             grad, p.grad = p.grad, None
@@ -89,18 +84,18 @@ class GradSink:
         parameter.register_post_accumulate_grad_hook(collect)
 
     def recall(self, x: Tensor, group: Group | None) -> Rows:
-        """The input of a linear as its weight gradient needs it; its gather starts unless W is deferred."""
-        rows = Rows(x.detach(), group)  # a saved input still hangs on its graph
+        """Return a linear's input as an operand of its weight gradient; its gather starts unless W is deferred."""
+        rows = Rows(x.detach(), group)  # detached, because a saved input still refers to its graph
         return rows if self._deferred_to else rows.start()
 
     def add(self, name: str, x: Rows, dy: Rows, rows: Sequence[int] | None = None) -> Tensor | None:
-        """Add ``dy^T x`` to the gradient of a linear's weight, now or in :meth:`run`, which gathers rows anew.
+        """Add ``dy^T x`` to the gradient of a linear's weight, now or, inside :meth:`deferring`, in the W action.
 
         Args:
-            name: of the weight ``[out, in]``, or of several of them, one above the other.
-            x: its input ``[..., in]``.
+            name: of the weight ``[out, in]``, or of several weights stacked along rows.
+            x: input of the layer ``[..., in]``.
             dy: gradient of its output ``[..., out]``.
-            rows: of several weights, how many rows of the input are those of each, in turn.
+            rows: for stacked weights, the number of input rows of each.
 
         """
         if self._deferred_to is not None:
@@ -110,9 +105,10 @@ class GradSink:
         if rows is None:
             self.multiply(target, x_rows, dy_rows)
         else:
-            for into, one, other in zip(target.chunk(len(rows)), x_rows.split(rows), dy_rows.split(rows), strict=True):
-                if len(one):
-                    self.multiply(into, one, other)
+            split = zip(target.chunk(len(rows)), x_rows.split(rows), dy_rows.split(rows), strict=True)
+            for weight_target, weight_x, weight_dy in split:
+                if len(weight_x):
+                    self.multiply(weight_target, weight_x, weight_dy)
         self._contributed(name)
         return None
 
@@ -138,7 +134,7 @@ class GradSink:
 
     @contextmanager
     def deferring(self, chunk: int, microbatch: int) -> Iterator[None]:
-        """Queue weight gradients of linears under ``(chunk, microbatch)`` while the body runs backward (I)."""
+        """Queue the weight gradients of linears for the W action ``(chunk, microbatch)`` while the body runs."""
         self._deferred_to = (chunk, microbatch)
         try:
             yield
@@ -146,9 +142,9 @@ class GradSink:
             self._deferred_to = None
 
     def run(self, chunk: int, microbatch: int) -> None:
-        """Compute what was queued under ``(chunk, microbatch)`` (W).
+        """Compute the weight gradients that were deferred to the W action ``(chunk, microbatch)``.
 
-        Rows of the next gradient are gathered behind the product of this one; what a product has used is let go of.
+        The operands of the next product are gathered while this one is computed; operands are freed after use.
         """
         queue = self._queues.pop((chunk, microbatch), [])[::-1]
         while queue:
@@ -159,9 +155,9 @@ class GradSink:
 
     @property
     def queued(self) -> int:
-        """Weight gradients that wait for their W action."""
+        """Number of weight gradients that are deferred."""
         return sum(map(len, self._queues.values()))
 
 
 def _unbound(name: str) -> Tensor:
-    raise RuntimeError(f"the gradient of {name} has no buffer: bind the sink first")
+    raise RuntimeError(f"the gradient of {name} has no buffer: call bind() before backward")

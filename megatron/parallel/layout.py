@@ -1,7 +1,7 @@
-"""Which rank sits where: two grids over the same ranks, as arithmetic (no torch).
+"""Rank grids, as arithmetic without torch.
 
-Dense parameters live on the grid ``(pp, dp, cp, tp)``, experts on ``(pp, edp, ep, etp)``; the last axis
-varies fastest, so tensor-parallel peers are neighbours on a node.
+The same ranks form two grids: ``(pp, dp, cp, tp)`` for dense parameters, ``(pp, edp, ep, etp)`` for experts. The last
+axis varies fastest, so tensor-parallel peers are neighbours on a node.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ EXPERT_AXES = ("pp", "edp", "ep", "etp")
 
 @dataclass(frozen=True)
 class Layout:
-    """Sizes of every axis. ``sizes["pp"]`` is shared by both grids."""
+    """Sizes of all axes of both grids; ``pp`` is common to them."""
 
     sizes: dict[str, int]
 
     @classmethod
     def from_config(cls, config: ParallelConfig, world_size: int) -> Layout:
-        """The layout of ``world_size`` ranks; DP takes what the other axes leave.
+        """Return the layout of ``world_size`` ranks; DP is what the other axes leave.
 
         Raises:
-            UserError: when an axis does not divide the ranks left to it.
+            UserError: when ``world_size`` is not a multiple of the other axes' product.
         """
         tp, pp = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
         cp = config.context_parallel_size
@@ -41,22 +41,22 @@ class Layout:
 
     @property
     def world_size(self) -> int:
-        """All ranks."""
+        """Number of ranks."""
         return prod(self.sizes[a] for a in DENSE_AXES)
 
     def coordinate(self, rank: int) -> dict[str, int]:
-        """Position of ``rank`` on every axis of both grids."""
+        """Return the coordinate of ``rank`` on every axis of both grids."""
         return self._unravel(rank, EXPERT_AXES) | self._unravel(rank, DENSE_AXES)
 
     def group_of(self, rank: int, axes: tuple[str, ...]) -> tuple[int, ...]:
-        """Ranks that differ from ``rank`` only along ``axes``, ascending."""
+        """Return the ranks that differ from ``rank`` only along ``axes``, ascending."""
         grid = grid_of(axes)
         here = self._unravel(rank, grid)
         free = [range(self.sizes[a]) if a in axes else (here[a],) for a in grid]
         return tuple(self._ravel(c, grid) for c in product(*free))
 
     def groups(self, axes: tuple[str, ...]) -> list[tuple[int, ...]]:
-        """Every group along ``axes``: a partition of all ranks, in the order of their first rank."""
+        """Return all groups along ``axes``: a partition of the ranks, ordered by first rank."""
         grid = grid_of(axes)
         firsts = product(*(range(1) if a in axes else range(self.sizes[a]) for a in grid))
         return [self.group_of(self._ravel(first, grid), axes) for first in firsts]
@@ -75,10 +75,10 @@ class Layout:
 
 
 def grid_of(axes: tuple[str, ...]) -> tuple[str, ...]:
-    """The grid that has all of ``axes``.
+    """Return the grid that contains ``axes``.
 
     Raises:
-        ValueError: when no single grid has them all.
+        ValueError: when neither grid contains all of them.
     """
     for grid in (DENSE_AXES, EXPERT_AXES):
         if set(axes) <= set(grid):

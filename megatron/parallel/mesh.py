@@ -1,4 +1,8 @@
-"""The rank grid with its process groups. Nothing reads a group from a global: the mesh is passed in."""
+"""The rank grid with its process groups.
+
+There is no global mesh: it is passed to the code that communicates. All groups are created up front, on all ranks in
+the same order. The functions below join and leave torch.distributed, and use its store to report failures.
+"""
 
 from __future__ import annotations
 
@@ -33,39 +37,29 @@ AXES_IN_USE: tuple[tuple[str, ...], ...] = (
     ("ep", "etp"),
     ("etp",),
 )
-"""Every group the trainer asks for, in the order in which all ranks create them."""
+"""Axes of every group that training uses, in the order of creation."""
 
 REDUCED: tuple[tuple[str, ...], ...] = (("dp", "cp"), ("edp",))
-"""The groups over which gradients are summed: of what all ranks have, and of experts."""
+"""Groups over which gradients are summed: of dense parameters, and of experts."""
 
 AS_DENSE: dict[str, tuple[str, ...]] = {"edp": ("dp", "cp"), "ep": (), "etp": ("tp",)}
-"""Axes of the grid of experts, and what they are where experts are not dealt out: as everything else lies."""
+"""Expert axes and the dense axes that they coincide with without expert parallelism."""
 
 
 @dataclass(frozen=True)
 class Groups:
-    """Communicators that were made in one go: every rank is in one of the groups, or alone.
+    """Groups of one size that partition the ranks."""
 
-    Attributes:
-        name: the axes along which their ranks differ, and what they are for where others have the same ranks.
-        count: how many there are in the world.
-        size: ranks in each.
-    """
-
+    # Axes along which their ranks differ, and their use where other groups have the same ranks.
     name: str
+    # Number of groups.
     count: int
+    # Ranks per group.
     size: int
 
 
 class Mesh:
-    """This rank's place on the grid and the groups it belongs to.
-
-    Attributes:
-        placement: pipeline rank of every stage.
-        ends: the ranks of the first and of the last stage, for one of them; others are alone in theirs.
-        channels: to and from this rank's neighbours in the pipeline, by the pipeline ranks of sender and receiver.
-        created: all groups of the world, in the order of their creation.
-    """
+    """This rank's coordinate on the grid, and the groups it belongs to."""
 
     def __init__(
         self,
@@ -77,7 +71,7 @@ class Mesh:
         instances: int | None = None,
         gathers: bool = False,
     ) -> None:
-        """Create every group; collective over all ranks (creation in another order would hang).
+        """Create every group. Collective over all ranks, which must create groups in the same order.
 
         Args:
             layout: the grid.
@@ -85,36 +79,40 @@ class Mesh:
             timeout: of every group.
             kv_copies: tensor-parallel ranks that share one key/value head.
             placement: pipeline rank of every stage.
-            instances: copies of the optimizer's state in every group over which gradients are summed; None for as many
-                as it has ranks.
-            gathers: whether weights are gathered through communicators of their own.
+            instances: replicas of the optimizer state per reduction group; None for one replica per rank (no ZeRO).
+            gathers: whether weights are gathered through separate communicators, to overlap with other collectives.
 
         """
         self.layout, self.rank = layout, rank
         self.coordinate = layout.coordinate(rank)
         self._timeout = timeout
+        # All groups of the world, in the order of creation.
         self.created: list[Groups] = []
-        self._created: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
+        self._handles: dict[tuple[str, tuple[tuple[int, ...], ...]], dist.ProcessGroup | None] = {}
         partitions = {axes: layout.groups(axes) for axes in AXES_IN_USE}
-        named = {self._name(axes): len(parts[0]) for axes, parts in partitions.items()}
+        sizes = {self._name(axes): len(parts[0]) for axes, parts in partitions.items()}
         edges = channels(placement)
-        waits = [name for name, size in named.items() if size > 1] + [BUBBLE] * bool(edges)
-        self.meter = Meter(waits)
+        self.meter = Meter([name for name, size in sizes.items() if size > 1] + [BUBBLE] * bool(edges))
         self._groups = {axes: self._create(parts, self._name(axes)) for axes, parts in partitions.items()}
-        blocks = [g[i : i + kv_copies] for g in layout.groups(("tp",)) for i in range(0, len(g), kv_copies)]
-        self._kv_sharers = self._create(blocks, "tp", label="kv")
+        kv_blocks = [g[i : i + kv_copies] for g in layout.groups(("tp",)) for i in range(0, len(g), kv_copies)]
+        self._kv_group = self._create(kv_blocks, "tp", label="kv")
+        # Pipeline rank of every stage.
         self.placement = placement
-        self.ends = self._create(self._ends(), "pp", label="ends")
-        self.channels = self._open(edges)
-        self._shards = {axes: self._halves(axes, instances) for axes in REDUCED}
+        # First and last stage of this pipeline, for their ranks; a middle stage's rank is alone.
+        self.ends = self._create(self._first_and_last_stages(), "pp", label="ends")
+        # This rank's channels to and from its pipeline neighbours, by the pipeline ranks of sender and receiver.
+        self.channels = self._open_channels(edges)
+        self._optimizer_groups = {axes: self._create_optimizer_groups(axes, instances) for axes in REDUCED}
         use = "gathers" if gathers else ""
-        self._gathers = {axes: self._create(self._blocks(axes, instances), self._name(axes), use) for axes in REDUCED}
+        self._gathers = {
+            axes: self._create(self._shard_partition(axes, instances), self._name(axes), use) for axes in REDUCED
+        }
 
     def group(self, *axes: str) -> Group:
-        """The ranks that differ from this one only along ``axes``.
+        """Return the ranks that differ from this one only along ``axes``.
 
         Raises:
-            KeyError: when that group is not listed in ``AXES_IN_USE``.
+            KeyError: when ``axes`` are not listed in ``AXES_IN_USE``.
         """
         return self._groups[axes]
 
@@ -125,48 +123,48 @@ class Mesh:
 
     @property
     def replicas(self) -> Group:
-        """Ranks with the same shards and other data: gradients are summed over them."""
+        """Data-parallel peers (including CP): ranks with the same shards and other data."""
         return self.group("dp", "cp")
 
     def shards(self, *axes: str) -> Group:
-        """Of the ranks along ``axes``, over which gradients are summed, those that cut the state among themselves."""
-        return self._shards[axes][0]
+        """Return the ranks of the reduction group ``axes`` that shard one replica of the optimizer state (ZeRO)."""
+        return self._optimizer_groups[axes][0]
 
     def copies(self, *axes: str) -> Group:
-        """Of the ranks along ``axes``, over which gradients are summed, those that have the same part of the state."""
-        return self._shards[axes][1]
+        """Return the ranks of the reduction group ``axes`` that hold the same shard of the optimizer state."""
+        return self._optimizer_groups[axes][1]
 
     def gathers(self, *axes: str) -> Group:
-        """The ranks of :meth:`shards`, to gather weights over while other sums are on their way."""
+        """Return the ranks of :meth:`shards`, with a communicator for gathering weights during other collectives."""
         return self._gathers[axes]
 
-    def _blocks(self, axes: tuple[str, ...], instances: int | None) -> list[tuple[int, ...]]:
-        """Neighbouring ranks of every group along ``axes`` that cut the state among themselves."""
+    def _shard_partition(self, axes: tuple[str, ...], instances: int | None) -> list[tuple[int, ...]]:
+        """Return blocks of neighbouring ranks that each shard one replica of the optimizer state."""
         groups = self.layout.groups(axes)
         size = 1 if instances is None else len(groups[0]) // instances
         return [ranks[i : i + size] for ranks in groups for i in range(0, len(ranks), size)]
 
-    def _halves(self, axes: tuple[str, ...], instances: int | None) -> tuple[Group, Group]:
-        """This rank's block, and the ranks that have its place in the other blocks of their group."""
-        blocks = self._blocks(axes, instances)
-        size, groups = len(blocks[0]), self.layout.groups(axes)
-        copies = [ranks[i::size] for ranks in groups for i in range(size)]
+    def _create_optimizer_groups(self, axes: tuple[str, ...], instances: int | None) -> tuple[Group, Group]:
+        """Create the groups of :meth:`shards` and :meth:`copies`."""
+        blocks = self._shard_partition(axes, instances)
+        size = len(blocks[0])
+        copies = [ranks[i::size] for ranks in self.layout.groups(axes) for i in range(size)]
         name = self._name(axes)
         return self._create(blocks, name, label="shards"), self._create(copies, name, label="copies")
 
     @property
     def pipeline(self) -> Group:
-        """The ranks of this pipeline, in its order; what they wait for each other counts as ``BUBBLE``."""
+        """The ranks of this pipeline, in its order; time blocked on them counts as ``BUBBLE``."""
         return replace(self.group("pp"), axes=BUBBLE)
 
     @property
     def data_rank(self) -> int:
-        """Which part of the global batch this rank reads."""
+        """Index of the part of the global batch that this rank reads."""
         return self.coordinate["dp"]
 
     @property
     def data_size(self) -> int:
-        """Into how many parts the global batch is dealt."""
+        """Number of parts into which the global batch is divided."""
         return self.layout.sizes["dp"]
 
     @property
@@ -175,60 +173,58 @@ class Mesh:
         return self.group("pp", "dp", "cp", "tp")
 
     def beside(self) -> Group:
-        """All ranks, with a new communicator for what threads do beside the steps, on the CPU; collective."""
+        """Create a gloo group of all ranks, for background threads. Collective."""
         ranks = self.world.ranks
         handle = dist.new_group(list(ranks), timeout=self._timeout, backend="gloo") if len(ranks) > 1 else None
         return Group(ranks, self.world.rank, handle)
 
     def sharers(self, tp_ranks: tuple[int, ...]) -> Group:
-        """The group of tensor-parallel coordinates that hold the same piece.
+        """Return the group of the tensor-parallel ranks ``tp_ranks``, which hold the same piece of a parameter.
 
         Raises:
-            ValueError: when they are neither all TP ranks nor the sharers of a key/value head.
+            ValueError: when they are neither all TP ranks nor those of one key/value head.
         """
         if len(tp_ranks) == 1:
             return Group((self.rank,))
-        for group in (self.tp, self._kv_sharers):
+        for group in (self.tp, self._kv_group):
             if tuple(self.layout.coordinate(r)["tp"] for r in group.ranks) == tp_ranks:
                 return group
         raise ValueError(f"no group was created for the tensor-parallel ranks {tp_ranks}")
 
-    def _ends(self) -> list[tuple[int, ...]]:
-        """The ranks of the first and the last stage of each pipeline together, every other rank alone."""
+    def _first_and_last_stages(self) -> list[tuple[int, ...]]:
+        """Return a partition: first and last stage of each pipeline together, every other rank alone."""
         ends = {self.placement[0], self.placement[-1]}
         pipelines = self.layout.groups(("pp",))
         alone = [(ranks[i],) for ranks in pipelines for i in range(len(ranks)) if i not in ends]
         return [tuple(ranks[i] for i in sorted(ends)) for ranks in pipelines] + alone
 
-    def _open(self, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Channel]:
-        """This rank's channels, of those that every pipeline has.
+    def _open_channels(self, edges: Sequence[tuple[int, int]]) -> dict[tuple[int, int], Channel]:
+        """Open this rank's channels.
 
-        In a group, every pair of ranks has a communicator of its own for what one sends to the other. Two groups, for
-        edges that go up and down, keep the directions of a pair apart. All ranks open their channels in one order,
-        with a first message: a communicator that was made with the first step's could wait for a partner that waits
-        for another. (Were ``device_id`` given to ``init_process_group``, NCCL would send all messages of a group
-        through one communicator, one after the other.)
+        NCCL creates a communicator for every pair of ranks of a group. Two groups, one for edges to higher stages and
+        one for edges to lower stages, keep the two directions of a pair apart. All ranks open their channels in the
+        same order with a first message: communicators that are created lazily, in the first step, could deadlock.
+        (With ``device_id`` passed to ``init_process_group``, NCCL would serialise all messages of a group in one
+        communicator.)
         """
         pipelines = self.layout.groups(("pp",))
-        lines = {use: self._create(pipelines, "pp", use) for use in ("up", "down")} if edges else {}
+        groups = {use: self._create(pipelines, "pp", use) for use in ("up", "down")} if edges else {}
         opened = {}
         for source, target in in_turns(edges):
-            line = lines["up" if source < target else "down"]
-            channel = Channel(line.ranks[source], line.ranks[target], line.handle, self.meter)
-            if self.rank in (channel.source, channel.target):
-                opened[source, target] = channel
-                self._greet(channel)
+            group = groups["up" if source < target else "down"]
+            channel = Channel(group.ranks[source], group.ranks[target], group.handle, self.meter)
+            if self.rank not in (channel.source, channel.target):
+                continue
+            opened[source, target] = channel
+            message = torch.zeros(1, device="cuda" if dist.get_backend(channel.handle) == "nccl" else "cpu")
+            if self.rank == channel.source:
+                dist.send(message, channel.target, channel.handle)
+            else:
+                dist.recv(message, channel.source, channel.handle)
         return opened
 
-    def _greet(self, channel: Channel) -> None:
-        greeting = torch.zeros(1, device="cuda" if dist.get_backend(channel.handle) == "nccl" else "cpu")
-        if self.rank == channel.source:
-            dist.send(greeting, channel.target, channel.handle)
-        else:
-            dist.recv(greeting, channel.source, channel.handle)
-
     def _name(self, axes: tuple[str, ...]) -> str:
-        """Of a group: ``world``, or its axes that have more than one rank."""
+        """Return the name of a group: ``world``, or its axes with more than one rank."""
         sizes = self.layout.sizes
         if len(axes) == len(DENSE_AXES):
             return "world"
@@ -237,34 +233,34 @@ class Mesh:
         return "-".join(axis for axis in axes if sizes[axis] > 1)
 
     def _create(self, partition: list[tuple[int, ...]], name: str, use: str = "", label: str = "") -> Group:
-        """This rank's group of a partition of all ranks; equal partitions of one use share their communicators.
+        """Return this rank's group of a partition of all ranks.
 
-        ``label`` says what they are for, where their communicators are nobody else's.
+        Equal partitions with the same ``use`` share their communicators; ``label`` only names new ones.
         """
         mine = next(ranks for ranks in partition if self.rank in ranks)
         key = use, tuple(partition)
-        if key not in self._created:
-            self._created[key] = None
+        if key not in self._handles:
+            self._handles[key] = None
             sizes = Counter(len(ranks) for ranks in partition if len(ranks) > 1)
-            what = f"{name} {label or use}".rstrip()
-            self.created += [Groups(what, count, size) for size, count in sizes.items()]
+            description = f"{name} {label or use}".rstrip()
+            self.created += [Groups(description, count, size) for size, count in sizes.items()]
             for ranks in partition:
                 handle = dist.new_group(list(ranks), timeout=self._timeout) if len(ranks) > 1 else None
                 if ranks == mine:
-                    self._created[key] = handle
-        return Group(mine, mine.index(self.rank), self._created[key], name, self.meter)
+                    self._handles[key] = handle
+        return Group(mine, mine.index(self.rank), self._handles[key], name, self.meter)
 
 
 def in_turns(edges: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """The edges of a pipeline with every other pair of neighbours first, so that no rank waits for a chain of others.
+    """Order a pipeline's edges with every other pair of neighbours first.
 
-    In ascending order each pair would wait for the one before, and opening channels take as long as there are ranks.
+    In ascending order each pair would wait for the one before, and opening channels would take time linear in ranks.
     """
     return sorted(edges, key=lambda edge: (min(edge) % 2, edge))
 
 
 def start_distributed(backend: str | None, timeout: timedelta, device: torch.device) -> None:
-    """Join the other ranks; nothing to do for a process alone or a group that exists.
+    """Initialise torch.distributed; a no-op for a single process, or when it is already initialised.
 
     Args:
         backend: ``nccl`` or ``gloo``; None picks by the device.
@@ -272,7 +268,7 @@ def start_distributed(backend: str | None, timeout: timedelta, device: torch.dev
         device: where this rank computes.
 
     Raises:
-        UserError: when the backend cannot serve the device, or nothing says where rank 0 is.
+        UserError: when the backend does not support the device, or the address of rank 0 is unknown.
 
     """
     launch = Launch.read(os.environ)
@@ -291,19 +287,14 @@ def start_distributed(backend: str | None, timeout: timedelta, device: torch.dev
 
 @contextmanager
 def pretended(rank: int, world_size: int) -> Iterator[None]:
-    """Inside, this process is one rank of a world of which no other is there, as a :class:`Mesh` of it takes them.
+    """Pretend to be one rank of a world without peers, in which a :class:`Mesh` can be built.
 
-    Collectives return at once and leave results as they find them: good for shapes and sizes, not for values.
-
-    Args:
-        rank: to be.
-        world_size: ranks of the world; one by itself needs no torch.distributed here either.
-
+    Collectives return at once and leave their results unset: good for shapes and sizes, not for values.
     """
     if world_size == 1:
         yield
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore  # which makes the backend known, too
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # also registers the backend
 
     dist.init_process_group(PRETENDED, rank=rank, world_size=world_size, store=FakeStore())
     try:
@@ -313,85 +304,80 @@ def pretended(rank: int, world_size: int) -> Iterator[None]:
 
 
 def everyone(rank: int, world_size: int) -> Group:
-    """All ranks, as soon as they have joined: the group to agree in before there is a mesh."""
+    """Return the group of all ranks, for collectives before there is a mesh."""
     handle = dist.group.WORLD if world_size > 1 else None
     return Group(tuple(range(world_size)), rank, handle)
 
 
 def leave_distributed() -> None:
-    """Undo :func:`start_distributed`. Not after an error: NCCL would wait here for ranks that no longer answer."""
+    """Destroy the process group. Not to be called after an error: NCCL would wait for ranks that are gone."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 FAILED = "failed_ranks"
-"""The word that counts the ranks that have asked :func:`first_to_fail`."""
+"""Store key that counts the calls of :func:`register_failure`."""
 
 
 ANSWER_SECONDS = 3.0
-"""How long the host of the store may take to answer: one that is slower hangs."""
+"""Timeout of a request to the store."""
 
 _unanswered: list[threading.Thread] = []
-"""Those that wait for the host of the store, and longer than it may take."""
+"""Threads whose requests timed out."""
 
 
 def first_to_fail() -> bool:
-    """Whether no other rank has asked this before; True too when there is nobody left to ask."""
-    return _answer(lambda store: int(store.add(FAILED, 1)) == 1, otherwise=True)
+    """Register a failure of this rank; return True if it is the first. True also when the store is unreachable."""
+    return _query_store(lambda store: int(store.add(FAILED, 1)) == 1, default=True)
 
 
 def has_anyone_failed() -> bool:
-    """Whether a rank has asked :func:`first_to_fail`; True too when there is nobody left to ask."""
-    return _answer(lambda store: bool(store.check([FAILED])), otherwise=dist.is_initialized())
+    """Return True if any rank has registered a failure. True also when the store is unreachable."""
+    return _query_store(lambda store: bool(store.check([FAILED])), default=dist.is_initialized())
 
 
 def leave_word(name: str, text: str) -> None:
-    """Leave a text for the other ranks to find, outside of any collective; lost when there is nobody left."""
-    _answer(lambda store: store.set(name, text), otherwise=None)
+    """Write a text to the store for other ranks, outside of any collective. Lost when the store is unreachable."""
+    _query_store(lambda store: store.set(name, text), default=None)
 
 
 def words_left(names: Sequence[str]) -> dict[str, str]:
-    """What was left under ``names``, as far as it is there; nothing when there is nobody left to ask."""
-    return _answer(
-        lambda store: {name: store.get(name).decode() for name in names if store.check([name])}, otherwise={}
+    """Return the texts stored under ``names``, as far as they exist; empty when the store is unreachable."""
+    return _query_store(
+        lambda store: {name: store.get(name).decode() for name in names if store.check([name])}, default={}
     )
 
 
-def _answer(ask: Callable[[dist.distributed_c10d.Store], T], otherwise: T) -> T:
-    """What ``ask`` gets from the store; ``otherwise`` when its host is gone, or gives no answer in time.
+def _query_store(query: Callable[[dist.distributed_c10d.Store], T], default: T) -> T:
+    """Return the store's answer, or ``default`` when its host (rank 0) does not answer in time.
 
-    The store's client waits for ever for rank 0, which may hang or be cut off, so that a thread does the asking; once
-    it was waited for in vain, it is not waited for again.
+    The store's client has no usable timeout, so a thread sends the request. After one timeout no more are sent.
     """
     if not dist.is_initialized() or any(thread.is_alive() for thread in _unanswered):
-        return otherwise
+        return default
     answers: list[T] = []
 
     def fetch() -> None:
         with suppress(Exception):  # the process that hosts the store is gone
-            answers.append(ask(_words()))
+            answers.append(query(dist.distributed_c10d._get_default_store()))
 
-    asking = threading.Thread(target=fetch, name="store", daemon=True)
-    asking.start()
-    asking.join(ANSWER_SECONDS)
-    if asking.is_alive():
-        _unanswered.append(asking)
-    return answers[0] if answers else otherwise
-
-
-def _words() -> dist.distributed_c10d.Store:
-    return dist.distributed_c10d._get_default_store()
+    request = threading.Thread(target=fetch, name="store", daemon=True)
+    request.start()
+    request.join(ANSWER_SECONDS)
+    if request.is_alive():
+        _unanswered.append(request)
+    return answers[0] if answers else default
 
 
 def has_joined() -> bool:
-    """Whether this rank has met the others."""
+    """Return True if torch.distributed is initialised."""
     return dist.is_initialized()
 
 
 GLOO = "gloo/transport", "timeout caused pair closure"
-"""What is said by gloo, which raises a plain RuntimeError: of its own wait, and of one that was ended by another."""
+"""Fragments of gloo's messages about lost peers, which it raises as plain RuntimeErrors."""
 
 
 def is_lost_contact(error: BaseException) -> bool:
-    """Whether an error is how torch.distributed tells that a rank is gone or does not answer."""
-    return isinstance(error, dist.DistError) or any(words in str(error) for words in GLOO)
+    """Return True if torch.distributed raised ``error`` because a rank is gone or does not respond."""
+    return isinstance(error, dist.DistError) or any(fragment in str(error) for fragment in GLOO)

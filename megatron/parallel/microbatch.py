@@ -1,4 +1,4 @@
-"""What one forward and backward computes on: the interface between data and model."""
+"""Micro-batch: the interface between data and model."""
 
 from __future__ import annotations
 
@@ -10,32 +10,29 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """``b`` samples of ``s`` tokens; every rank of a data-parallel replica holds the same ones.
+    """``b`` samples of ``s`` tokens, equal on all tensor- and pipeline-parallel ranks."""
 
-    Attributes:
-        tokens: int64 ``[b, s]`` ids the model reads.
-        labels: int64 ``[b, s]`` ids it should predict.
-        loss_mask: float ``[b, s]``, 1 where a label counts, 0 where not.
-        sample_ids: int64 ``[b]``, the place of each sample in the run's sample stream; keys dropout.
-        step: the training step; keys dropout.
-        positions: int64 ``[b, s]``, or None for 0..s-1 in every sample.
-        documents: int64 ``[b, s]``, an id that changes where attention must not reach back; None for one document.
-        boundaries: int32 ``[number of documents + 1]``, where they begin in the samples laid end to end, and ``b s``;
-            None to be read off ``documents``, for which the host waits.
-    """
-
+    # int64 [b, s] input ids.
     tokens: Tensor
+    # int64 [b, s] target ids.
     labels: Tensor
+    # float [b, s], 1 where a label counts, 0 where not.
     loss_mask: Tensor
+    # int64 [b], index of each sample in the run's sample stream; keys dropout.
     sample_ids: Tensor
+    # Training step; keys dropout.
     step: int = 0
+    # int64 [b, s]; None for 0..s-1 in every sample.
     positions: Tensor | None = None
+    # int64 [b, s], ids of the documents within which attention stays, in runs; None for one document per sample.
     documents: Tensor | None = None
+    # int32 [number of documents + 1], starts of the documents in the concatenated samples, then b s. None to compute
+    # them from ``documents``, which synchronises host and device.
     boundaries: Tensor | None = None
 
     @classmethod
     def of_tokens(cls, tokens: Tensor, positions: Tensor | None = None) -> MicroBatch:
-        """Tokens ``[b, s]`` to be read, not learned from: no label counts."""
+        """Return a micro-batch of tokens ``[b, s]`` for inference: no label counts."""
         mask = torch.zeros_like(tokens, dtype=torch.float32)
         samples = torch.arange(tokens.shape[0], device=tokens.device)
         return cls(tokens, tokens, mask, samples, positions=positions)

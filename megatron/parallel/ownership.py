@@ -1,7 +1,7 @@
-"""Who updates what: buckets of parameters are cut into equal parts, one for each rank that shares the work.
+"""Parameter layout of the distributed optimizer: which elements of each parameter a rank updates.
 
-Gradients, masters, moments and averages all follow from this one map. No torch here: it is arithmetic, so that memory
-can be foretold from it.
+Parameters are packed into buckets, and each bucket is divided into equal parts, one per rank. Gradients, main
+parameters, moments and averages all follow this one map. It is arithmetic without torch, so the planner can use it.
 """
 
 from __future__ import annotations
@@ -14,74 +14,72 @@ from typing import Any, TypeVar
 from megatron.parallel.shard import Box, Piece, ShardSpec
 
 ALIGNMENT = 64
-"""Elements: every parameter, and every rank's part of a bucket, starts at a multiple."""
+"""Parameters and parts of buckets start at multiples of this number of elements."""
 
 
 @dataclass(frozen=True)
 class Share:
-    """Elements ``start`` to ``stop`` of a parameter's local tensor, flattened."""
+    """Elements ``start <= i < stop`` of a parameter's flattened local tensor: the shard that a rank updates."""
 
     start: int
     stop: int
 
     @property
     def numel(self) -> int:
-        """Elements inside."""
+        """Number of elements."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True)
 class BucketKey:
-    """What parameters of one bucket have in common.
+    """Properties that the parameters of a bucket have in common."""
 
-    Attributes:
-        dtype: of the weights.
-        axes: of the rank grid, over which gradients are summed.
-        tied: a tied weight has a bucket of its own, so that the chunks which share it cut it alike.
-        uncut: one rank updates each of them whole.
-        vector: of ZeRO-2's buckets, those of vectors are apart: their gradients come with that of the input, those of
-            matrices may come much later, and a bucket is kept until all have come.
-    """
-
+    # Of the weights.
     dtype: str
+    # Mesh axes over which gradients are summed.
     axes: tuple[str, ...]
+    # A tied weight has its own bucket, so that both chunks that hold it shard it alike.
     tied: bool
+    # Parameters are not divided between ranks (Muon).
     uncut: bool
+    # ZeRO-2 only: 1-D parameters. Their gradients come with the input's, those of matrices may come much later
+    # (deferred W), and the whole bucket stays in memory until all have come.
     vector: bool
 
     @classmethod
     def of(cls, spec: ShardSpec, dtype: str, uncut: bool, streamed: bool) -> BucketKey:
-        """Of a parameter; ``streamed`` in ZeRO-2."""
+        """Return the key of a parameter; ``streamed`` for ZeRO-2."""
         return cls(dtype, spec.reduce_axes, spec.tied, uncut, streamed and len(spec.shape) == 1)
 
 
 @dataclass(frozen=True)
 class Packing:
-    """Where parameters lie in a flat bucket of ``size`` elements, by the first element of each."""
+    """Offsets of parameters in a flat bucket of ``size`` elements."""
 
     offsets: Mapping[str, int]
     size: int
 
     def share(self, name: str, numel: int, part: int, parts: int) -> Share | None:
-        """What of a parameter of ``numel`` elements lies in one of equal parts of the bucket; None for nothing."""
+        """Return the shard of a parameter that lies in part ``part`` of ``parts`` equal parts, or None."""
         length, offset = self.size // parts, self.offsets[name]
         start, stop = max(part * length - offset, 0), min((part + 1) * length - offset, numel)
         return Share(start, stop) if start < stop else None
 
 
 def pack(sizes: Mapping[str, int], shards: int, copies: int, uncut: bool = False) -> Packing:
-    """Lay parameters into a bucket, one after the other.
+    """Lay parameters out in a bucket, one after the other.
 
     Args:
-        sizes: elements of each, in order.
-        shards: ranks that cut the bucket among themselves.
-        copies: ranks that have the same part, which can be cut among them in turn.
-        uncut: no parameter may lie in two shards. Each goes, the largest first, into the one that has least.
+        sizes: elements of each parameter, in order.
+        shards: number of parts of the bucket.
+        copies: ranks with the same part, among which it can be divided further.
+        uncut: keep every parameter in one part: largest first, each into the emptiest part.
 
     """
     if uncut:
         return _pack_uncut(sizes, shards, copies)
-    offsets, size = {}, 0
+    offsets: dict[str, int] = {}
+    size = 0
     for name, numel in sizes.items():
         offsets[name] = size
         size += round_up(numel, ALIGNMENT)
@@ -99,64 +97,60 @@ def _pack_uncut(sizes: Mapping[str, int], shards: int, copies: int) -> Packing:
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple that is not below ``n``."""
+    """Round ``n`` up to a multiple."""
     return -(-n // multiple) * multiple
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A box of the global view that lies in a rank's share of a parameter.
+    """A box of the global view inside a rank's shard of a parameter."""
 
-    Attributes:
-        piece: the box, where it lies in the local and in the global view, and who else has it.
-        first: element of the share at which the run of neighbouring elements begins that the box lies in.
-        run: that run, as a box of the local view.
-    """
-
+    # The box in the local and in the global view.
     piece: Piece
+    # The contiguous run of elements that contains the box: its first element in the shard, and its local box.
     first: int
     run: Box
 
     def of(self, share: Any) -> Any:
-        """The elements of the box, of shape ``piece.local.size``: a view of a tensor of the share, of any shape."""
+        """Return a view of the box's elements, of shape ``piece.local.size``, in a tensor of the shard."""
         inner = Box(tuple(a - b for a, b in zip(self.piece.local.start, self.run.start)), self.piece.local.size)
         return share.view(-1)[self.first : self.first + self.run.numel].view(self.run.size)[inner.slices]
 
 
 def slots(spec: ShardSpec, share: Share, pieces: Sequence[Piece] | None = None) -> tuple[Slot, ...]:
-    """What of a rank's pieces (or of these) lies in its share: of each at most 2n - 1 boxes, in a view of n dims."""
+    """Return the boxes of a rank's pieces inside its shard: at most 2n - 1 per piece, for a view of n dimensions."""
     return tuple(
-        Slot(_within(piece, run), first - share.start, run)
+        Slot(_intersect(piece, run), first - share.start, run)
         for first, run in runs(spec.local_view, share)
         for piece in (spec.pieces if pieces is None else pieces)
-        if _meet(piece.local, run)
+        if _overlap(piece.local, run)
     )
 
 
 def runs(view: tuple[int, ...], share: Share) -> Iterator[tuple[int, Box]]:
-    """A flat range of a tensor of shape ``view`` as boxes of neighbouring elements: the first element, and the box."""
-    sizes = [*accumulate(reversed(view), lambda a, b: a * b, initial=1)][::-1]  # elements of an index of each depth
-    at = share.start
-    while at < share.stop:
-        depth = next(i for i, n in enumerate(sizes) if at % n == 0 and at + n <= share.stop)
-        start = tuple(at // below % n for n, below in zip(view, sizes[1:]))
+    """Split a flat range of a tensor of shape ``view`` into boxes; yield each one's first element and the box."""
+    strides = [*accumulate(reversed(view), lambda a, b: a * b, initial=1)][::-1]  # strides[0] is the whole tensor
+    first = share.start
+    while first < share.stop:
+        depth = next(i for i, n in enumerate(strides) if first % n == 0 and first + n <= share.stop)
+        start = tuple(first // stride % n for n, stride in zip(view, strides[1:]))
         count = 1
         if depth > 0:
-            dim, step = depth - 1, sizes[depth]
-            count = min((share.stop - at) // step, view[dim] - start[dim])
+            dim = depth - 1
+            count = min((share.stop - first) // strides[depth], view[dim] - start[dim])
             size = (*(1 for _ in view[:dim]), count, *view[depth:])
         else:
             size = view
-        yield at, Box(start, size)
-        at += count * sizes[depth]
+        yield first, Box(start, size)
+        first += count * strides[depth]
 
 
-def _meet(a: Box, b: Box) -> bool:
+def _overlap(a: Box, b: Box) -> bool:
     return all(s < t + m and t < s + n for s, n, t, m in zip(a.start, a.size, b.start, b.size))
 
 
-def _within(piece: Piece, run: Box) -> Piece:
-    """The part of a piece that lies in a run of the local view."""
+def _intersect(piece: Piece, run: Box) -> Piece:
+    """Return the part of a piece inside a box of the local view."""
     start = tuple(map(max, piece.local.start, run.start))
     ends = (min(s + n, t + m) for s, n, t, m in zip(piece.local.start, piece.local.size, run.start, run.size))
     size = tuple(end - first for end, first in zip(ends, start))
@@ -165,23 +159,22 @@ def _within(piece: Piece, run: Box) -> Piece:
 
 
 ROUNDS = 2
-"""Of an uncut bucket, how often its largest parameter fits into a rank's part: the more, the larger are buckets, the
-less is padding."""
+"""Minimum ratio of a rank's part of an uncut bucket to its largest parameter. Larger buckets have less padding."""
 
 
 def limits_of(
     keys: Mapping[str, BucketKey], sizes: Mapping[str, int], limit: int, shards: Callable[[tuple[str, ...]], int]
 ) -> dict[BucketKey, int]:
-    """Elements after which a bucket is full, by what its parameters have in common.
+    """Return the capacity in elements of the buckets of each key.
 
-    All parts of a bucket are as long as the fullest: where parameters are not cut, few of them on many ranks would be
-    mostly padding. Such buckets are larger, and all of one size.
+    All parts of a bucket are as long as the fullest. Where parameters are not divided, a few of them over many ranks
+    would be mostly padding, so these buckets are larger, and of equal size.
 
     Args:
         keys: of all parameters, by name.
-        sizes: their elements.
-        limit: of buckets that are cut anywhere.
-        shards: ranks that cut a bucket among themselves, by the axes over which it is summed.
+        sizes: elements of all parameters.
+        limit: capacity of ordinary buckets.
+        shards: maps reduction axes to the number of parts of a bucket.
 
     """
     limits = {}
@@ -189,9 +182,9 @@ def limits_of(
         limits[key] = limit
         ranks = shards(key.axes)
         if key.uncut and ranks > 1:
-            held = [round_up(sizes[name], ALIGNMENT) for name in keys if keys[name] == key]
-            count = max(1, sum(held) // max(limit, ROUNDS * ranks * max(held)))
-            limits[key] = -(-sum(held) // count)
+            padded = [round_up(sizes[name], ALIGNMENT) for name in keys if keys[name] == key]
+            count = max(1, sum(padded) // max(limit, ROUNDS * ranks * max(padded)))
+            limits[key] = -(-sum(padded) // count)
     return limits
 
 
@@ -199,12 +192,15 @@ K = TypeVar("K", bound=Hashable)
 
 
 def partition(keys: Mapping[str, K], sizes: Mapping[str, int], limits: Mapping[K, int]) -> list[tuple[K, list[str]]]:
-    """Names of one bucket each, with what they have in common: in reverse order, cut once the limit is reached.
+    """Group parameters into buckets, in reverse order; a bucket is closed once it reaches its capacity.
 
     Args:
-        keys: what parameters of one bucket must have in common, by name, in the order in which forward uses them.
-        sizes: their elements.
-        limits: elements after which a bucket is full, by what its parameters have in common.
+        keys: of all parameters, in the order of forward.
+        sizes: elements of all parameters.
+        limits: capacity in elements, by key.
+
+    Returns:
+        Key and parameter names of each bucket.
 
     """
     buckets: list[tuple[K, list[str]]] = []

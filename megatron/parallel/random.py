@@ -1,4 +1,4 @@
-"""Random numbers that know no layout: initial values by name and block; keys for whatever else is drawn."""
+"""Layout-independent random numbers: initial values by parameter name, and hash keys for counter-based draws."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ BLOCK_ROWS = 64
 
 
 def initialize(local: Tensor, spec: ShardSpec, name: str, seed: int) -> None:
-    """Fill a local tensor with its part of the global parameter's initial values; padding becomes 0.
+    """Fill a local tensor with its part of the global parameter's initial values; padding is 0.
 
-    Blocks of ``BLOCK_ROWS`` stored rows have a generator of their own, so a rank draws only what it touches and
-    every layout and dtype starts from the same fp32 numbers.
+    Every block of ``BLOCK_ROWS`` stored rows has its own generator. So a rank draws only the blocks it needs, and all
+    layouts and dtypes start from the same fp32 values.
 
     Args:
         local: ``spec.local_shape``, filled in place.
-        spec: which boxes of the global tensor it holds.
+        spec: the boxes of the global tensor that it holds.
         name: global name of the parameter.
         seed: of the run.
 
@@ -36,7 +36,7 @@ def initialize(local: Tensor, spec: ShardSpec, name: str, seed: int) -> None:
 
 
 def _draw(spec: ShardSpec, piece: Piece, name: str, seed: int) -> Tensor:
-    """Standard normal values ``[rows, columns]`` of one piece."""
+    """Return standard normal values ``[rows, columns]`` of one piece."""
     rows, columns = spec.shape[0], spec.shape[-1] if len(spec.shape) > 1 else 1
     lead = spec.view[:-1] if len(spec.shape) > 1 else spec.view
     held = torch.arange(rows).view(lead)[piece.place.slices[: len(lead)]].flatten()
@@ -51,6 +51,6 @@ def _draw(spec: ShardSpec, piece: Piece, name: str, seed: int) -> Tensor:
 
 
 def hash_of(*parts: object) -> int:
-    """A 63-bit integer from anything that prints."""
+    """Return a 63-bit hash of the printed ``parts``."""
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""Named stretches of time, as a profile shows them."""
+"""Named ranges in profiles."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch.profiler import record_function
 from megatron.parallel.stopwatch import NOTHING
 
 COMMUNICATION = "communication "
-"""What the ranges of collectives begin with; the axes of the group follow."""
+"""Prefix of the ranges of collectives; the axes of the group follow."""
 
 
 def span(name: str, inner: AbstractContextManager[None] = NOTHING) -> AbstractContextManager[None]:
-    """``inner``, and a range of that name around it in the profile that is being recorded; about 1 us where none is."""
-    return _both(name, inner) if profiler._is_profiler_enabled else inner
+    """Return ``inner``, inside a range named ``name`` while a profile is recorded; costs about 1 us otherwise."""
+    return _in_range(name, inner) if profiler._is_profiler_enabled else inner
 
 
 @contextmanager
-def _both(name: str, inner: AbstractContextManager[None]) -> Iterator[None]:
+def _in_range(name: str, inner: AbstractContextManager[None]) -> Iterator[None]:
     with record_function(name), inner:
         yield

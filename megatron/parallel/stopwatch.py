@@ -1,4 +1,4 @@
-"""Seconds added up by name: of the host's clock on CPUs, of the device's own on GPUs, which nothing here waits for."""
+"""Timers by name: host clock on CPUs, CUDA events on GPUs, without synchronisation inside a step."""
 
 from __future__ import annotations
 
@@ -11,31 +11,30 @@ from types import TracebackType
 import torch
 
 NOTHING: AbstractContextManager[None] = nullcontext()
-"""A span that nobody measures."""
+"""A span that is not measured."""
 
 Clock = Callable[[str], AbstractContextManager[object]]
-"""Measures what runs inside, under a name."""
+"""Returns a context manager that measures its body under a name."""
 
 UNSETTLED = 256
-"""Spans of a GPU that may wait for their end before the oldest are asked whether they have come to it."""
+"""Number of unread CUDA spans after which completed ones are read."""
 
 
 def unmeasured(_: object) -> AbstractContextManager[object]:
-    """The clock of those who want no times."""
+    """Measure nothing: the :data:`Clock` for callers without timers."""
     return NOTHING
 
 
 class Stopwatch:
-    """Adds up spans of time under names, until :meth:`take`.
+    """Accumulates time spans by name, until :meth:`take`.
 
-    A GPU's span lies between two events on its current stream: how long the *device* was at it, or stood still for it,
-    whatever the host did meanwhile. Events are used again, and those that have happened are settled on the way, so
-    that a window of any length holds few of them. A stream that is being captured is not measured: the captured
-    events would not tell when its replays ran.
+    A GPU span lies between two events on the current stream: it is the time the *device* spent, whatever the host did.
+    Events are reused, and completed ones are read on the way, so a window of any length holds few of them. A stream
+    under capture is not measured, because captured events would not time the replays.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        """Begin at nothing for each of ``names``; others appear with their first span."""
+        """Start at zero for each of ``names``; other names appear with their first span."""
         self._seconds = dict.fromkeys(names, 0.0)
         self._running = True
         self._spans: deque[tuple[str, torch.cuda.Event, torch.cuda.Event]] = deque()
@@ -43,11 +42,11 @@ class Stopwatch:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """All names so far."""
+        """All names seen so far."""
         return tuple(self._seconds)
 
     def span(self, name: str, cuda: bool) -> AbstractContextManager[None]:
-        """Count what is inside under ``name``; ``cuda`` says whether the current GPU does it."""
+        """Measure the body under ``name``; ``cuda`` if the current GPU does the work."""
         if not self._running:
             return NOTHING
         if not cuda:
@@ -55,44 +54,45 @@ class Stopwatch:
         return NOTHING if torch.cuda.is_current_stream_capturing() else _DeviceSpan(self, name)
 
     def add(self, name: str, seconds: float) -> None:
-        """Count ``seconds`` that were measured elsewhere."""
+        """Add ``seconds`` that were measured elsewhere."""
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing that begins inside is counted."""
-        before, self._running = self._running, False
+        """Do not measure spans that begin inside."""
+        was_running = self._running
+        self._running = False
         try:
             yield
         finally:
-            self._running = before
+            self._running = was_running
 
     def take(self) -> dict[str, float]:
-        """Seconds by name since the last call. Waits for the GPU, where it has spans that have not ended."""
+        """Return seconds by name since the last call. Synchronises with the GPU if spans are still running there."""
         self._settle(wait=True)
         taken, self._seconds = self._seconds, dict.fromkeys(self._seconds, 0.0)
         return taken
 
     def mark(self) -> torch.cuda.Event:
-        """This moment of the current stream."""
+        """Record an event on the current stream."""
         event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
-    def ended(self, name: str, began: torch.cuda.Event) -> None:
-        """Note that a span has reached its end in the stream."""
-        self._spans.append((name, began, self.mark()))
+    def ended(self, name: str, start: torch.cuda.Event) -> None:
+        """Record the end of the span that began at ``start``."""
+        self._spans.append((name, start, self.mark()))
         if len(self._spans) > UNSETTLED:
             self._settle(wait=False)
 
     def _settle(self, wait: bool) -> None:
-        """Add up the spans that are over: all of them when told to ``wait``, else up to the first that is not."""
+        """Read completed spans, oldest first; with ``wait``, all of them."""
         while self._spans and (wait or self._spans[0][2].query()):
-            name, began, end = self._spans.popleft()
+            name, start, end = self._spans.popleft()
             if wait:
                 end.synchronize()
-            self.add(name, began.elapsed_time(end) / 1e3)
-            self._free += (began, end)
+            self.add(name, start.elapsed_time(end) / 1e3)
+            self._free += (start, end)
 
 
 class _HostSpan(AbstractContextManager[None]):

@@ -1,15 +1,15 @@
-"""What communication costs a rank: how long it waits for the others, and how many bytes it sends them.
+"""Communication cost of a rank: time blocked on other ranks, and bytes sent to them.
 
-Bytes are those that a ring sends, the least that a collective can do with on most networks (Patarasuk and Yuan 2009),
-whatever way the library takes: of a tensor of B bytes, on each of n ranks,
+Bytes are those of a ring algorithm, which is bandwidth-optimal on most networks (Patarasuk and Yuan 2009), whichever
+algorithm the library chooses. On each of n ranks, for a tensor of B bytes:
 
 ==============  ==========================  ========================================
-operation       a rank sends                B
+operation       bytes sent by a rank        B
 ==============  ==========================  ========================================
 all-reduce      2 B (n - 1) / n             the tensor
-reduce-scatter  B (n - 1) / n               all addends of the rank
+reduce-scatter  B (n - 1) / n               the rank's input
 all-gather      B (n - 1) / n               the result
-all-to-all      what is for other ranks
+all-to-all      rows for other ranks
 send            B                           the tensor
 ==============  ==========================  ========================================
 """
@@ -25,23 +25,23 @@ ALL_TO_ALL, SEND = "all-to-all", "send"
 
 
 class Meter(Stopwatch):
-    """Seconds of waiting by the axes of the grid, and bytes sent by axes and operation.
+    """Seconds blocked by axes of the rank grid, and bytes sent by axes and operation.
 
-    Host and device are not waited for: bytes are counted when a collective is called. So a CUDA graph counts what it
-    sends when it is recorded, and its replays nothing.
+    Bytes are counted when a collective is called. So a CUDA graph counts once, when it is captured, and its replays
+    count nothing.
     """
 
     def __init__(self, names: Iterable[str] = ()) -> None:
-        """Begin at nothing."""
+        """Start at zero."""
         super().__init__(names)
         self._sent: dict[tuple[str, str], float] = {}
 
     def sends(self, axes: str, operation: str, count: float) -> None:
-        """Count ``count`` bytes, unless :meth:`paused`."""
+        """Add ``count`` bytes, unless paused."""
         if self._running:
             self._sent[axes, operation] = self._sent.get((axes, operation), 0.0) + count
 
     def take_sent(self) -> dict[tuple[str, str], float]:
-        """Bytes by axes and operation since the last call."""
+        """Return bytes by axes and operation since the last call."""
         taken, self._sent = self._sent, {}
         return taken

@@ -1,7 +1,7 @@
-"""What pipeline ranks do, as data: actions, and schedules made of them.
+"""Pipeline schedules as data: actions, and lists of actions per rank.
 
-A schedule is a list of actions per rank. ``2F0`` is stage 2, forward, micro-batch 0. Written as text, one line per
-rank, it is a CSV file that people can read, edit and bring along; PyTorch's pipelining writes the same form.
+``2F0`` is stage 2, forward, micro-batch 0. Written as text, one line per rank, a schedule is a CSV file that can be
+read, edited and passed to a run; PyTorch's pipelining writes the same format.
 """
 
 from __future__ import annotations
@@ -16,57 +16,55 @@ from pathlib import Path
 from typing import NamedTuple
 
 FORWARD, BACKWARD, INPUT, WEIGHT = "F", "B", "I", "W"
-"""Forward; the whole backward; its two halves: gradients of a stage's input, then those of its weights."""
+"""Forward; the whole backward; and its halves, the gradients of a stage's input and those of its weights."""
 
 COMPUTE = (FORWARD, BACKWARD, INPUT, WEIGHT)
-"""What a stage computes."""
+"""Kinds that a stage computes."""
 
 SEND_F, RECV_F, SEND_B, RECV_B = "SEND_F", "RECV_F", "SEND_B", "RECV_B"
-"""``2SEND_F0`` sends the output of stage 2, which ``3RECV_F0`` receives as the input of stage 3; ``3SEND_B0`` sends the
+"""``2SEND_F0`` sends the output of stage 2, which ``3RECV_F0`` receives as the input of stage 3. ``3SEND_B0`` sends the
 gradient of that input back, which ``2RECV_B0`` receives."""
 
 COMMUNICATION = (SEND_F, RECV_F, SEND_B, RECV_B)
-"""What moves between ranks."""
+"""Kinds that move tensors between ranks."""
 
 EVALUATION = (FORWARD, SEND_F, RECV_F)
-"""All that an evaluation needs of a program."""
+"""Kinds in the program of an evaluation."""
 
 _TEXT = re.compile(rf"([0-9]{{1,9}})({'|'.join((*COMMUNICATION, *COMPUTE))})([0-9]{{1,9}})")
 
 _PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
-"""PyTorch's way to say that a forward and a backward are computed at once: ``(0F3;3B1)OVERLAP_F_B``."""
+"""PyTorch's notation for a forward and a backward computed at the same time: ``(0F3;3B1)OVERLAP_F_B``."""
 
 _OF_FSDP = re.compile(r"\d+(UNSHARD|RESHARD|REDUCE_GRAD)\d*")
-"""What PyTorch's runtime does besides with fully sharded parameters."""
+"""Further actions of PyTorch's runtime, for fully sharded parameters."""
 
 
 class ScheduleError(ValueError):
-    """A schedule that cannot be made, read or run.
-
-    Attributes:
-        sentence: what was seen, and the rule.
-        fixes: what to change, nearest first: words of a command such as ``--pipeline-schedule zb-v``.
-    """
+    """A schedule that cannot be built, read or run."""
 
     def __init__(self, sentence: str, *fixes: str) -> None:
+        """Create the error.
+
+        Args:
+            sentence: what is wrong, and the rule.
+            fixes: what to change, best first, as command-line text such as ``--pipeline-schedule zb-v``.
+        """
         super().__init__(sentence)
         self.sentence, self.fixes = sentence, fixes
 
 
 class Size(NamedTuple):
-    """What a schedule is made for: pipeline ranks, stages on each (chunks), and micro-batches of a step.
+    """Dimensions that a schedule is built for."""
 
-    ``group`` is of the interleaved schedule alone: micro-batches that a stage takes before the rank's next one.
-    """
-
-    ranks: int
-    chunks: int
-    microbatches: int
-    group: int
+    ranks: int  # of the pipeline
+    chunks: int  # stages on each rank
+    microbatches: int  # of a step
+    group: int  # of the interleaved schedule: micro-batches that pass a stage before the rank's next stage
 
 
 class Action(NamedTuple):
-    """One thing that a rank does: ``kind`` is one of ``COMPUTE``, or of ``COMMUNICATION`` in a program."""
+    """One action of a rank; ``kind`` is one of ``COMPUTE_KINDS``, or in a program also of ``COMMUNICATION_KINDS``."""
 
     stage: int
     kind: str
@@ -77,31 +75,32 @@ class Action(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Action:
-        """The action that a text such as ``2F0`` or ``3RECV_F0`` names, in capitals or not.
+        """Parse text such as ``2F0`` or ``3RECV_F0``, in upper or lower case.
 
         Raises:
-            ScheduleError: when it names none.
+            ScheduleError: if it is not an action.
         """
         found = _TEXT.fullmatch(text.strip().upper())
         if found is None:
-            raise ScheduleError(f"'{text.strip()}' is no action: one is a stage, {' or '.join(COMPUTE)}, a micro-batch")
+            kinds = " or ".join(COMPUTE)
+            raise ScheduleError(f"'{text.strip()}' is not an action: an action is a stage, {kinds}, a micro-batch")
         stage, kind, microbatch = found.groups()
         return cls(int(stage), kind, int(microbatch))
 
 
 def read_cell(cell: str) -> list[Action]:
-    """The actions in a cell of a file: none where it is empty or ``None``, several between semicolons.
+    """Parse a cell of a schedule file: no action if empty or ``None``, several if separated by semicolons.
 
     Raises:
-        ScheduleError: when some of it is no action.
+        ScheduleError: if some of it is not an action.
     """
     text = cell.strip()
     if text.upper() in ("", "NONE"):
         return []
     if _OF_FSDP.fullmatch(text):
         raise ScheduleError(
-            f"'{text}' is no action here: it belongs to PyTorch's fully sharded parameters (FSDP); a schedule says "
-            "only what is computed",
+            f"'{text}' is not an action here: it belongs to PyTorch's fully sharded parameters (FSDP); a schedule "
+            "lists only what is computed",
             "write the file with _dump_csv(filename, format='compute_only')",
         )
     pair = _PAIR.fullmatch(text)
@@ -110,22 +109,17 @@ def read_cell(cell: str) -> list[Action]:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The actions of every rank, in order: ``COMPUTE`` alone in a schedule, with ``COMMUNICATION`` in a program.
+    """Actions of every rank in order: ``COMPUTE_KINDS`` in a schedule, also ``COMMUNICATION_KINDS`` in a program."""
 
-    Attributes:
-        name: what people call it, or the file it came from.
-        ranks: by pipeline rank.
-    """
-
-    name: str
-    ranks: tuple[tuple[Action, ...], ...]
+    name: str  # of the schedule, or of its file
+    ranks: tuple[tuple[Action, ...], ...]  # actions by pipeline rank
 
     @cached_property
     def placement(self) -> tuple[int, ...]:
-        """The rank of every stage.
+        """Rank of every stage.
 
         Raises:
-            ScheduleError: when a stage between the first and the last is on no rank, or one is on several.
+            ScheduleError: if a stage between the first and the last is on no rank, or one is on several.
         """
         rank_of: dict[int, int] = {}
         for rank, actions in enumerate(self.ranks):
@@ -141,16 +135,16 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """How many there are over all ranks."""
+        """Number of stages over all ranks."""
         return len(self.placement)
 
     @cached_property
     def microbatches(self) -> int:
-        """One more than the largest number of a micro-batch."""
+        """Number of micro-batches: one more than the largest index."""
         return 1 + max((action.microbatch for actions in self.ranks for action in actions), default=-1)
 
     def only(self, kinds: Sequence[str]) -> Schedule:
-        """The same without actions of other kinds: with ``F`` alone, an evaluation."""
+        """Return the schedule with only actions of ``kinds``."""
         return Schedule(self.name, tuple(tuple(a for a in actions if a.kind in kinds) for actions in self.ranks))
 
     def save(self, path: Path) -> None:
@@ -162,12 +156,12 @@ class Schedule:
 
     @classmethod
     def load(cls, path: Path) -> Schedule:
-        """Read what :meth:`save`, a spreadsheet or PyTorch's pipelining wrote; empty cells are idle time.
+        """Read a file written by :meth:`save`, a spreadsheet or PyTorch's pipelining; empty cells are idle time.
 
-        A pair that PyTorch computes at once becomes two actions in a row.
+        A pair that PyTorch computes at the same time becomes two actions in a row.
 
         Raises:
-            ScheduleError: when the file cannot be read, naming the line and the cell that is no action.
+            ScheduleError: if the file is unreadable or invalid; names the line and the cell.
         """
         try:
             with path.open(encoding="utf-8-sig", newline="") as file:
@@ -188,8 +182,8 @@ class Schedule:
                 raise ScheduleError(f"{path}, line {number}: {error.sentence}", *error.fixes) from None
             if not ranks[-1]:
                 raise ScheduleError(
-                    f"{path}, line {number} has no action; line {number} is what rank {number - 1} does"
+                    f"{path}, line {number} has no action; line {number} lists the actions of rank {number - 1}"
                 )
         if not ranks:
-            raise ScheduleError(f"{path} has no action; each line is what a rank does, such as 0F0,0B0")
+            raise ScheduleError(f"{path} has no action; each line lists the actions of a rank, such as 0F0,0B0")
         return cls(path.name, tuple(ranks))

@@ -1,16 +1,16 @@
-"""The communication of a schedule: which rank sends what to which, and where in its work.
+"""Add sends and receives to a schedule, which makes it a *program*.
 
-A schedule with its sends and receives is a *program*. What it means, for the proof, the clock and the run alike:
+Validator, simulator and runtime share this model of communication:
 
-* A channel is a directed edge, from one rank to another, with a communicator of its own. Whatever goes from rank a to
-  rank b, outputs of stages and gradients of their inputs, shares the channel (a, b).
-* A SEND posts a send, a RECV posts a receive into a fresh buffer; neither ever stops the rank.
-* Transfer k of a channel joins its k-th send and its k-th receive. It starts when both are posted and transfer k-1 is
-  over.
-* A computing action waits for the receive of its input, or of the gradient of its output. Nothing else waits.
-* What is sent is kept until the send is known to be over.
-* Neighbouring stages on one rank hand over what they made without communication. The first stage takes the
-  micro-batch and sends no gradient; the last one makes the loss and needs none.
+* A channel is a directed edge from one rank to another, with a communicator of its own. All tensors from rank a to
+  rank b, outputs of stages and gradients of their inputs, use the channel (a, b).
+* A SEND posts a send, a RECV posts a receive into a new buffer; neither blocks the rank.
+* Transfer k of a channel matches its k-th send with its k-th receive. It starts when both are posted and transfer k-1
+  is complete.
+* A computing action blocks until its input, or the gradient of its output, has been received. Nothing else blocks.
+* A sent tensor is kept until its send is known to be complete.
+* Consecutive stages on one rank exchange tensors without communication. The first stage takes the micro-batch and
+  sends no gradient; the last one computes the loss and receives no gradient.
 """
 
 from __future__ import annotations
@@ -33,44 +33,40 @@ from megatron.pipeline.actions import (
 )
 
 STEP = {SEND_F: 1, RECV_F: -1, SEND_B: -1, RECV_B: 1}
-"""From the stage that a communication names to the one at its other end."""
+"""Offset from the stage of a communication to the stage at its other end."""
 
 _PARTNER = {SEND_F: RECV_F, RECV_F: SEND_F, SEND_B: RECV_B, RECV_B: SEND_B}
 
 
 @dataclass
 class _Transfers:
-    """What goes through a channel, in the order of the sends.
+    """The tensors sent through a channel, in the order of the sends."""
 
-    Attributes:
-        receives: the RECV of each tensor.
-        takers: where, on the rank that receives, the computing action stands that takes it.
-    """
-
-    receives: list[Action] = field(default_factory=list)
-    takers: list[int] = field(default_factory=list)
+    receives: list[Action] = field(default_factory=list)  # RECV of each tensor
+    # index, in the receiving rank's actions, of the action that uses the tensor
+    consumers: list[int] = field(default_factory=list)
 
 
 def channels(placement: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The directed edges (source rank, target rank) that a training step needs, sorted.
+    """Return the directed edges (source rank, target rank) that a training step needs, sorted.
 
     Args:
-        placement: the rank of every stage.
+        placement: rank of every stage.
     """
     edges = {(here, there) for here, there in zip(placement, placement[1:]) if here != there}
     return tuple(sorted(edges | {(there, here) for here, there in edges}))
 
 
 def channel_of(action: Action, placement: Sequence[int]) -> tuple[int, int]:
-    """The channel (source rank, target rank) that a communication goes through.
+    """Return the channel (source rank, target rank) of a communication.
 
     Args:
         action: a SEND or a RECV.
-        placement: the rank of every stage.
+        placement: rank of every stage.
 
     Raises:
-        ScheduleError: when the action is no communication, or its stage has no neighbour on that side or one on its
-            own rank.
+        ScheduleError: if the action is not a communication, or its stage has no neighbour on that side or one on the
+            same rank.
     """
     if action.kind not in STEP:
         raise ScheduleError(f"{action} computes: only {', '.join(COMMUNICATION)} go through a channel")
@@ -79,85 +75,85 @@ def channel_of(action: Action, placement: Sequence[int]) -> tuple[int, int]:
         raise ScheduleError(f"{action} has no other end: the stages are 0 to {len(placement) - 1}")
     here, there = placement[action.stage], placement[other]
     if here == there:
-        raise ScheduleError(f"{action} goes nowhere: stages {action.stage} and {other} are both on rank {here}")
+        raise ScheduleError(f"{action} has no channel: stages {action.stage} and {other} are both on rank {here}")
     return (here, there) if action.kind in (SEND_F, SEND_B) else (there, here)
 
 
 def other_end(action: Action) -> Action:
-    """The RECV of what a SEND sends, and the other way round."""
+    """Return the RECV that matches a SEND, or the SEND that matches a RECV."""
     stage, kind, microbatch = action
     return Action(stage + STEP[kind], _PARTNER[kind], microbatch)
 
 
 def add_communication(schedule: Schedule) -> Schedule:
-    """The program of a schedule: the same actions, with sends and receives between them.
+    """Return the program of a schedule: the same actions with sends and receives inserted.
 
-    A SEND stands right after the action that makes the tensor. The RECVs of a channel are in the order of its sends,
-    each one computing action before the one that takes the tensor, so that the transfer can hide behind it, or earlier
-    where that order demands it. A schedule that brings communication of its own is returned as it is. Nothing is
-    checked here: a tensor that no action makes or takes is not moved, and ``validate`` says what is missing.
+    A SEND follows the action that produces its tensor. The RECVs of a channel are in the order of its sends, each one
+    computing action before its consumer, so that the transfer overlaps with it, or earlier where the order requires. A
+    schedule that already contains communication is returned unchanged. Nothing is checked: a tensor without producer or
+    consumer is not transferred, and ``validate_program`` reports what is missing.
 
     Raises:
-        ScheduleError: when a stage is on no rank or on several.
+        ScheduleError: if a stage is on no rank or on several.
     """
     if any(action.kind in STEP for actions in schedule.ranks for action in actions):
         return schedule
     sends, transfers = _transfers(schedule)
     receives: list[dict[int, list[Action]]] = [{} for _ in schedule.ranks]
     for (_, target), moved in sorted(transfers.items()):
-        no_later = reversed(list(accumulate(reversed(moved.takers), min)))
-        for taker, receive in zip(no_later, moved.receives):
-            receives[target].setdefault(max(taker - 1, 0), []).append(receive)
+        latest = reversed(list(accumulate(reversed(moved.consumers), min)))  # keeps the order of the sends
+        for consumer, receive in zip(latest, moved.receives):
+            receives[target].setdefault(max(consumer - 1, 0), []).append(receive)
     merged = (_merged(*parts) for parts in zip(schedule.ranks, sends, receives))
     return Schedule(schedule.name, tuple(merged))
 
 
 def _transfers(schedule: Schedule) -> tuple[list[dict[int, Action]], dict[tuple[int, int], _Transfers]]:
-    """The SEND after each action, by rank and place of that action; and what goes through every channel."""
+    """Return the SEND after each action, by rank and index of the action, and the transfers of every channel."""
     placement, count = schedule.placement, schedule.microbatches
-    forward_at, backward_at = _places(schedule)
+    forward_at, backward_at = _action_indices(schedule)
     sends: list[dict[int, Action]] = [{} for _ in schedule.ranks]
     transfers = {edge: _Transfers() for edge in channels(placement)}
     for rank, actions in enumerate(schedule.ranks):
-        for place, (stage, kind, microbatch) in enumerate(actions):
+        for index, (stage, kind, microbatch) in enumerate(actions):
             if kind == WEIGHT:
                 continue
             if kind == FORWARD:
-                other, takers, send, receive = stage + 1, forward_at, SEND_F, RECV_F
+                other, consumers, send, receive = stage + 1, forward_at, SEND_F, RECV_F
             else:
-                other, takers, send, receive = stage - 1, backward_at, SEND_B, RECV_B
-            taker = takers.get(other * count + microbatch)
-            if taker is not None and placement[other] != rank:
-                sends[rank][place] = Action(stage, send, microbatch)
+                other, consumers, send, receive = stage - 1, backward_at, SEND_B, RECV_B
+            consumer = consumers.get(other * count + microbatch)
+            if consumer is not None and placement[other] != rank:
+                sends[rank][index] = Action(stage, send, microbatch)
                 moved = transfers[rank, placement[other]]
-                moved.takers.append(taker)
+                moved.consumers.append(consumer)
                 moved.receives.append(Action(other, receive, microbatch))
     return sends, transfers
 
 
-def _places(schedule: Schedule) -> tuple[dict[int, int], dict[int, int]]:
-    """Where on its rank each forward, and each backward of an input, stands, by stage * micro-batches + micro-batch."""
+def _action_indices(schedule: Schedule) -> tuple[dict[int, int], dict[int, int]]:
+    """Return the index on its rank of each forward and each input gradient, by stage * micro-batches + micro-batch."""
     forward_at: dict[int, int] = {}
     backward_at: dict[int, int] = {}
     count = schedule.microbatches
     for actions in schedule.ranks:
-        for place, (stage, kind, microbatch) in enumerate(actions):
+        for index, (stage, kind, microbatch) in enumerate(actions):
             if kind == FORWARD:
-                forward_at.setdefault(stage * count + microbatch, place)
+                forward_at.setdefault(stage * count + microbatch, index)
             elif kind != WEIGHT:
-                backward_at.setdefault(stage * count + microbatch, place)
+                backward_at.setdefault(stage * count + microbatch, index)
     return forward_at, backward_at
 
 
 def _merged(
     actions: Sequence[Action], sends: dict[int, Action], receives: dict[int, list[Action]]
 ) -> tuple[Action, ...]:
-    """One rank's program: before each action the receives posted there, after it what it sends."""
+    """Insert receives before, and sends after, one rank's actions."""
     merged: list[Action] = []
-    for place, action in enumerate(actions):
-        if place in receives:
-            merged += receives[place]
+    for index, action in enumerate(actions):
+        if index in receives:
+            merged += receives[index]
         merged.append(action)
-        if place in sends:
-            merged.append(sends[place])
+        if index in sends:
+            merged.append(sends[index])
     return tuple(merged)

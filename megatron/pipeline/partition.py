@@ -1,7 +1,7 @@
-"""Which layers each stage of a pipeline has: equally many, of equal cost, by rank, or written out.
+"""Assign layers to pipeline stages: equally, by cost, by rank, or from an explicit layout.
 
-Stages are numbered in the order in which a micro-batch passes them. The first one has the embedding too, the last one
-the final norm and the output layer; those may be all it has, and every other stage has at least one layer.
+Stages are numbered in the order in which a micro-batch passes them. The first stage also has the embedding, the last
+one the final norm and the output layer; these two may have no layers, every other stage has at least one.
 """
 
 from __future__ import annotations
@@ -19,83 +19,71 @@ from megatron.pipeline.actions import ScheduleError
 AUTO = "--pipeline-model-parallel-layout auto"
 
 MOST_DIGITS = 5
-"""Of a number that says how often something is repeated in a layout."""
+"""Maximum digits of a repetition count in a layout."""
 
 MOST_LETTERS = 1_000_000
-"""Of what one repetition in a layout makes."""
+"""Maximum letters that one repetition in a layout expands to."""
 
 
 @dataclass(frozen=True)
 class StageLayers:
-    """What a stage is made of.
+    """The layers of a stage."""
 
-    Attributes:
-        layers: global indices of its transformer blocks.
-        first: whether the embedding comes before them.
-        last: whether the final norm and the output layer come after them.
-    """
-
-    layers: range
-    first: bool
-    last: bool
+    layers: range  # global indices of the transformer blocks
+    first: bool  # the stage has the embedding
+    last: bool  # the stage has the final norm and the output layer
 
     @property
     def count(self) -> int:
-        """Its blocks, of which there may be more than a ``len`` can say where the number was mistyped."""
+        """Number of blocks; unlike ``len(layers)`` it does not overflow for absurd numbers."""
         return self.layers.stop - self.layers.start
 
 
 @dataclass(frozen=True)
 class LayerCosts:
-    """What the parts of a model cost, in any one unit.
+    """Costs of the parts of a model, in any common unit."""
 
-    Attributes:
-        layer: a transformer block.
-        embedding: what the first stage does before its blocks.
-        output: what the last stage does after them.
-    """
-
-    layer: float
-    embedding: float = 0.0
-    output: float = 0.0
+    layer: float  # a transformer block
+    embedding: float = 0.0  # work of the first stage before its blocks
+    output: float = 0.0  # work of the last stage after its blocks
 
     def of(self, stage: StageLayers) -> float:
-        """What a stage costs."""
+        """Return the cost of a stage."""
         return stage.count * self.layer + self.embedding * stage.first + self.output * stage.last
 
 
 def counted(layers: int) -> str:
-    """``1 layer``, ``2 layers``."""
+    """Return ``1 layer`` or ``2 layers``."""
     return "1 layer" if layers == 1 else f"{layers} layers"
 
 
 def filling(layers: int) -> str:
-    """``1 layer does not fill``, ``2 layers do not fill``."""
+    """Return ``1 layer does not fill`` or ``2 layers do not fill``."""
     return f"{counted(layers)} {'does' if layers == 1 else 'do'} not fill"
 
 
 def stages_of(counts: Sequence[int]) -> tuple[StageLayers, ...]:
-    """Stages with so many layers each, in order.
+    """Return stages with the given numbers of layers, in order.
 
     Raises:
-        ScheduleError: when one between the first and the last has none.
+        ScheduleError: if one between the first and the last has none.
     """
     for stage, count in enumerate(counts[1:-1], start=1):
         if count < 1:
-            raise ScheduleError(f"stage {stage} would have no layers, which only the first and the last may", AUTO)
+            raise ScheduleError(f"stage {stage} would have no layers; only the first and the last may", AUTO)
     last = len(counts) - 1
     starts = accumulate(counts, initial=0)
     return tuple(StageLayers(range(at, at + n), s == 0, s == last) for s, (at, n) in enumerate(zip(starts, counts)))
 
 
 def equal(layers: int, stages: int, embedding: bool = False, output: bool = False) -> tuple[StageLayers, ...] | None:
-    """Equally many layers in every stage; None where they do not divide.
+    """Split layers equally over stages; None if they do not divide.
 
     Args:
         layers: of the model.
         stages: of the pipeline.
-        embedding: whether it counts as a layer of the first stage.
-        output: whether the output layer counts as one of the last stage.
+        embedding: count the embedding as a layer of the first stage.
+        output: count the output layer as a layer of the last stage.
     """
     size, left = divmod(layers + embedding + output, stages)
     counts = [size] * stages
@@ -105,20 +93,20 @@ def equal(layers: int, stages: int, embedding: bool = False, output: bool = Fals
 
 
 def balanced(layers: int, placement: Sequence[int], costs: LayerCosts) -> tuple[StageLayers, ...]:
-    """The split whose costliest rank is as cheap as can be; of those, the one with the most even stages on the ranks.
+    """Split layers to minimise the maximum cost of a rank; among such splits, choose the most even stages.
 
-    Layer after layer goes to the rank that is cheapest with it, and there to the stage that is. As every layer costs
-    the same and a stage belongs to one rank, that minimises the ranks' sum of squares, and of any other increasing
-    convex function, before that of the stages (greedy allocation over nested sets: Ibaraki and Katoh, 1988). Of equally
-    cheap stages a later one takes the layer: it keeps fewer activations, and the first one has the embedding's weight.
+    Each layer goes to the rank that is cheapest with it, and there to the stage that is. As all layers cost the same
+    and a stage belongs to one rank, this minimises the sum of squares (or of any increasing convex function) over
+    ranks, then over stages (greedy allocation over nested sets: Ibaraki and Katoh, 1988). Among equally cheap stages a
+    later one takes the layer: it keeps fewer activations, and the first one has the embedding's weight.
 
     Args:
         layers: of the model.
-        placement: the rank of every stage.
+        placement: rank of every stage.
         costs: of the model's parts.
 
     Raises:
-        ScheduleError: when there are more stages than layers to fill them.
+        ScheduleError: if there are more stages than layers to fill them.
     """
     stages, ranks = len(placement), range(1 + max(placement))
     if stages > layers + 2:
@@ -131,7 +119,7 @@ def balanced(layers: int, placement: Sequence[int], costs: LayerCosts) -> tuple[
     own = [[stage for stage in range(stages) if placement[stage] == rank] for rank in ranks]
 
     def next_on(rank: int) -> tuple[float, float, int]:
-        """What the rank and its cheapest stage would cost with one more layer, and that stage with its sign changed."""
+        """Return the costs of the rank and of its cheapest stage with one more layer, and minus that stage."""
         cost, minus = min((spent[stage] + costs.layer, -stage) for stage in own[rank])
         return sum(spent[stage] for stage in own[rank]) + costs.layer, cost, minus
 
@@ -146,77 +134,75 @@ def balanced(layers: int, placement: Sequence[int], costs: LayerCosts) -> tuple[
 
 
 def by_rank(layers: int, placement: Sequence[int], first: int | None, last: int | None) -> tuple[StageLayers, ...]:
-    """As many layers as said on the first and on the last rank, equally many on the others.
+    """Split with given numbers of layers on the first and last rank, and equally many on the others.
 
-    Each rank's layers are shared equally by its stages.
+    The layers of a rank are split equally over its stages.
 
     Args:
         layers: of the model.
-        placement: the rank of every stage.
-        first: layers of the first rank; None for as many as the others have.
+        placement: rank of every stage.
+        first: layers of the first rank; None for as many as the other ranks.
         last: layers of the last rank; None likewise.
 
     Raises:
-        ScheduleError: where something does not divide, or a stage would have nothing.
+        ScheduleError: if the numbers do not divide, or a stage would be empty.
     """
-    counts = _on_ranks(layers, placement, first, last)
+    counts = _counts_by_rank(layers, placement, first, last)
     if counts is not None:
         return stages_of(counts)
-    ranks, flags = 1 + max(placement), _flags(first, last)
-    flag, value = flags[0]
-    others = [n for n in range(1, layers + 1) if _on_ranks(layers, placement, *((n, last) if first else (None, n)))]
-    said = " and ".join(f"{flag} {value}" for flag, value in flags)
-    sentence = f"{filling(layers)} PP{ranks} x VPP{len(placement) // ranks} equally with {said}"
+    ranks = 1 + max(placement)
+    options = (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last))
+    given = [(flag, count) for flag, count in options if count is not None]
+    flag, value = given[0]
+    pairs = (((n, last) if first else (None, n)) for n in range(1, layers + 1))
+    others = [n for n, pair in enumerate(pairs, start=1) if _counts_by_rank(layers, placement, *pair)]
+    words = " and ".join(f"{flag} {value}" for flag, value in given)
+    sentence = f"{filling(layers)} PP{ranks} x VPP{len(placement) // ranks} equally with {words}"
     raise ScheduleError(sentence, *offers(flag, beside(value, others)), f"drop {flag}")
 
 
-def _on_ranks(layers: int, placement: Sequence[int], first: int | None, last: int | None) -> list[int] | None:
-    """Layers of every stage; None where something does not divide."""
+def _counts_by_rank(layers: int, placement: Sequence[int], first: int | None, last: int | None) -> list[int] | None:
+    """Return the layers of every stage; None if something does not divide."""
     ranks = 1 + max(placement)
-    said = {rank: count for rank, count in ((0, first), (ranks - 1, last)) if count is not None}
-    if len(said) < ranks:
-        size, left = divmod(layers - sum(said.values()), ranks - len(said))
+    given = {rank: count for rank, count in ((0, first), (ranks - 1, last)) if count is not None}
+    if len(given) < ranks:
+        size, left = divmod(layers - sum(given.values()), ranks - len(given))
     else:
-        size, left = 1, layers - sum(said.values())
+        size, left = 1, layers - sum(given.values())
     chunks = len(placement) // ranks
-    counts = [divmod(said.get(rank, size), chunks) for rank in placement]
-    agree = first is None or said[0] == first  # of one rank, which is the last one too
+    counts = [divmod(given.get(rank, size), chunks) for rank in placement]
+    agree = first is None or given[0] == first  # with one rank, first and last are the same
     fits = agree and not left and size > 0 and not any(rest for _, rest in counts)
     return [count for count, _ in counts] if fits else None
 
 
-def _flags(first: int | None, last: int | None) -> list[tuple[str, int]]:
-    said = (("--decoder-first-pipeline-num-layers", first), ("--decoder-last-pipeline-num-layers", last))
-    return [(flag, count) for flag, count in said if count is not None]
-
-
 def written(layout: str, layers: int) -> tuple[StageLayers, ...]:
-    """The split that a layout in Megatron-LM's notation describes.
+    """Parse a layout in Megatron-LM's notation.
 
-    ``E`` is the embedding, ``t`` a layer, ``L`` the output layer and the loss, ``|`` stands between two stages;
-    ``x*n`` repeats a letter or what is in parentheses. Commas and blanks mean nothing. ``Et*3|(tt|)*29L`` is a stage
-    with the embedding and 3 layers, 29 stages of 2 layers, and one with the output layer alone.
+    ``E`` is the embedding, ``t`` a layer, ``L`` the output layer and the loss, ``|`` separates stages; ``x*n`` repeats
+    a letter or a parenthesised group. Commas and blanks are ignored. ``Et*3|(tt|)*29L`` is a stage with the embedding
+    and 3 layers, 29 stages of 2 layers, and a stage with only the output layer.
 
     Raises:
-        ScheduleError: when it is not a layout of ``layers`` layers; with what was most likely meant, if that is plain.
+        ScheduleError: if it is not a layout of ``layers`` layers; suggests the likely correction.
     """
     try:
         return _read(layout, layers)
     except ScheduleError as error:
-        meant = _meant(layout, layers)
-        mended = [f"--pipeline-model-parallel-layout '{meant}'"] if meant else []
-        raise ScheduleError(error.sentence, *mended, *error.fixes) from None
+        meant = _corrected(layout, layers)
+        corrected = [f"--pipeline-model-parallel-layout '{meant}'"] if meant else []
+        raise ScheduleError(error.sentence, *corrected, *error.fixes) from None
 
 
 def _read(layout: str, layers: int) -> tuple[StageLayers, ...]:
     stages = spelled_out(layout).split("|")
     for number, stage in enumerate(stages):
         if not stage:
-            raise ScheduleError(f"{layout}: stage {number} has nothing in it", AUTO)
+            raise ScheduleError(f"{layout}: stage {number} is empty", AUTO)
     parts = "".join(stages)
     if not re.fullmatch("Et*L", parts):
-        rule = "a layout begins with E, ends with L, and has either once, with t between them"
-        raise ScheduleError(f"{layout} {_of_its_ends(layout, parts)}: {rule}", AUTO)
+        rule = "a layout is one E, any number of t, and one L, in this order"
+        raise ScheduleError(f"{layout} {_ends_problem(layout, parts)}: {rule}", AUTO)
     count = parts.count("t")
     if count != layers:
         fixes = offers("--num-layers", [count] if count else [])
@@ -224,8 +210,8 @@ def _read(layout: str, layers: int) -> tuple[StageLayers, ...]:
     return stages_of([stage.count("t") for stage in stages])
 
 
-def _of_its_ends(layout: str, parts: str) -> str:
-    """What is wrong with the embedding or the output layer among ``parts``, which is the layout spelled out."""
+def _ends_problem(layout: str, parts: str) -> str:
+    """Return what is wrong with E or L; ``parts`` is the expanded layout without ``|``."""
     if parts[0] != "E":
         return "does not begin with E"
     if parts[-1] != "L":
@@ -236,26 +222,27 @@ def _of_its_ends(layout: str, parts: str) -> str:
 
 
 LONGEST_MENDED = 1_000
-"""Characters of a layout for which another spelling is looked for."""
+"""Maximum characters of a layout for which a correction is searched."""
 
 
-def _meant(layout: str, layers: int) -> str | None:
-    """The layout with capitals, ends or the parenthesis it lacks; None unless that is one of so many layers."""
+def _corrected(layout: str, layers: int) -> str | None:
+    """Return the layout with case, E, L or a parenthesis corrected; None unless exactly one such layout exists."""
     text = layout.replace("e", "E").replace("l", "L").replace("T", "t")
     text = ("" if text.lstrip().startswith("E") else "E") + text + ("" if text.rstrip().endswith("L") else "L")
     open_at = _unclosed(text)
-    ways = [text]
+    spellings = [text]
     if open_at is not None and text[open_at] == "(":
-        ways = [text[: f.start()] + ")" + text[f.start() :] for f in re.finditer(r"\*|L$", text) if f.start() > open_at]
+        ends = [found.start() for found in re.finditer(r"\*|L$", text) if found.start() > open_at]
+        spellings = [text[:end] + ")" + text[end:] for end in ends]
     meanings: dict[tuple[StageLayers, ...], str] = {}
-    for way in ways if len(layout) <= LONGEST_MENDED else ():
+    for spelling in spellings if len(layout) <= LONGEST_MENDED else ():
         with suppress(ScheduleError):
-            meanings.setdefault(_read(way, layers), way)
+            meanings.setdefault(_read(spelling, layers), spelling)
     return next(iter(meanings.values())) if len(meanings) == 1 else None
 
 
 def _unclosed(text: str) -> int | None:
-    """The index of a parenthesis without the other one; None if each has its own."""
+    """Return the index of an unmatched parenthesis; None if there is none."""
     opened: list[int] = []
     for at, letter in enumerate(text):
         if letter == "(":
@@ -268,22 +255,22 @@ def _unclosed(text: str) -> int | None:
 
 
 FAULTS = (
-    (r"\[", "is no part of a layout: lists of names are not read, only letters such as 'Et*3|t*4L'"),
-    (r"m", "is multi-token prediction, which is not built"),
-    (r"[^EtL|()*0-9]", "is no part of a layout, which has E, t, L, |, *n and ()"),
-    (r"(?<=[0-9])\*", "comes right after another *n, and stands behind a letter or a parenthesis"),
-    (r"\*(?![0-9])", "has no number behind it"),
+    (r"\[", "is not part of a layout: lists of names are not supported, only letters such as 'Et*3|t*4L'"),
+    (r"m", "is multi-token prediction, which is not supported"),
+    (r"[^EtL|()*0-9]", "is not part of a layout, which consists of E, t, L, |, *n and ()"),
+    (r"(?<=[0-9])\*", "follows another *n, but must follow a letter or a parenthesis"),
+    (r"\*(?![0-9])", "has no number after it"),
     (r"(?<![EtL)0-9])\*", "has no letter or parenthesis before it to repeat"),
     (r"(?<![*0-9])[0-9]", "has no * before it"),
 )
-"""What no layout has, blanks and commas left out, and why."""
+"""What a layout without blanks and commas cannot contain, and why."""
 
 
 def spelled_out(layout: str) -> str:
-    """A layout without repetitions, parentheses, commas and blanks: ``Et*2|L`` -> ``Ett|L``.
+    """Expand repetitions and parentheses, and drop commas and blanks: ``Et*2|L`` -> ``Ett|L``.
 
     Raises:
-        ScheduleError: when it is not written as one, naming the character and its place, from 1 on.
+        ScheduleError: if it is not a valid layout; names the character and its position from 1.
     """
     places = [place for place, letter in enumerate(layout, start=1) if not re.match(r"[,\s]", letter)]
     text = "".join(layout[place - 1] for place in places)
@@ -293,7 +280,7 @@ def spelled_out(layout: str) -> str:
             raise ScheduleError(f"{layout}: '{found[0]}' at character {places[found.start()]} {why}", AUTO)
     lone = _unclosed(text)
     if lone is not None:
-        why = "is never closed" if text[lone] == "(" else "closes nothing"
+        why = "is never closed" if text[lone] == "(" else "has no opening parenthesis"
         raise ScheduleError(f"{layout}: '{text[lone]}' at character {places[lone]} {why}", AUTO)
     repeated = re.compile(r"(?:\(([EtL|]*)\)|([EtL]))\*([0-9]+)|\(([EtL|]*)\)")
     while "(" in text or "*" in text:
@@ -312,7 +299,7 @@ def _repeat(found: re.Match[str]) -> str:
 
 
 def notation(stages: Sequence[StageLayers]) -> str:
-    """The layout that :func:`written` reads as these stages."""
+    """Return the layout that :func:`parse_layout` parses to these stages."""
     counts = [stage.count for stage in stages]
     if len(counts) == 1:
         return f"E{_layers(counts[0])}L"

@@ -1,6 +1,6 @@
-"""Timelines as pictures: what each rank does, on one clock, and what it holds in memory beneath.
+"""Draw timelines with matplotlib: the actions of each rank on a common clock, with its memory below.
 
-Nothing here needs matplotlib before a figure is drawn on; whoever makes the figure has it.
+matplotlib is imported by the caller that creates the figure.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 COLORS = {FORWARD: "#17407f", BACKWARD: "#b245d8", INPUT: "#f3c530", WEIGHT: "#35bd8c"}
-"""Of the kinds: people of any colour vision tell them apart, and so do black and white copies."""
+"""By kind of action; distinguishable with colour blindness and in black and white."""
 IDLE, HATCH, INK, MUTED, LIMIT = "#eef0f3", "#4b5563", "#1f2933", "#7b8794", "#dc2626"
 PALEST = 0.6
-"""How much white is mixed into the colour of a rank's last stage; its first has none."""
+"""Fraction of white mixed into the colour of a rank's last stage; its first stage has none."""
 
 POINTS_PER_INCH = 72
 DIGIT = 0.64
-"""Width of a digit, as a part of the height of its font."""
+"""Width of a digit, as a fraction of the font size."""
 LARGEST, SMALLEST = 7.5, 3.5
-"""Points of the font that micro-batches are numbered in; where there is no room for that, they are not."""
+"""Font size in points of the micro-batch numbers; smaller ones are omitted."""
 READABLE = 5.5
-"""Points that the width of the picture is chosen for."""
+"""Font size in points that determines the width of the picture."""
 NARROWEST, WIDEST = 9.0, 24.0
 MARGIN = 0.9
 """Inches left and right of the panels."""
 EDGE = 0.4
-"""Points of white around a bar; narrow bars have less, to be seen."""
+"""Points of white around a bar; less for narrow bars."""
 LABEL = 2.2
-"""Inches of an entry of the legend."""
+"""Inches of a legend entry."""
 ROW, MEMORY, HEADS = 0.21, 0.75, 0.45
-"""Inches of a rank, of what the ranks hold, and of the titles of a panel."""
+"""Inches of a rank, of the memory plot, and of the titles of a panel."""
 
 
 def size(panels: Mapping[str, Timeline]) -> tuple[float, float]:
-    """Width and height in inches that :func:`draw` needs: numbers of two digits are readable, up to a widest."""
+    """Return width and height in inches for :func:`draw_figure`, chosen so that two-digit numbers are readable."""
     clock = _clock(panels)
     durations = [float(i.end - i.start) for t in panels.values() for rank in t.intervals for i in rank]
     short = quantiles(durations, n=10)[0] if len(durations) > 1 else clock
@@ -54,12 +54,12 @@ def size(panels: Mapping[str, Timeline]) -> tuple[float, float]:
 
 
 def draw(figure: Figure, panels: Mapping[str, Timeline], unit: str = "", limit: float | None = None) -> None:
-    """Draw timelines one above the other, all from 0 on one clock, each over what its ranks hold in memory.
+    """Draw timelines one above the other on one clock, each with the memory of its ranks.
 
-    Micro-batches are numbers; later stages of a rank are paler. Waiting for a transfer is hatched.
+    Bars are numbered by micro-batch; later stages of a rank are paler. Waiting for a transfer is hatched.
 
     Args:
-        figure: to draw on, best of :func:`size`.
+        figure: to draw on, ideally of :func:`figure_size`.
         panels: by title.
         unit: of time, for the axis.
         limit: of memory, drawn as a line.
@@ -80,7 +80,7 @@ def draw(figure: Figure, panels: Mapping[str, Timeline], unit: str = "", limit: 
 
 
 def color(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
-    """Red, green and blue, 0 to 1, of actions of ``kind`` in the ``chunk``-th of a rank's ``chunks`` stages."""
+    """Return the RGB colour, 0 to 1, of actions of ``kind`` in the ``chunk``-th of a rank's ``chunks`` stages."""
     pale = PALEST * chunk / max(1, chunks - 1)
     channels = (int(COLORS[kind][at : at + 2], 16) / 255 for at in (1, 3, 5))
     red, green, blue = (channel + (1 - channel) * pale for channel in channels)
@@ -88,24 +88,24 @@ def color(kind: str, chunk: int, chunks: int) -> tuple[float, float, float]:
 
 
 def ink(background: tuple[float, float, float]) -> str:
-    """White or dark, whichever is read more easily on ``background``."""
+    """Return white or dark, whichever is more readable on ``background``."""
     red, green, blue = background
     return "white" if 0.299 * red + 0.587 * green + 0.114 * blue < 0.5 else INK
 
 
 def _clock(panels: Mapping[str, Timeline]) -> float:
-    """How long the longest takes."""
+    """Return the longest makespan."""
     return max((float(timeline.makespan) for timeline in panels.values()), default=0) or 1.0
 
 
 def _rows(timeline: Timeline) -> float:
-    """Inches that all ranks need."""
+    """Return the height of all ranks in inches."""
     ranks = len(timeline.intervals)
     return max(0.45, ranks * min(ROW, 24 * ROW / ranks))
 
 
 def _draw_work(axes: Axes, timeline: Timeline, points: float) -> None:
-    """Bars and numbers of every rank; a unit of time is ``points`` wide."""
+    """Draw bars and numbers of every rank; a unit of time is ``points`` wide."""
     ranks = len(timeline.intervals)
     chunks = chunks_of(timeline)
     many = max(chunks.values(), default=0) + 1
@@ -139,18 +139,18 @@ def _number(
     height: float,
     ink: str,
 ) -> None:
-    """Write the micro-batch into each bar that has room for it: ``points`` per unit of time, ``height`` in points."""
+    """Write the micro-batch into each bar with enough space; ``points`` per unit of time, ``height`` in points."""
     for microbatch, (start, length) in zip(microbatches, spans):
         font = min(LARGEST, height, (length * points - 1) / (DIGIT * len(str(microbatch))))
         if font >= SMALLEST:
             text = axes.text(
                 start + length / 2, rank, str(microbatch), fontsize=font, color=ink, ha="center", va="center_baseline"
             )
-            text.set_in_layout(False)  # inside of a bar it needs no room, and asking each would take seconds
+            text.set_in_layout(False)  # laying out each text would take seconds
 
 
 def _draw_memory(axes: Axes, timeline: Timeline, limit: float | None) -> None:
-    """What each rank holds over time; early ranks are dark."""
+    """Plot the memory of each rank over time; early ranks are dark."""
     shades = _shades(len(timeline.intervals))
     for held, shade in zip(timeline.memory, shades):
         after = {float(change.time - timeline.start): float(change.activations + change.weights) for change in held}
@@ -169,7 +169,7 @@ def _draw_memory(axes: Axes, timeline: Timeline, limit: float | None) -> None:
 
 
 def _shades(ranks: int) -> list[tuple[float, float, float]]:
-    """Dark to light, one for each rank."""
+    """Return one colour per rank, dark to light."""
     dark, light = (0.13, 0.05, 0.35), (0.50, 0.60, 0.93)
     parts = [rank / max(1, ranks - 1) for rank in range(ranks)]
     red, green, blue = ([a + (b - a) * part for part in parts] for a, b in zip(dark, light))
@@ -177,7 +177,7 @@ def _shades(ranks: int) -> list[tuple[float, float, float]]:
 
 
 def _legend(timelines: Sequence[Timeline], limit: float | None) -> list[Artist]:
-    """What is in one of them."""
+    """Return the legend entries for what occurs in the timelines."""
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 

@@ -1,7 +1,7 @@
-"""From the options of a pipeline to its stages and its program, for the checks of a configuration and for the run.
+"""Derive stages, schedule and program of a pipeline from its options, for configuration checks and for the run.
 
-Everything refused is a ``ScheduleError`` with the flags that would do. Where the model is not among the arguments,
-``parallel`` is that of a resolved configuration: how many stages a rank has may follow from the layers.
+Invalid options raise ``ScheduleError`` with flags that fix them. Functions without a ``model`` argument expect the
+``parallel`` options of a resolved configuration, because the number of stages per rank may depend on the layers.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from megatron.pipeline.simulate import Costs, simulate
 from megatron.pipeline.validate import Peaks, validate
 
 ONE_STAGE, SEVERAL_STAGES = "1f1b", "interleaved"
-"""Schedules that are taken when none is asked for: with one stage on each rank, and with several."""
+"""Default schedules with one stage per rank, and with several."""
 
 SEARCHED = "searched"
-"""The best schedule that a search finds for stages of equal cost, in the memory of 1F1B; two on a rank are a V."""
+"""The best schedule found for stages of equal cost in the memory of 1F1B; two stages per rank form a V."""
 
 NAMES = (*SCHEDULES, SEARCHED)
-"""Schedules that can be asked for by name."""
+"""Values of ``--pipeline-schedule`` besides files."""
 
 FILE = ".csv"
-"""How the name of a file ends that is a schedule."""
+"""Suffix of a schedule file."""
 
 MOST_WORK = 1_000_000
-"""Stages times micro-batches of a step that are planned: seconds. More is a mistyped number."""
+"""Maximum stages x micro-batches of a step to plan, which takes seconds; more is a typing error."""
 
 AUTO = "auto"
-"""The layout that deals layers out by cost."""
+"""The layout that assigns layers by cost."""
 
 WAYS = (
     ("pipeline_model_parallel_layout",),
@@ -61,34 +61,34 @@ WAYS = (
         "num_layers_per_virtual_pipeline_stage",
     ),
 )
-"""Options that say how layers are dealt out; those of two lines exclude each other."""
+"""Options that determine the split of layers; options from different lines exclude each other."""
 
 
 def virtual_stages(model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Stages on each pipeline rank (VPP): what the options say or the schedule needs, else 1.
+    """Return the stages on each pipeline rank (VPP) that the options give or the schedule requires, else 1.
 
     Raises:
-        ScheduleError: when they say different things, or the schedule cannot be told.
+        ScheduleError: if options contradict each other, or the schedule is invalid.
     """
-    said: dict[str, int] = {}
+    given: dict[str, int] = {}
     if parallel.num_virtual_stages_per_pipeline_rank is not None:
         count = parallel.num_virtual_stages_per_pipeline_rank
-        said[f"--num-virtual-stages-per-pipeline-rank {count}"] = count
+        given[f"--num-virtual-stages-per-pipeline-rank {count}"] = count
     if parallel.num_layers_per_virtual_pipeline_stage is not None:
         size = parallel.num_layers_per_virtual_pipeline_stage
-        said[f"--num-layers-per-virtual-pipeline-stage {size}"] = _stages_of_size(size, model, parallel)
+        given[f"--num-layers-per-virtual-pipeline-stage {size}"] = _stages_of_size(size, model, parallel)
     if parallel.pipeline_model_parallel_layout not in (None, AUTO):
         layout = str(parallel.pipeline_model_parallel_layout)
         stages = spelled_out(layout).count("|") + 1
-        said[f"--pipeline-model-parallel-layout '{layout}'"] = _on_each_rank(layout, stages, parallel)
+        given[f"--pipeline-model-parallel-layout '{layout}'"] = _on_each_rank(layout, stages, parallel)
     needed = stages_of_schedule(parallel)
     if needed is not None:
-        said[f"--pipeline-schedule {parallel.pipeline_schedule}"] = needed
-    if len(set(said.values())) > 1:
-        (one, first), (other, second) = next((a, b) for a in said.items() for b in said.items() if a[1] != b[1])
+        given[f"--pipeline-schedule {parallel.pipeline_schedule}"] = needed
+    if len(set(given.values())) > 1:
+        (one, first), (other, second) = next((a, b) for a in given.items() for b in given.items() if a[1] != b[1])
         sentence = f"{one} makes {_stages(first)} on each pipeline rank, and {other} makes {second}"
         raise ScheduleError(sentence, f"drop {one}", f"drop {other}")
-    return next(iter(said.values()), 1)
+    return next(iter(given.values()), 1)
 
 
 def _stages(count: int) -> str:
@@ -96,10 +96,10 @@ def _stages(count: int) -> str:
 
 
 def _stages_of_size(size: int, model: ModelConfig, parallel: ParallelConfig) -> int:
-    """Stages of so many layers on each rank; an embedding or output layer that is accounted for is one of them.
+    """Return the stages per rank if each has ``size`` layers; an accounted-for embedding or output layer is one.
 
     Raises:
-        ScheduleError: when they do not share a rank's layers.
+        ScheduleError: if they do not divide a rank's layers.
     """
     ranks, total = parallel.pipeline_model_parallel_size, _counted_layers(model, parallel)
     if total % (ranks * size):
@@ -124,10 +124,10 @@ def _on_each_rank(name: str, stages: int, parallel: ParallelConfig) -> int:
 
 
 def stages_of_schedule(parallel: ParallelConfig) -> int | None:
-    """Stages that the schedule asked for needs on each rank; None where it works with any number, or none is asked for.
+    """Return the stages per rank that the chosen schedule requires; None if none is chosen or it supports any number.
 
     Raises:
-        ScheduleError: when there is no such schedule, or its file cannot be read or is for other ranks.
+        ScheduleError: if there is no such schedule, or its file is unreadable or for another number of ranks.
     """
     name = parallel.pipeline_schedule
     if name is None:
@@ -141,13 +141,13 @@ def stages_of_schedule(parallel: ParallelConfig) -> int | None:
         if len(set(held)) > 1:
             rank = next(rank for rank, count in enumerate(held) if count != held[0])
             sentence = f"rank 0 has {_stages(held[0])} and rank {rank} has {held[rank]}"
-            look = f"python tools/draw_schedule.py --schedule {name}"
-            raise ScheduleError(f"{name}: {sentence}, which must be equally many", look)
+            command = f"python tools/draw_schedule.py --schedule {name}"
+            raise ScheduleError(f"{name}: {sentence}: all ranks need equally many", command)
         return held[0]
     if name not in NAMES:
         guess = did_you_mean(name.lower(), NAMES)
         fixes = (f"--pipeline-schedule {known}" for known in ([guess] if guess else NAMES))
-        raise ScheduleError(f"there is no pipeline schedule {name}; a file of one ends in {FILE}", *fixes)
+        raise ScheduleError(f"there is no pipeline schedule {name}; the name of a schedule file ends in {FILE}", *fixes)
     return None if name == SEARCHED else SCHEDULES[name].chunks
 
 
@@ -162,7 +162,7 @@ def _from_file(name: str) -> Schedule:
 
 
 def resolved(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
-    """The same options with the number of stages on a rank and the schedule written out.
+    """Return the options with the number of stages per rank and the schedule filled in.
 
     Raises:
         ScheduleError: as :func:`virtual_stages`.
@@ -173,15 +173,15 @@ def resolved(model: ModelConfig, parallel: ParallelConfig) -> ParallelConfig:
 
 
 def schedule_name(parallel: ParallelConfig, stages_per_rank: int) -> str:
-    """The schedule asked for, else 1F1B, interleaved where a rank has several stages."""
+    """Return the chosen schedule, by default 1F1B, or interleaved if a rank has several stages."""
     return parallel.pipeline_schedule or (ONE_STAGE if stages_per_rank == 1 else SEVERAL_STAGES)
 
 
 def placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int, ...]:
-    """The rank of every stage, however many micro-batches there are.
+    """Return the rank of every stage, independent of the number of micro-batches.
 
     Raises:
-        ScheduleError: when there is no such schedule.
+        ScheduleError: if there is no such schedule.
     """
     name, ranks = schedule_name(parallel, stages_per_rank), parallel.pipeline_model_parallel_size
     if name.endswith(FILE):
@@ -193,56 +193,56 @@ def placement(parallel: ParallelConfig, stages_per_rank: int) -> tuple[int, ...]
 
 
 def stage_layers(model: ModelConfig, parallel: ParallelConfig) -> tuple[StageLayers, ...]:
-    """What each stage has, in pipeline order: as asked for; else equally many layers, or, if uneven, of equal cost.
+    """Return the layers of each stage in pipeline order: as the options say, else equally, or if uneven, by cost.
 
     Raises:
-        ScheduleError: when the options contradict each other, or leave a stage with nothing.
+        ScheduleError: if options contradict each other, or leave a stage empty.
     """
-    _ways(parallel)
+    _split_flags(parallel)
     chunks, layers = virtual_stages(model, parallel), model.num_layers
     stages, layout = chunks * parallel.pipeline_model_parallel_size, parallel.pipeline_model_parallel_layout
     if stages > layers + 2:
         raise _unfilled(model, parallel, chunks)
     if layers > MOST_WORK and stages > 1:
-        raise ScheduleError(f"{layers:,} layers are more than are dealt out", f"--num-layers {MOST_WORK}")
+        raise ScheduleError(f"{layers:,} layers are more than can be split", f"--num-layers {MOST_WORK}")
     first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
     if first is not None or last is not None:
         return by_rank(layers, placement(parallel, chunks), first, last)
     if layout not in (None, AUTO):
         return written(str(layout), layers)
     embedding, output = parallel.account_for_embedding_in_pipeline_split, parallel.account_for_loss_in_pipeline_split
-    same = equal(layers, stages, embedding, output) if layout is None else None
-    if same is None and (embedding or output):
+    even = equal(layers, stages, embedding, output) if layout is None else None
+    if even is None and (embedding or output):
         raise _unfilled(model, parallel, chunks)
-    return same or balanced(layers, placement(parallel, chunks), layer_costs(model))
+    return even or balanced(layers, placement(parallel, chunks), layer_costs(model))
 
 
 def dealt_by_cost(model: ModelConfig, parallel: ParallelConfig) -> bool:
-    """Whether no option says which stage has which layers, other than by their cost.
+    """Return True if the layers are split by cost, not equally or by an option.
 
     Raises:
         ScheduleError: as :func:`stage_layers`.
     """
     divides = model.num_layers % len(stage_layers(model, parallel)) == 0
-    return parallel.pipeline_model_parallel_layout == AUTO or not (_ways(parallel) or divides)
+    return parallel.pipeline_model_parallel_layout == AUTO or not (_split_flags(parallel) or divides)
 
 
-def _ways(parallel: ParallelConfig) -> list[str]:
-    """Flags that say how layers are dealt out, one of each way.
+def _split_flags(parallel: ParallelConfig) -> list[str]:
+    """Return the flags that determine the split of layers, the first of each line of ``LAYER_SPLIT_OPTIONS``.
 
     Raises:
-        ScheduleError: when two ways are said.
+        ScheduleError: if flags of two lines are used.
     """
-    said = [[flag(name) for name in names if getattr(parallel, name)] for names in WAYS]
-    flags = [names[0] for names in said if names]
+    given = [[flag(name) for name in names if getattr(parallel, name)] for names in WAYS]
+    flags = [names[0] for names in given if names]
     if len(flags) > 1:
-        sentence = f"{flags[0]} and {flags[1]} both say how layers are dealt out"
+        sentence = f"{flags[0]} and {flags[1]} both determine the split of layers"
         raise ScheduleError(sentence, f"drop {flags[0]}", f"drop {flags[1]}")
     return flags
 
 
 def _unfilled(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> ScheduleError:
-    """What to do about layers that neither divide over the stages nor can be dealt out by cost."""
+    """Return the error for layers that neither divide over the stages nor may be split by cost."""
     ranks, total = parallel.pipeline_model_parallel_size, _counted_layers(model, parallel)
     stages, accounted = ranks * chunks, total - model.num_layers
     what = filling(model.num_layers)
@@ -263,25 +263,25 @@ def _unfilled(model: ModelConfig, parallel: ParallelConfig, chunks: int) -> Sche
 
 
 def layer_costs(model: ModelConfig) -> LayerCosts:
-    """What the parts of a model cost: as many weights as they multiply, each of which is 6 FLOPs a token.
+    """Return the costs of the parts of a model, in weights that are multiplied (6 FLOPs per token each).
 
-    Embeddings are looked up, so they cost nothing. Attention scores are left out: the split does not move with the
-    length of samples. While the vocabulary's size is not known the output layer counts for nothing.
+    Embeddings are looked up and cost nothing. Attention scores are ignored, so the split does not depend on the
+    sequence length. While the vocabulary size is unknown the output layer costs nothing.
     """
     return LayerCosts(model.layer_parameters(active=True), 0.0, (model.vocab_size or 0) * model.hidden_size)
 
 
 def stage_costs(model: ModelConfig, stages: Sequence[StageLayers]) -> tuple[float, ...]:
-    """What each stage costs, in the unit of :func:`layer_costs`."""
+    """Return the cost of each stage, in the unit of :func:`layer_costs`."""
     costs = layer_costs(model)
     return tuple(costs.of(stage) for stage in stages)
 
 
 def schedule_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
-    """Who computes what in which order, in a step of so many micro-batches on each data-parallel rank.
+    """Return the schedule of a step with ``microbatches`` micro-batches on each data-parallel rank.
 
     Raises:
-        ScheduleError: when there is no such schedule.
+        ScheduleError: if there is no such schedule.
     """
     chunks, ranks = parallel.num_virtual_stages_per_pipeline_rank, parallel.pipeline_model_parallel_size
     name, group = schedule_name(parallel, chunks or 1), parallel.microbatch_group_size_per_virtual_pipeline_stage
@@ -291,7 +291,7 @@ def schedule_for(parallel: ParallelConfig, microbatches: int) -> Schedule:
             raise ScheduleError(f"{name} is for {schedule.microbatches} micro-batches in a step, not {microbatches}")
         return schedule
     if microbatches > _most_microbatches(parallel):
-        raise ScheduleError(f"{microbatches:,} micro-batches in a step are more than are planned for so many stages")
+        raise ScheduleError(f"{microbatches:,} micro-batches in a step are too many to plan for so many stages")
     if name == SEARCHED:
         return _searched(placement(parallel, chunks or 1), ranks, microbatches)
     return make(name, ranks, chunks or SCHEDULES[name].chunks or 1, microbatches, group)
@@ -304,10 +304,10 @@ def _searched(of_stages: tuple[int, ...], ranks: int, microbatches: int) -> Sche
 
 
 def nearest_microbatches(parallel: ParallelConfig, microbatches: int) -> int:
-    """A number of micro-batches in a step that the schedule can do: that of its file, or as many as are planned.
+    """Return the nearest number of micro-batches per step that the schedule supports.
 
     Raises:
-        ScheduleError: when there is no such file.
+        ScheduleError: if its file does not exist.
     """
     name = schedule_name(parallel, 1)
     return _from_file(name).microbatches if name.endswith(FILE) else min(microbatches, _most_microbatches(parallel))
@@ -319,30 +319,30 @@ def _most_microbatches(parallel: ParallelConfig) -> int:
 
 
 def program_for(parallel: ParallelConfig, microbatches: int, evaluation: bool = False) -> Schedule:
-    """The schedule with its communication, proven to come to its end; its forwards alone for an ``evaluation``.
+    """Return the schedule with its communication, proven free of deadlock; for an ``evaluation`` its forwards only.
 
     Raises:
-        ScheduleError: when it would not.
+        ScheduleError: if the proof fails.
     """
     return proven(parallel, microbatches, evaluation)[0]
 
 
 @cache
 def peaks_for(parallel: ParallelConfig, microbatches: int) -> Peaks:
-    """What each rank holds at most in such a step.
+    """Return the maximum that each rank holds in such a step.
 
     Raises:
-        ScheduleError: when its program would not come to its end.
+        ScheduleError: if the program is invalid.
     """
     return proven(parallel, microbatches, False)[1]
 
 
 @lru_cache(maxsize=4)
 def proven(parallel: ParallelConfig, microbatches: int, evaluation: bool) -> tuple[Schedule, Peaks]:
-    """A program, as :func:`program_for` gives it, and what each rank holds in it.
+    """Return a validated program and the maximum that each rank holds in it; arguments as for :func:`build_program`.
 
     Raises:
-        ScheduleError: when it would not come to its end.
+        ScheduleError: if the program is invalid.
     """
     schedule = schedule_for(parallel, microbatches)
     program = add_communication(schedule.only((FORWARD,)) if evaluation else schedule)
@@ -351,16 +351,16 @@ def proven(parallel: ParallelConfig, microbatches: int, evaluation: bool) -> tup
 
 @cache
 def bubble_of(parallel: ParallelConfig, microbatches: int, costs: tuple[float, ...] | None = None) -> float:
-    """Part of all ranks' time, 0 to 1, in which they wait for others or for the end of the step.
+    """Return the simulated fraction of all ranks' time, 0 to 1, in which they are idle.
 
     Args:
         parallel: of a resolved configuration.
         microbatches: of a step, on each data-parallel rank.
-        costs: of every stage, in any unit; None where they cost the same. Each is taken once forward, once for the
-            gradients of inputs, once for those of weights; communication takes no time.
+        costs: of every stage, in any unit; None for equal costs. Forward, input gradients and weight gradients take one
+            cost each; communication takes no time.
 
     Raises:
-        ScheduleError: when there is no such program.
+        ScheduleError: if there is no such program.
     """
     program = program_for(parallel, microbatches)
     seconds = costs or (1,) * program.stages

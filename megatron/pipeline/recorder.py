@@ -1,8 +1,7 @@
-"""When each action of a pipeline ran: a timeline as the simulator makes them, of what happened.
+"""Measure when each action of a pipeline ran, as a timeline in the simulator's form.
 
-On CPUs times are those of the machine's clock, so that ranks on one machine share it, and others are as far apart as
-their clocks. On GPUs they lie between events on the stream that computes, and begin at a barrier of the pipeline's
-ranks. (The code for GPUs has not been run on one.)
+On CPUs times are from the machine's clock, so ranks on different machines differ by their clocks' offset. On GPUs they
+are from events on the compute stream, relative to a barrier of the pipeline's ranks. (The GPU code has not been run.)
 """
 
 from __future__ import annotations
@@ -22,24 +21,24 @@ from megatron.pipeline.simulate import Interval, Timeline
 
 
 class Recorder:
-    """Notes the start and the end of this rank's actions; :meth:`timeline` puts the ranks together."""
+    """Records start and end of this rank's actions; :meth:`timeline` gathers all ranks."""
 
     def __init__(self, group: Group, device: torch.device) -> None:
-        """Begin; collective on GPUs.
+        """Start recording; collective on GPUs.
 
         Args:
             group: the ranks of this pipeline, in its order.
-            device: where this rank computes.
+            device: of this rank.
         """
         self._group, self._cuda = group, device.type == "cuda"
         self._seconds: list[Interval] = []
         self._events: list[tuple[Action, torch.cuda.Event, torch.cuda.Event]] = []
         if self._cuda:
             comm.all_reduce(torch.zeros(1, device=device), group)
-            self._origin = _mark()
+            self._origin = _record_event()
 
     def __call__(self, action: Action) -> AbstractContextManager[None]:
-        """Note when what is inside runs. A stream that is being captured is not at work, and not noted."""
+        """Return a context that records when its body runs; a stream in capture is not recorded."""
         if not self._cuda:
             return self._on_host(action)
         return NOTHING if torch.cuda.is_current_stream_capturing() else self._on_device(action)
@@ -52,12 +51,12 @@ class Recorder:
 
     @contextmanager
     def _on_device(self, action: Action) -> Iterator[None]:
-        start = _mark()
+        start = _record_event()
         yield
-        self._events.append((action, start, _mark()))
+        self._events.append((action, start, _record_event()))
 
     def timeline(self, name: str) -> Timeline:
-        """What all ranks of the pipeline have noted, from 0 s on, without transfers; collective.
+        """Return the records of all ranks, starting at 0 s, without transfers; collective.
 
         Args:
             name: of the schedule.
@@ -76,7 +75,7 @@ class Recorder:
         return self._seconds
 
 
-def _mark() -> torch.cuda.Event:
+def _record_event() -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event
@@ -84,12 +83,12 @@ def _mark() -> torch.cuda.Event:
 
 @contextmanager
 def recording(pipeline: Pipeline, group: Group, device: torch.device) -> Iterator[Recorder]:
-    """Record what ``pipeline`` runs inside.
+    """Record the actions that ``pipeline`` runs inside the context.
 
     Args:
         pipeline: of this rank.
         group: the ranks of the pipeline, in its order.
-        device: where this rank computes.
+        device: of this rank.
     """
     recorder = Recorder(group, device)
     pipeline.record = recorder

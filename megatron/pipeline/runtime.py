@@ -1,8 +1,8 @@
-"""Runs a rank's part of a pipeline's program: a loop over actions, which knows no schedule.
+"""Run one rank's part of a pipeline program: a loop over actions that knows no schedule.
 
-Computing waits for what it needs and for nothing else: sends and receives are posted, in the order of the program,
-and the rank goes on. What the model of communication is, :mod:`megatron.pipeline.comms` says; that no program blocks
-under it, :mod:`megatron.pipeline.validate` proves.
+Sends and receives are posted in program order without blocking; only a computing action waits, for its input.
+:mod:`megatron.pipeline.communication` defines this model of communication, :mod:`megatron.pipeline.validate` proves
+that a program cannot deadlock under it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,11 @@ from megatron.pipeline.comms import channel_of
 from megatron.pipeline.stage import Chunk, Stage
 
 Record = Callable[[Action], AbstractContextManager[object]]
-"""Notes when an action computes, inside."""
+"""Returns a context that measures the action computed inside."""
 
 
 class Pipeline:
-    """The stages of one rank, and its channels to the ranks that have their neighbours.
-
-    Attributes:
-        at: the action that this rank is in, or in which it failed; None outside of a run.
-        record: told of every action that computes, without its waiting.
-    """
+    """The stages of one rank, and its channels to the ranks with neighbouring stages."""
 
     def __init__(
         self,
@@ -46,21 +41,21 @@ class Pipeline:
         buffers: Callable[[MicroBatch], Tensor],
         sink: GradSink,
     ) -> None:
-        """Nothing runs yet.
+        """Create the pipeline.
 
         Args:
             chunks: of this rank, by stage.
-            placement: the pipeline rank of every stage.
+            placement: pipeline rank of every stage.
             rank: this pipeline rank.
             channels: by (source, target) pipeline ranks.
-            buffers: an empty tensor for what a stage receives of a micro-batch, ``[S(/tp), B, H]``.
-            sink: where the chunks' weight gradients go.
+            buffers: allocates the receive buffer for a stage's input, ``[S(/tp), B, H]``.
+            sink: accumulates the chunks' weight gradients.
         """
         self._stages = {number: Stage(number, chunk) for number, chunk in chunks.items()}
         self._placement, self._rank, self._channels = tuple(placement), rank, channels
         self._buffers, self._sink = buffers, sink
-        self.at: Action | None = None
-        self.record: Record = unmeasured
+        self.at: Action | None = None  # the current or failed action; None outside of a run
+        self.record: Record = unmeasured  # measures every computing action, without the time it waits for input
         self._do: dict[str, Callable[[Action], None]] = {
             FORWARD: self._forward,
             BACKWARD: self._backward,
@@ -79,43 +74,37 @@ class Pipeline:
         seed: Tensor | None,
         clock: Clock = unmeasured,
     ) -> None:
-        """Do all actions, and wait until what was sent is there.
+        """Run all actions and wait for all sends to complete.
 
         Args:
             actions: this rank's, of a valid program.
-            batches: the micro-batches, by number.
-            seed: factor of the summed losses in the global objective, 0-d; None to evaluate, without any graph.
+            batches: micro-batches by index.
+            seed: factor of the summed losses in the global objective, 0-d; None to evaluate without autograd.
             clock: measures ``forward-compute`` and ``backward-compute``, without waiting.
 
         Raises:
-            Exception: whatever an action raises, with a note that names the action.
+            Exception: that of an action, with a note that names the action.
         """
-        self._begin(batches, seed, clock)
+        self._batches, self._seed, self._clock = batches, seed, clock
+        self._received: dict[Action, Pending] = {}  # by RECV, also for tensors from a stage on this rank
+        self._to_send: dict[Action, Tensor] = {}  # by the SEND that follows
+        self._sends: dict[tuple[int, int], dict[Action, Pending]] = defaultdict(dict)  # by channel, in order
         try:
             with torch.set_grad_enabled(seed is not None):
                 for action in actions:
                     self.at = action
                     with span(str(action)):
                         self._do[action.kind](action)
-            self._finish()
+            for sends in self._sends.values():
+                _complete(sends, sends)
         except Exception as error:
             error.add_note(f"in the pipeline at {self.at}")
             raise
         self.at = None
 
-    def _begin(self, batches: Sequence[MicroBatch], seed: Tensor | None, clock: Clock) -> None:
-        self._batches, self._seed, self._clock = batches, seed, clock
-        self._arriving: dict[Action, Pending] = {}  # under the RECV_F or RECV_B that it is, or would be
-        self._leaving: dict[Action, Tensor] = {}  # under the SEND_F or SEND_B that is next
-        self._sent: dict[tuple[int, int], dict[Action, Pending]] = defaultdict(dict)  # by channel, in order
-
-    def _finish(self) -> None:
-        for line in self._sent.values():
-            _let_go(line, line)
-
     def _forward(self, action: Action) -> None:
         number, _, microbatch = action
-        x = self._take(Action(number, RECV_F, microbatch)) if number > 0 else None
+        x = self._wait_for(Action(number, RECV_F, microbatch)) if number > 0 else None
         with self._clock("forward-compute"), self.record(action):
             out = self._stages[number].forward(microbatch, x, self._batches[microbatch])
         if number + 1 < len(self._placement):
@@ -124,11 +113,11 @@ class Pipeline:
     def _backward(self, action: Action) -> None:
         number, _, microbatch = action
         if self._seed is None:
-            raise ValueError(f"{action} needs a seed; without one a run goes forward only")
+            raise ValueError(f"{action} needs a seed; without one a run has only forwards")
         last = number + 1 == len(self._placement)
-        dy = self._seed if last else self._take(Action(number, RECV_B, microbatch))
+        dy = self._seed if last else self._wait_for(Action(number, RECV_B, microbatch))
         if not last:
-            self._arrived(Action(number, SEND_F, microbatch))
+            self._release_sends(Action(number, SEND_F, microbatch))
         with self._clock("backward-compute"), self.record(action):
             dx = self._stages[number].backward(microbatch, dy, self._seed)
         if dx is not None:
@@ -142,41 +131,41 @@ class Pipeline:
         with self._clock("backward-compute"), self.record(action):
             self._sink.run(action.stage, action.microbatch)
 
-    def _take(self, received: Action) -> Tensor:
-        """What a receive, or a stage of this rank, has for a stage; the one wait of a rank that computes."""
-        return self._arriving.pop(received).wait()
+    def _wait_for(self, received: Action) -> Tensor:
+        """Wait for the tensor of a receive, or take that of a stage on this rank."""
+        return self._received.pop(received).wait()
 
     def _hand_over(self, tensor: Tensor, sent: Action, received: Action) -> None:
-        """Give a result to the neighbour: at once on the same rank, else to the send that follows."""
+        """Pass a result to the neighbouring stage: directly on the same rank, else through the SEND that follows."""
         if self._placement[received.stage] == self._rank:
-            self._arriving[received] = Pending(tensor)
+            self._received[received] = Pending(tensor)
         else:
-            self._leaving[sent] = tensor
+            self._to_send[sent] = tensor
 
     def _send(self, action: Action) -> None:
         edge = channel_of(action, self._placement)
-        line = self._sent[edge]
-        _let_go(line, takewhile(lambda sent: line[sent].done(), line))
-        line[action] = comm.start_send(self._leaving.pop(action).contiguous(), self._channels[edge])
+        sends = self._sends[edge]
+        _complete(sends, takewhile(lambda sent: sends[sent].done(), sends))
+        sends[action] = comm.start_send(self._to_send.pop(action).contiguous(), self._channels[edge])
 
     def _receive(self, action: Action) -> None:
         channel = self._channels[channel_of(action, self._placement)]
         buffer = self._buffers(self._batches[action.microbatch])
-        self._arriving[action] = comm.start_receive(buffer, channel)
+        self._received[action] = comm.start_receive(buffer, channel)
 
-    def _arrived(self, action: Action) -> None:
-        """Let go of an output whose gradient has come back, and of all that went through the channel before it.
+    def _release_sends(self, action: Action) -> None:
+        """Release an output whose gradient has come back, and all earlier sends of its channel.
 
-        Gloo does not tell when a send is over. There, gradients stay until the end of the step where nothing comes
-        back through their channel.
+        Gloo does not report when a send is complete. There, gradients are kept until the end of the step if nothing
+        comes back through their channel.
         """
         if self._placement[action.stage] != self._placement[action.stage + 1]:
-            line = self._sent[channel_of(action, self._placement)]
-            while action in line:
-                _let_go(line, islice(line, 1))
+            sends = self._sends[channel_of(action, self._placement)]
+            while action in sends:
+                _complete(sends, islice(sends, 1))
 
 
-def _let_go(line: dict[Action, Pending], sent: Iterable[Action]) -> None:
-    """Drop sends once they are over. To wait takes no time where they are known to be, and tells the GPU's stream."""
-    for action in [*sent]:
-        line.pop(action).wait()
+def _complete(sends: dict[Action, Pending], done: Iterable[Action]) -> None:
+    """Wait for completed sends, which does not block but orders the GPU's streams, and drop their tensors."""
+    for action in [*done]:
+        sends.pop(action).wait()

@@ -1,11 +1,11 @@
-"""Pipeline schedules: who computes what, in which order.
+"""Pipeline schedules: which rank computes what, in which order.
 
-Every schedule of ``SCHEDULES`` is a function of the size of the pipeline that lists the actions of one rank; the rest
-of the project takes them from there. Below, p is the number of ranks, v of stages on each (chunks), m of micro-batches;
-f, b, i and w are the seconds that a *rank* takes for all its stages: one micro-batch forward, backward, and backward's
-halves for inputs and for weights (b = i + w). The bubble is the longest time that a rank idles between its first and
-its last action, all stages alike and communication free; memory is the most (stage, micro-batch) pairs whose
-activations a rank holds at once, each a v-th of those of its layers.
+Every schedule in ``SCHEDULES`` is a function that lists the actions of one rank; nothing else depends on a particular
+schedule. Below, p is the number of ranks, v of stages on each (chunks), m of micro-batches; f, b, i and w are the
+seconds of a *rank* for all its stages and one micro-batch: forward, backward, and backward's halves for inputs and for
+weights (b = i + w). The bubble is the longest time that a rank idles between its first and its last action, with equal
+stages and free communication. Memory is the maximum number of (stage, micro-batch) pairs whose activations a rank
+holds, each a v-th of those of its layers.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from megatron.pipeline.zero_bubble import dualpipe_v, zb_h1, zb_h2, zb_v
 
 
 def gpipe(rank: int, size: Size) -> list[Action]:
-    """Everything forward, then everything backward, stage by stage (breadth first).
+    """Build GPipe: all forwards, then all backwards, stage by stage (breadth first).
 
-    Backward takes the micro-batches in the order of forward. The reverse would free nothing earlier, and this way
-    gradients are summed in the order of the other schedules, to the same bits.
+    Backwards run in the order of the forwards: the reverse would free no memory earlier, and this order sums gradients
+    like the other schedules, bit for bit.
 
     Bubble: (p - 1)(f + b) / v, with at least p micro-batches where v > 1. Memory: v m.
 
@@ -35,7 +35,7 @@ def gpipe(rank: int, size: Size) -> list[Action]:
 
 
 def one_forward_one_backward(rank: int, size: Size) -> list[Action]:
-    """As few forwards as the first gradient needs to arrive, then one forward and one backward in turn.
+    """Build 1F1B: forwards until the first gradient arrives, then one forward and one backward in turn.
 
     Bubble: (p - 1)(f + b). Memory: min(m, p - rank).
 
@@ -47,7 +47,7 @@ def one_forward_one_backward(rank: int, size: Size) -> list[Action]:
 
 
 def interleaved(rank: int, size: Size) -> list[Action]:
-    """1F1B over several stages on each rank: a group of micro-batches passes a stage, then the rank's next one.
+    """Build 1F1B over several stages per rank: a group of micro-batches passes a stage, then the rank's next one.
 
     Bubble: (p - 1)(f + b) / v, with at least p micro-batches. Memory: min(v m, 2(p - rank - 1) + (v - 1) g + 1), g
     micro-batches in the first group.
@@ -62,17 +62,17 @@ def interleaved(rank: int, size: Size) -> list[Action]:
 
 
 def in_turn(forwards: Sequence[Action], backwards: Sequence[Action], warmup: int) -> list[Action]:
-    """``warmup`` forwards, one forward and one backward in turn, then the backwards that are left."""
+    """Return ``warmup`` forwards, then one forward and one backward alternating, then the remaining backwards."""
     warmup = min(warmup, len(forwards))
     pairs = zip(forwards[warmup:], backwards, strict=False)
     return [*forwards[:warmup], *chain.from_iterable(pairs), *backwards[len(forwards) - warmup :]]
 
 
 def depth_first_groups(size: Size) -> Iterator[range]:
-    """The micro-batches of each group of the interleaved schedule.
+    """Yield the micro-batches of each group of the interleaved schedule.
 
-    A rest that is no whole group makes a last, smaller one, as in Megatron-LM. One of fewer micro-batches than ranks
-    would idle, or end in ranks that wait for each other: such a rest is shared out among the other groups.
+    A remainder forms a smaller last group, as in Megatron-LM. With fewer micro-batches than ranks it would idle or
+    deadlock, so such a remainder is distributed over the other groups.
     """
     full, rest = divmod(size.microbatches, size.group)
     if not full or rest >= size.ranks:
@@ -86,10 +86,10 @@ def depth_first_groups(size: Size) -> Iterator[range]:
 
 
 def one_by_one(placement: Sequence[int], microbatches: int = 1) -> Schedule:
-    """Every micro-batch through all stages and back before the next: slow, and with one order over all ranks.
+    """Return a schedule that runs one micro-batch at a time through all stages and back; slow, for tests and reference.
 
     Args:
-        placement: the rank of every stage.
+        placement: rank of every stage.
         microbatches: of the step.
     """
     ranks: list[list[Action]] = [[] for _ in range(1 + max(placement))]
@@ -103,17 +103,11 @@ def one_by_one(placement: Sequence[int], microbatches: int = 1) -> Schedule:
 
 @dataclass(frozen=True)
 class Recipe:
-    """A schedule by name.
+    """A named schedule."""
 
-    Attributes:
-        actions: of a rank in a pipeline of a size.
-        chunks: stages that each rank must have; None where it may have any number.
-        about: when to use it, in a sentence.
-    """
-
-    actions: Callable[[int, Size], list[Action]]
-    chunks: int | None
-    about: str
+    actions: Callable[[int, Size], list[Action]]  # actions of a rank in a pipeline of a given size
+    chunks: int | None  # required stages per rank; None for any number
+    about: str  # when to use it
 
 
 SCHEDULES: Mapping[str, Recipe] = {
@@ -129,26 +123,25 @@ SCHEDULES: Mapping[str, Recipe] = {
 
 
 def make(name: str, ranks: int, chunks: int, microbatches: int, group: int | None = None) -> Schedule:
-    """The schedule ``name`` of a pipeline.
+    """Build the schedule ``name``.
 
     Args:
         name: one of ``SCHEDULES``.
         ranks: of the pipeline.
         chunks: stages on each rank.
         microbatches: of a step.
-        group: of ``interleaved``: micro-batches that a stage takes before the rank's next one has its turn.
-            Default: ``ranks``.
+        group: of ``interleaved``: micro-batches that pass a stage before the rank's next stage. Default: ``ranks``.
 
     Raises:
-        ScheduleError: when there is no such schedule of this size.
+        ScheduleError: if there is no such schedule of this size.
     """
     if name not in SCHEDULES:
         guess = did_you_mean(name.lower(), SCHEDULES)
         fixes = [f"--pipeline-schedule {guess}"] if guess else []
-        raise ScheduleError(f"no schedule is called '{name}'; there are {', '.join(SCHEDULES)}", *fixes)
+        raise ScheduleError(f"there is no schedule '{name}'; choose from {', '.join(SCHEDULES)}", *fixes)
     if min(ranks, chunks, microbatches) < 1:
         raise ScheduleError(
-            f"a pipeline of {ranks} ranks, {chunks} stages on each and {microbatches} micro-batches: it takes at least "
+            f"a pipeline of {ranks} ranks, {chunks} stages on each and {microbatches} micro-batches: it needs at least "
             "one of each"
         )
     check_choice(name, ranks, chunks, group)
@@ -157,10 +150,10 @@ def make(name: str, ranks: int, chunks: int, microbatches: int, group: int | Non
 
 
 def check_choice(name: str, ranks: int, chunks: int, group: int | None) -> None:
-    """Refuse stages on a rank that the schedule ``name`` cannot have, and groups that end in waiting.
+    """Reject numbers of stages per rank that the schedule does not support, and groups that deadlock.
 
     Raises:
-        ScheduleError: naming the nearest choice.
+        ScheduleError: with the nearest valid choice.
     """
     needed = SCHEDULES[name].chunks
     if needed not in (None, chunks):

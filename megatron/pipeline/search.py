@@ -1,12 +1,11 @@
-"""A schedule made for given costs and a memory limit, by trying many and keeping the one that ends first.
+"""Search a schedule for given costs and a memory limit: try many candidates and keep the one that ends first.
 
-The candidates are the hand-written schedules and those of a list scheduler: time goes by, and whenever a rank is free
-it starts the most urgent action that it can start. What is urgent is a matter of a few rules (:class:`_Rules`); which
-of them are best depends on the costs, so all are tried. The time of every candidate is the makespan that the simulator
-says: the result is never worse than the best hand-written schedule that fits. Nothing is random: the same costs give
-the same schedule.
+Candidates are the hand-written schedules and those of a list scheduler: whenever a rank is free it starts the most
+urgent action that it can start. A few rules (:class:`_Rules`) define urgency; which are best depends on the costs, so
+all are tried. Candidates are compared by simulated makespan, so the result is never worse than the best hand-written
+schedule that fits. The search is deterministic.
 
-That W fills idle time within a memory limit is the idea of Qi et al., arXiv 2401.10241, section 3.1.
+Filling idle time with W within a memory limit is the idea of Qi et al., arXiv 2401.10241, section 3.1.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ from megatron.pipeline.schedules import SCHEDULES, make
 from megatron.pipeline.simulate import Costs, simulate
 
 NAME = "searched"
-"""What the schedules of the list scheduler are called."""
+"""Name of the list scheduler's schedules."""
 
 _MOST_ACTIONS = 400_000
-"""Actions of all candidates together, after which no further one is tried: some seconds."""
+"""Total actions of all candidates after which the search stops; takes some seconds."""
 
 _ROUNDING = 1e-9
-"""Part by which two sums of the same times may differ."""
+"""Relative difference to tolerate between two sums of the same times."""
 
 
 def search(
@@ -41,27 +40,29 @@ def search(
     limit: float | None = None,
     placement: tuple[int, ...] | None = None,
 ) -> Schedule:
-    """The schedule that ends first among all that were tried and fit; of several, the one that holds least.
+    """Return the schedule that ends first among all candidates that fit; among equals, the one with the least memory.
 
-    No more are tried once one ends as soon as any schedule could.
+    Stops early when a candidate reaches the lower bound on the makespan.
 
     Args:
         ranks: of the pipeline.
         chunks: stages on each rank.
         microbatches: of a step.
         costs: of ``ranks * chunks`` stages.
-        limit: most memory that a rank may hold for B, I and W together, in the unit of the costs.
-        placement: the rank of every stage, where it is given already. Default: whichever is best.
+        limit: maximum memory of a rank for B, I and W together, in the unit of the costs.
+        placement: rank of every stage, if fixed. Default: the best one.
 
     Raises:
-        ScheduleError: when nothing fits, with the least limit that something was found to fit in, or when the costs
-            are of another number of stages.
+        ScheduleError: if nothing fits, with the smallest limit found to fit; or if the costs are for another number of
+            stages.
     """
     costs.check(ranks * chunks)
     best = _Best(costs, math.inf if limit is None else limit * (1 + _ROUNDING))
-    for schedule in _hand_written(ranks, chunks, microbatches):
-        if placement in (None, schedule.placement):
-            best.consider(schedule)
+    for name, recipe in SCHEDULES.items():
+        if recipe.chunks in (None, chunks):
+            schedule = make(name, ranks, chunks, microbatches)
+            if placement in (None, schedule.placement):
+                best.consider(schedule)
     placements = _placements(ranks, chunks) if placement is None else [placement]
     _consider_lists(placements, microbatches, costs, best)
     if best.schedule is None:
@@ -74,27 +75,14 @@ def search(
     return best.schedule
 
 
-def _hand_written(ranks: int, chunks: int, microbatches: int) -> Iterator[Schedule]:
-    for name, recipe in SCHEDULES.items():
-        if recipe.chunks in (None, chunks):
-            yield make(name, ranks, chunks, microbatches)
-
-
 class _Best:
-    """The best schedule so far.
-
-    Attributes:
-        schedule: None until one fits.
-        makespan: of it; infinite before.
-        limit: most memory that it may hold.
-        least: the least memory that any schedule holds that was considered.
-    """
+    """The best schedule so far."""
 
     def __init__(self, costs: Costs, limit: float) -> None:
-        self.schedule: Schedule | None = None
+        self.schedule: Schedule | None = None  # None until one fits
         self.makespan = math.inf
-        self.limit = limit
-        self.least = math.inf
+        self.limit = limit  # of memory
+        self.least = math.inf  # least memory of any candidate
         self._memory = math.inf
         self._costs = costs
 
@@ -112,33 +100,33 @@ class _Best:
 def _consider_lists(placements: list[tuple[int, ...]], microbatches: int, costs: Costs, best: _Best) -> None:
     """Try all rules in all placements, within the limit and within twice the memory of 1F1B."""
     ranks, stages = 1 + max(placements[0]), len(placements[0])
-    soonest = min(_soonest_end(placement, microbatches, costs) for placement in placements)
+    soonest = min(_makespan_bound(placement, microbatches, costs) for placement in placements)
     tried = 0
     for rules, placement in product(_rules(stages, ranks), placements):
         for limit in sorted({best.limit, min(best.limit, 2 * ranks * _least(placement, costs))}):
             if tried > _MOST_ACTIONS or best.makespan <= soonest * (1 + _ROUNDING):
                 return
             tried += 3 * microbatches * stages
-            actions = _Lister(placement, microbatches, costs, rules, limit).run(best.makespan)
+            actions = _ListScheduler(placement, microbatches, costs, rules, limit).run(best.makespan)
             if actions is not None:
                 best.consider(Schedule(NAME, actions))
 
 
-def _soonest_end(placement: tuple[int, ...], microbatches: int, costs: Costs) -> float:
-    """No schedule ends before: some rank gets its first input, and then has all its actions to do."""
-    begins: dict[int, float] = {}
-    works: dict[int, float] = dict.fromkeys(placement, 0)
+def _makespan_bound(placement: tuple[int, ...], microbatches: int, costs: Costs) -> float:
+    """Return a lower bound on the makespan: some rank gets its first input and then has all its actions to do."""
+    first_input: dict[int, float] = {}
+    work: dict[int, float] = dict.fromkeys(placement, 0)
     arrival: float = 0
     for stage, rank in enumerate(placement):
-        begins.setdefault(rank, arrival)
-        works[rank] += microbatches * sum(costs.seconds(stage, kind) for kind in (FORWARD, BACKWARD))
+        first_input.setdefault(rank, arrival)
+        work[rank] += microbatches * sum(costs.seconds(stage, kind) for kind in (FORWARD, BACKWARD))
         hop = costs.latency + costs.transfer if placement[stage + 1 : stage + 2] != (rank,) else 0
         arrival += costs.forward[stage] + hop
-    return max(begins[rank] + works[rank] for rank in works)
+    return max(first_input[rank] + work[rank] for rank in work)
 
 
 def _placements(ranks: int, chunks: int) -> list[tuple[int, ...]]:
-    """The rank of every stage: in a loop, and back and forth."""
+    """Return the placements to try: stages in a zigzag over the ranks, and in a loop."""
     there = tuple(range(ranks))
     loop = there * chunks
     zigzag = tuple(rank for chunk in range(chunks) for rank in (reversed(there) if chunk % 2 else there))
@@ -146,42 +134,35 @@ def _placements(ranks: int, chunks: int) -> list[tuple[int, ...]]:
 
 
 class _Rules(NamedTuple):
-    """What a rank that is free starts: a forward after an input gradient and the other way round, if it can; and else?
+    """Rules for what a free rank starts, besides alternating forwards and input gradients where possible."""
 
-    Attributes:
-        live: by rank, how many stages' activations forwards leave for input gradients at most.
-        patience: a W is not started when something more urgent arrives within this part of its time.
-        thrifty: a W before a second forward in a row.
-        steady: a W to make room for a forward whose turn it is; else a second input gradient.
-    """
-
-    live: tuple[float, ...]
-    patience: float
-    thrifty: bool
-    steady: bool
+    live: tuple[float, ...]  # by rank, maximum live activations, in stages
+    patience: float  # no W is started if something more urgent arrives within this fraction of its time
+    thrifty: bool  # run a W before a second forward in a row
+    steady: bool  # run a W to make room for a forward whose turn it is; else a second input gradient
 
 
 def _rules(stages: int, ranks: int) -> Iterator[_Rules]:
-    """All sets of rules, those that give the best schedule most often first."""
+    """Yield all sets of rules, the most often successful first."""
     for steady, live in product((True, False), _profiles(stages, ranks)):
         for patience, thrifty in product((0.5, 1, 0), (False, True)):
             yield _Rules(live, patience, thrifty, steady)
 
 
 def _profiles(stages: int, ranks: int) -> Iterator[tuple[float, ...]]:
-    """No bound on live activations; then one for the last rank, and so many more for each rank before it."""
+    """Yield bounds on live activations: none; then one for the last rank that increases towards the first."""
     yield (math.inf,) * ranks
     for last, more in product((1 + stages - ranks, stages), (1, 1.5)):
         yield tuple(last + more * (ranks - 1 - rank) for rank in range(ranks))
 
 
 def _sizes(costs: Costs, stages: int) -> tuple[float, ...]:
-    """What an activation of each stage counts for: no less than what its W needs, which it makes room for."""
+    """Return the memory to reserve for an activation of each stage: no less than what its W needs."""
     return tuple(map(max, costs.activation or (1,) * stages, costs.weight_memory or (1,) * stages))
 
 
 def _least(placement: tuple[int, ...], costs: Costs) -> float:
-    """The least limit that the list scheduler works in: one micro-batch, on the rank where it is largest."""
+    """Return the smallest limit in which the list scheduler works: one micro-batch, on the rank where it is largest."""
     held = [0.0] * len(placement)
     for rank, size in zip(placement, _sizes(costs, len(placement))):
         held[rank] += size
@@ -192,11 +173,11 @@ _Task = tuple[int, str]
 """A stage and F or I."""
 
 
-class _Lister:
+class _ListScheduler:
     """A list scheduler with one set of rules.
 
-    A forward is started only if the memory that is left would take its micro-batch through all later stages of the
-    rank too. Then some rank can always go on, and the end is reached, within any limit that one micro-batch fits in.
+    A forward is started only if the remaining memory suffices to take its micro-batch through all later stages of the
+    rank. Then some rank can always continue, within any limit that one micro-batch fits in.
     """
 
     def __init__(
@@ -222,16 +203,18 @@ class _Lister:
         self._events: list[tuple[float, int]] = [(0, rank) for rank in ranks]
 
     def run(self, give_up: float) -> tuple[tuple[Action, ...], ...] | None:
-        """The actions of every rank.
+        """Return the actions of every rank.
 
-        None when it would end after ``give_up``, or not at all, because one micro-batch does not fit in the limit.
+        None if it would end after ``give_up``, or cannot finish because one micro-batch exceeds the limit.
         """
-        work = (self._own_seconds(own) for own in self._own)
-        left = [self._microbatches * seconds for seconds in work]
+        kinds = (FORWARD, INPUT, WEIGHT)
+        left = [
+            self._microbatches * sum(self._seconds[stage, kind] for stage in own for kind in kinds) for own in self._own
+        ]
         while self._events:
             now, rank = heappop(self._events)
             if now < self._free[rank]:
-                continue  # when the rank is free it is looked at anyway
+                continue  # another event follows when the rank is free
             action = self._choose(rank, now)
             if action is not None:
                 seconds = self._seconds[action.stage, action.kind]
@@ -242,15 +225,14 @@ class _Lister:
         complete = all(count == self._microbatches for count in self._done.values())
         return tuple(map(tuple, self._actions)) if complete else None
 
-    def _own_seconds(self, own: list[int]) -> float:
-        return sum(self._seconds[stage, kind] for stage in own for kind in (FORWARD, INPUT, WEIGHT))
-
     def _choose(self, rank: int, now: float) -> Action | None:
-        """What ``rank`` starts; None to wait for something to arrive."""
+        """Return the action that ``rank`` starts; None to wait for an arrival."""
         pending, soon = self._pending[rank], math.inf
         for stage, kind in self._by_urgency(rank):
             number, arrivals = self._done[stage, kind], self._arrivals[stage, kind]
-            if number == len(arrivals) or (kind == FORWARD and not self._may_live(rank, stage)):
+            if number == len(arrivals):
+                continue
+            if kind == FORWARD and self._live[rank] + len(self._ahead[stage]) > self._rules.live[rank]:
                 continue
             if arrivals[number] > now:
                 soon = min(soon, arrivals[number])
@@ -264,20 +246,17 @@ class _Lister:
         return None if waits else pending[0]
 
     def _makes_room(self, rank: int, stage: int) -> bool:
-        """Whether a W comes before a forward that could start."""
+        """Return True if a W runs before a forward that could start."""
         if self._last[rank] == FORWARD:
             return self._rules.thrifty
         return self._rules.steady and not self._fits(rank, stage)
 
     def _by_urgency(self, rank: int) -> list[_Task]:
-        """Forwards of the last stage first, input gradients of the first micro-batch first."""
+        """Return the rank's tasks: forwards of later stages first, input gradients of earlier micro-batches first."""
         forwards = [(stage, FORWARD) for stage in reversed(self._own[rank])]
         backwards = [(stage, INPUT) for stage in self._own[rank]]
         backwards.sort(key=self._done.__getitem__)
         return forwards + backwards if self._last[rank] == INPUT else backwards + forwards
-
-    def _may_live(self, rank: int, stage: int) -> bool:
-        return self._live[rank] + len(self._ahead[stage]) <= self._rules.live[rank]
 
     def _fits(self, rank: int, stage: int) -> bool:
         return self._held[rank] + sum(self._size[other] for other in self._ahead[stage]) <= self._limit

@@ -1,11 +1,11 @@
-"""A clock for programs: when each action and transfer starts and ends, and what follows from that.
+"""Simulate programs: when each action and transfer starts and ends, idle time and memory.
 
-The model is that of :mod:`megatron.pipeline.comms`, with a duration for every action and every transfer. Two times are
-told apart. The *makespan* runs from the first start on any rank to the last end on any: with a gradient norm over
-all ranks, or any other step that starts together, this is what a run waits for. The *span* of a rank runs from its own
-first start to its own last end; papers quote the longest of these.
+The model is that of :mod:`megatron.pipeline.communication`, with a duration for every action and transfer. Two times
+are distinguished. The *makespan* is from the first start on any rank to the last end on any: the time of a step when
+ranks synchronise between steps, as for a gradient norm. The *span* of a rank is from its own first start to its own
+last end; papers quote the longest of these.
 
-Times are seconds, or any other unit if all are in it. Integers and fractions stay exact.
+Times are in seconds, or any other unit if all use it. Integers and fractions stay exact.
 """
 
 from __future__ import annotations
@@ -35,26 +35,16 @@ from megatron.pipeline.comms import channel_of, other_end
 
 @dataclass(frozen=True)
 class Costs:
-    """What the stages of a pipeline take.
+    """Durations and memory of the stages of a pipeline."""
 
-    Attributes:
-        forward: seconds of F, by stage.
-        input: seconds of I, by stage.
-        weight: seconds of W, by stage; B takes those of I and W.
-        latency: seconds of a transfer whatever its size.
-        transfer: seconds of a transfer that its size takes.
-        activation: memory that one micro-batch holds from the start of F to the end of B or I, by stage, in any unit;
-            ``()``: one each.
-        weight_memory: what it holds from then on to the end of W; ``()``: one each.
-    """
-
-    forward: tuple[float, ...]
-    input: tuple[float, ...]
-    weight: tuple[float, ...]
-    latency: float = 0
-    transfer: float = 0
+    forward: tuple[float, ...]  # seconds of F, by stage
+    input: tuple[float, ...]  # seconds of I, by stage
+    weight: tuple[float, ...]  # seconds of W, by stage; B takes those of I and W
+    latency: float = 0  # seconds of a transfer, independent of its size
+    transfer: float = 0  # seconds of a transfer due to its size
+    # Memory of one micro-batch from the start of F to the end of B or I, by stage, in any unit; ``()``: one each.
     activation: tuple[float, ...] = ()
-    weight_memory: tuple[float, ...] = ()
+    weight_memory: tuple[float, ...] = ()  # memory from then to the end of W; ``()``: one each
 
     @classmethod
     def uniform(
@@ -66,25 +56,25 @@ class Costs:
         latency: float = 0,
         transfer: float = 0,
     ) -> Costs:
-        """The same for each of ``stages`` stages."""
+        """Return equal costs for ``stages`` stages."""
         return cls((forward,) * stages, (input,) * stages, (weight,) * stages, latency, transfer)
 
     def seconds(self, stage: int, kind: str) -> float:
-        """How long ``stage`` takes for an action of one of the kinds that compute."""
+        """Return the duration of a computing action of ``stage``."""
         if kind == BACKWARD:
             return self.input[stage] + self.weight[stage]
         return {FORWARD: self.forward, INPUT: self.input, WEIGHT: self.weight}[kind][stage]
 
     def check(self, stages: int) -> None:
-        """See that every stage has its costs, and that they can be added up.
+        """Check that every stage has costs, and that they are finite.
 
         Raises:
-            ScheduleError: when a tuple has another length than ``stages``, or some cost is no finite number from 0 on.
+            ScheduleError: if a tuple does not have ``stages`` entries, or a cost is not a finite number >= 0.
         """
         for name in ("forward", "input", "weight", "activation", "weight_memory"):
             values = getattr(self, name)
             if len(values) != stages and (values or name in ("forward", "input", "weight")):
-                raise ScheduleError(f"the costs say '{name}' of {len(values)} stages, and the schedule has {stages}")
+                raise ScheduleError(f"the costs have '{name}' for {len(values)} stages, and the schedule has {stages}")
             _require_amounts(name, values)
         _require_amounts("latency", (self.latency,))
         _require_amounts("transfer", (self.transfer,))
@@ -93,7 +83,7 @@ class Costs:
 def _require_amounts(name: str, values: tuple[float, ...]) -> None:
     for value in values:
         if not 0 <= value < math.inf:
-            raise ScheduleError(f"the costs say '{name}' {value}: each is a number from 0 on, and finite")
+            raise ScheduleError(f"the costs have '{name}' {value}: each must be a finite number >= 0")
 
 
 class Interval(NamedTuple):
@@ -105,9 +95,9 @@ class Interval(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """The tensor of a ``SEND_F`` or ``SEND_B`` goes from rank ``source`` to rank ``target``.
+    """The tensor of a ``SEND_F`` or ``SEND_B`` is transferred from rank ``source`` to rank ``target``.
 
-    It is ready at ``sent``, and moves from ``start``, when the receive is posted too and the channel is free, to
+    It is ready at ``sent``; the transfer runs from ``start``, when the receive is posted and the channel is free, to
     ``end``.
     """
 
@@ -120,7 +110,7 @@ class Transfer(NamedTuple):
 
 
 class Held(NamedTuple):
-    """What a rank keeps from ``time`` on: ``activations`` for B and I, ``weights`` for W."""
+    """Memory of a rank from ``time`` on: ``activations`` for B and I, ``weights`` for W."""
 
     time: float
     activations: float
@@ -129,94 +119,86 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """What happened when, simulated or measured.
+    """Actions and transfers with their times, simulated or measured."""
 
-    Attributes:
-        name: of the schedule.
-        intervals: of each rank, in order of time, none overlapping.
-        transfers: in no particular order; empty where they were not measured.
-        activation: memory by stage, as in :class:`Costs`; ``()``: one each.
-        weight_memory: the same.
-    """
-
-    name: str
-    intervals: tuple[tuple[Interval, ...], ...]
-    transfers: tuple[Transfer, ...] = ()
-    activation: tuple[float, ...] = ()
-    weight_memory: tuple[float, ...] = ()
+    name: str  # of the schedule
+    intervals: tuple[tuple[Interval, ...], ...]  # of each rank, in order of time, not overlapping
+    transfers: tuple[Transfer, ...] = ()  # in any order; empty if not measured
+    activation: tuple[float, ...] = ()  # memory by stage, as in :class:`StageCosts`
+    weight_memory: tuple[float, ...] = ()  # memory by stage, as in :class:`StageCosts`
 
     @cached_property
     def start(self) -> float:
-        """First start on any rank; 0 when nothing happens."""
+        """First start on any rank; 0 without actions."""
         return min((intervals[0].start for intervals in self.intervals if intervals), default=0)
 
     @cached_property
     def end(self) -> float:
-        """Last end on any rank; 0 when nothing happens."""
+        """Last end on any rank; 0 without actions."""
         return max((intervals[-1].end for intervals in self.intervals if intervals), default=0)
 
     @property
     def makespan(self) -> float:
-        """From the first start on any rank to the last end on any."""
+        """Time from the first start on any rank to the last end on any."""
         return self.end - self.start
 
     @cached_property
     def spans(self) -> tuple[float, ...]:
-        """From each rank's first start to its last end."""
+        """Time from each rank's first start to its last end."""
         return tuple(intervals[-1].end - intervals[0].start if intervals else 0 for intervals in self.intervals)
 
     @property
     def span(self) -> float:
-        """The longest of ``spans``."""
+        """Longest of ``spans``."""
         return max(self.spans, default=0)
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """How long each rank computes."""
+        """Computing time of each rank."""
         return tuple(sum(end - start for _, start, end in intervals) for intervals in self.intervals)
 
     @property
     def bubble(self) -> float:
-        """Part of all ranks' time, each from ``start`` to ``end``, in which they do not compute; 0 to 1."""
+        """Idle fraction of all ranks' time within the makespan, 0 to 1."""
         return _idle(sum(self.busy), len(self.busy) * self.makespan)
 
     @property
     def span_bubble(self) -> float:
-        """The same when each rank's time is the longest span, as papers quote it."""
+        """Idle fraction with the longest span as each rank's time, as quoted in papers."""
         return _idle(sum(self.busy), len(self.busy) * self.span)
 
     @cached_property
     def exposed(self) -> tuple[tuple[tuple[float, float], ...], ...]:
-        """By rank, the times at which it idles while the tensor it waits for was sent and is not there yet.
+        """Idle times of each rank while the tensor it waits for is in transfer.
 
-        The rest of its idle time is the other rank's computing, or the end of the step.
+        The rest of its idle time is due to other ranks' computing, or to the end of the step.
         """
         awaited = {_consumer(transfer.action): transfer for transfer in self.transfers}
         return tuple(tuple(_exposed(intervals, self.start, awaited)) for intervals in self.intervals)
 
     @property
     def exposed_time(self) -> tuple[float, ...]:
-        """How long that is for each rank."""
+        """Total of ``exposed`` for each rank."""
         return tuple(sum(end - start for start, end in waits) for waits in self.exposed)
 
     @cached_property
     def memory(self) -> tuple[tuple[Held, ...], ...]:
-        """By rank, each change of what it holds."""
+        """Changes of memory, by rank."""
         return tuple(tuple(self._held(intervals)) for intervals in self.intervals)
 
     @property
     def peak_memory(self) -> tuple[float, ...]:
-        """By rank, the most it holds at once, for B, I and W together."""
+        """Maximum memory for B, I and W together, by rank."""
         return tuple(max((held.activations + held.weights for held in rank), default=0) for rank in self.memory)
 
     @property
     def peak_activations(self) -> tuple[float, ...]:
-        """By rank, the most it holds at once for B and I."""
+        """Maximum memory for B and I, by rank."""
         return tuple(max((held.activations for held in rank), default=0) for rank in self.memory)
 
     @property
     def peak_weights(self) -> tuple[float, ...]:
-        """By rank, the most it holds at once for W."""
+        """Maximum memory for W, by rank."""
         return tuple(max((held.weights for held in rank), default=0) for rank in self.memory)
 
     def _held(self, intervals: tuple[Interval, ...]) -> Iterator[Held]:
@@ -235,7 +217,7 @@ def _idle(busy: float, whole: float) -> float:
 
 
 def _consumer(send: Action) -> tuple[int, str, int]:
-    """What waits for the tensor of ``send``; ``B`` stands for ``I`` too."""
+    """Return stage, kind and micro-batch of the action that waits for the tensor of ``send``; ``I`` counts as ``B``."""
     if send.kind == SEND_F:
         return send.stage + 1, FORWARD, send.microbatch
     return send.stage - 1, BACKWARD, send.microbatch
@@ -256,24 +238,24 @@ def _exposed(
 
 
 def simulate(program: Schedule, costs: Costs) -> Timeline:
-    """When each action and transfer of ``program`` starts and ends, if every one starts as soon as it can.
+    """Return the timeline of ``program`` if every action and transfer starts as early as possible.
 
-    Each rank is followed until it waits for a tensor whose transfer cannot be timed yet, and again once it can: the
-    result does not depend on the order in which ranks are followed, and every action is looked at once.
+    Each rank is followed until it needs a tensor whose transfer cannot be timed yet, and resumed when it can. The
+    result does not depend on the order of ranks, and every action is processed once.
 
     Args:
-        program: a validated one, or at least one with communication.
+        program: valid, or at least with communication.
         costs: of as many stages.
 
     Raises:
-        ScheduleError: when the costs are of another number of stages, or a rank waits for ever.
+        ScheduleError: if the costs are for another number of stages, or the program deadlocks.
     """
     placement = program.placement
     costs.check(len(placement))
     network = _Network(costs.latency + costs.transfer)
     done: list[list[Interval]] = [[] for _ in program.ranks]
     ranks = [
-        _follow(actions, _duties(actions, placement, costs, network), network, done[rank])
+        _follow(actions, _action_costs(actions, placement, costs, network), network, done[rank])
         for rank, actions in enumerate(program.ranks)
     ]
     network.runnable.extend(range(len(ranks)))
@@ -284,7 +266,7 @@ def simulate(program: Schedule, costs: Costs) -> Timeline:
             network.waiting[tensor] = rank
     for tensor, rank in network.waiting.items():
         raise ScheduleError(
-            f"rank {rank} waits for {Action(*tensor)} for ever",
+            f"deadlock: rank {rank} waits for {Action(*tensor)} forever",
             "let add_communication place the sends and receives, and validate the program",
         )
     transfers = tuple(transfer for channel in network.channels.values() for transfer in channel.transfers)
@@ -292,12 +274,12 @@ def simulate(program: Schedule, costs: Costs) -> Timeline:
 
 
 _Tensor = tuple[int, str, int]
-"""A tensor that goes from rank to rank, named by its receive."""
+"""A transferred tensor, named by its receive."""
 
 
 @dataclass
 class _Channel:
-    """One direction between two ranks: the tensors that were sent, and when each of its receives was posted."""
+    """One direction between two ranks: tensors sent, times at which receives were posted, and completed transfers."""
 
     source: int
     target: int
@@ -307,26 +289,20 @@ class _Channel:
 
 
 class _Network:
-    """The channels between ranks, what has arrived by them, and who waits for what has not.
-
-    Attributes:
-        arrivals: end of the transfer of each tensor that can be timed.
-        waiting: the rank that cannot go on without a tensor.
-        runnable: the ranks that can.
-    """
+    """The channels between ranks, arrived tensors, and waiting ranks."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self.channels: dict[tuple[int, int], _Channel] = {}
-        self.arrivals: dict[_Tensor, float] = {}
-        self.waiting: dict[_Tensor, int] = {}
-        self.runnable: list[int] = []
+        self.arrivals: dict[_Tensor, float] = {}  # end of each transfer that can be timed
+        self.waiting: dict[_Tensor, int] = {}  # rank that is blocked on a tensor
+        self.runnable: list[int] = []  # ranks that can continue
 
     def channel(self, source: int, target: int) -> _Channel:
         return self.channels.setdefault((source, target), _Channel(source, target))
 
     def post(self, channel: _Channel, action: Action, now: float) -> None:
-        """Take note of a send or a receive, and time the transfer that it completes."""
+        """Post a send or a receive, and time the transfer if it completes one."""
         if action.kind in (SEND_F, SEND_B):
             channel.sent.append((action, now))
         else:
@@ -347,34 +323,38 @@ class _Network:
             self.runnable.append(rank)
 
 
-_Duties = dict[tuple[int, str], tuple[float, str | None, _Channel | None]]
-"""By stage and kind: seconds, the kind of receive that it waits for if any, the channel that it uses if any."""
+_ActionCosts = dict[tuple[int, str], tuple[float, str | None, _Channel | None]]
+"""By stage and kind: seconds, the kind of receive it waits for if any, the channel it uses if any."""
 
 
-def _duties(actions: tuple[Action, ...], placement: tuple[int, ...], costs: Costs, network: _Network) -> _Duties:
-    duties: _Duties = {}
+def _action_costs(
+    actions: tuple[Action, ...], placement: tuple[int, ...], costs: Costs, network: _Network
+) -> _ActionCosts:
+    costs_by_kind: _ActionCosts = {}
     for stage, kind in {(action.stage, action.kind) for action in actions}:
         if kind in COMPUTE:
-            duties[stage, kind] = costs.seconds(stage, kind), _awaited(stage, kind, placement), None
+            costs_by_kind[stage, kind] = costs.seconds(stage, kind), _required_receive(stage, kind, placement), None
         else:
-            duties[stage, kind] = 0, None, network.channel(*channel_of(Action(stage, kind, 0), placement))
-    return duties
+            costs_by_kind[stage, kind] = 0, None, network.channel(*channel_of(Action(stage, kind, 0), placement))
+    return costs_by_kind
 
 
-def _awaited(stage: int, kind: str, placement: tuple[int, ...]) -> str | None:
-    """The kind of the receive that a computing action waits for; None when all it needs is on its rank."""
+def _required_receive(stage: int, kind: str, placement: tuple[int, ...]) -> str | None:
+    """Return the kind of receive that a computing action waits for; None if all its inputs are on its rank."""
     if kind == FORWARD:
         return RECV_F if stage > 0 and placement[stage - 1] != placement[stage] else None
     last = stage == len(placement) - 1
     return None if kind == WEIGHT or last or placement[stage + 1] == placement[stage] else RECV_B
 
 
-def _follow(actions: tuple[Action, ...], duties: _Duties, network: _Network, done: list[Interval]) -> Iterator[_Tensor]:
-    """Time the actions of a rank, yielding each tensor that has to arrive before it can go on."""
+def _follow(
+    actions: tuple[Action, ...], costs_by_kind: _ActionCosts, network: _Network, done: list[Interval]
+) -> Iterator[_Tensor]:
+    """Time the actions of a rank; yield each tensor that must arrive before it can continue."""
     now: float = 0
     for action in actions:
         stage, kind, microbatch = action
-        seconds, receive, channel = duties[stage, kind]
+        seconds, receive, channel = costs_by_kind[stage, kind]
         if channel is not None:
             network.post(channel, action, now)
             continue

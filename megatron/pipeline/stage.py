@@ -1,4 +1,4 @@
-"""One stage of a pipeline at work: its chunk, and what it keeps of every micro-batch until backward."""
+"""One pipeline stage at run time: its chunk, and the graph roots kept for the backward of each micro-batch."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ Chunk = Callable[[Tensor | None, MicroBatch], tuple[Tensor, Tensor]]
 
 
 class _Root(NamedTuple):
-    """Where backward begins: a result's place in the graph, without the result, whose memory may be free by then."""
+    """A node of the autograd graph where backward starts, without the tensor, so that its memory can be freed."""
 
     edge: GradientEdge
     dtype: torch.dtype
 
 
 class _Kept(NamedTuple):
-    """What backward needs of a micro-batch. A result that needs no gradient has no root."""
+    """What backward needs of a micro-batch; a result without gradient has no root."""
 
     x: Tensor | None
     out: _Root | None
@@ -31,22 +31,23 @@ class _Kept(NamedTuple):
 
 
 class Stage:
-    """A chunk, run one micro-batch at a time.
-
-    Attributes:
-        number: among the stages of the pipeline, from 0.
-        chunk: what computes.
-    """
+    """A chunk, run one micro-batch at a time."""
 
     def __init__(self, number: int, chunk: Chunk) -> None:
+        """Create the stage.
+
+        Args:
+            number: among the stages of the pipeline, from 0.
+            chunk: the module to run.
+        """
         self.number, self.chunk = number, chunk
         self._kept: dict[int, _Kept] = {}
 
     def forward(self, microbatch: int, x: Tensor | None, batch: MicroBatch) -> Tensor:
-        """The output of the chunk, outside of any graph; what backward needs is kept where gradients are enabled.
+        """Run the chunk and return its detached output; if gradients are enabled, keep what backward needs.
 
         Args:
-            microbatch: its number in the step.
+            microbatch: index in the step.
             x: input ``[S(/tp), B, H]``; None in the first stage.
             batch: the micro-batch.
         """
@@ -58,22 +59,22 @@ class Stage:
         return out.detach()
 
     def backward(self, microbatch: int, dy: Tensor, seed: Tensor) -> Tensor | None:
-        """Run backward and forget the micro-batch.
+        """Run backward of a micro-batch and free what was kept for it.
 
         Args:
-            microbatch: its number in the step.
-            dy: gradient of the output; of the loss, it is the seed.
+            microbatch: index in the step.
+            dy: gradient of the output; in the last stage, the seed.
             seed: factor of the auxiliary loss in the global objective, 0-d.
 
         Returns:
-            The gradient of the input, None in the first stage.
+            The gradient of the input; None in the first stage.
 
         Raises:
-            RuntimeError: when the output does not depend on the input.
+            RuntimeError: if the output does not depend on the input.
         """
         x, out, aux = self._kept.pop(microbatch)
-        begins = [(root, grad) for root, grad in ((out, dy), (aux, seed)) if root is not None]
-        torch.autograd.backward([root.edge for root, _ in begins], [grad.to(root.dtype) for root, grad in begins])
+        roots = [(root, grad) for root, grad in ((out, dy), (aux, seed)) if root is not None]
+        torch.autograd.backward([root.edge for root, _ in roots], [grad.to(root.dtype) for root, grad in roots])
         if x is not None and x.grad is None:
             raise RuntimeError(f"the output of stage {self.number} does not depend on its input")
         return None if x is None else x.grad

@@ -1,4 +1,4 @@
-"""Timelines as text: a drawing for terminals, and the numbers that head every picture."""
+"""Draw timelines as text for terminals, and format the numbers in the headline of every picture."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ from megatron.pipeline.actions import BACKWARD, FORWARD, INPUT, WEIGHT
 from megatron.pipeline.simulate import Interval, Timeline
 
 WORDS = {FORWARD: "forward", BACKWARD: "backward", INPUT: "input gradient", WEIGHT: "weight gradient"}
-"""What legends call the kinds."""
+"""Names of the kinds in legends."""
 
 IDLE, EXPOSED = " ", "~"
 ANSI = {FORWARD: "44;97", BACKWARD: "45;97", INPUT: "43;30", WEIGHT: "42;30"}
-"""Background and foreground of each kind, as terminals number them."""
+"""Background and foreground colour of each kind, as ANSI codes."""
 PLAIN = "\x1b[0m"
 
 
 def drawn(timeline: Timeline, width: int = 120, color: bool = False, clock: float | None = None) -> str:
-    """The timeline as lines of ``width`` characters: one per rank, time from left to right.
+    """Return the timeline as lines of ``width`` characters: one per rank, time from left to right.
 
-    An action is its kind and micro-batch, such as ``F12``, filled up with ``-``, and cut off where there is no room;
-    of every second stage on a rank the kind is in lower case. Idle time is blank, or ``~`` where a transfer is awaited.
+    An action is its kind and micro-batch, such as ``F12``, padded with ``-`` or truncated; the kind is lower case for
+    every second stage of a rank. Idle time is blank, or ``~`` while waiting for a transfer.
 
     Args:
         timeline: simulated or measured.
-        width: characters of a line, names of ranks included; at least 20 are used.
-        color: whether to add the colours that terminals understand.
-        clock: time that a line stands for, so that several timelines can be compared; default: the makespan.
+        width: characters of a line including the name of the rank, at least 20.
+        color: add ANSI colours.
+        clock: time that a full line represents, to compare several timelines; default: the makespan.
     """
     names = [f"rank {rank} " for rank in range(len(timeline.intervals))]
     room = max(map(len, names))
@@ -38,16 +38,18 @@ def drawn(timeline: Timeline, width: int = 120, color: bool = False, clock: floa
 
 
 def legend(timelines: Sequence[Timeline]) -> str:
-    """What the letters of the drawings mean, as far as they are in them."""
+    """Return the meaning of the letters that occur in the drawings."""
     kinds = {action.kind for timeline in timelines for rank in timeline.intervals for action, _, _ in rank}
-    told = [f"{kind} {word}" for kind, word in WORDS.items() if kind in kinds]
-    told += ["lower case: every second stage of a rank"] * any(max(chunks_of(t).values(), default=0) for t in timelines)
-    told += [f"{EXPOSED} waits for a transfer"] * any(any(timeline.exposed) for timeline in timelines)
-    return ", ".join(told)
+    entries = [f"{kind} {word}" for kind, word in WORDS.items() if kind in kinds]
+    if any(max(chunks_of(timeline).values(), default=0) for timeline in timelines):
+        entries.append("lower case: every second stage of a rank")
+    if any(any(timeline.exposed) for timeline in timelines):
+        entries.append(f"{EXPOSED} waits for a transfer")
+    return ", ".join(entries)
 
 
 def headline(timeline: Timeline) -> str:
-    """Makespan, bubble and peak memory in a line."""
+    """Return makespan, bubble and peak memory in one line."""
     return (
         f"makespan {number(timeline.makespan)}, bubble {timeline.bubble:.1%} "
         f"({timeline.span_bubble:.1%} of the span {number(timeline.span)}), "
@@ -56,18 +58,18 @@ def headline(timeline: Timeline) -> str:
 
 
 def number(value: float) -> str:
-    """At most four digits that count: ``120``, ``0.3333``."""
+    """Format with at most four significant digits: ``120``, ``0.3333``."""
     return f"{float(value):.4g}" if abs(value) < 1e4 else f"{float(value):.0f}"
 
 
 def chunks_of(timeline: Timeline) -> Mapping[int, int]:
-    """Which of its rank's stages each stage is, counted from 0."""
+    """Return the position of each stage among its rank's stages, from 0."""
     held = [sorted({action.stage for action, _, _ in intervals}) for intervals in timeline.intervals]
     return {stage: chunk for stages in held for chunk, stage in enumerate(stages)}
 
 
 def _row(timeline: Timeline, rank: int, scale: float, chunks: Mapping[int, int], color: bool) -> str:
-    """What one rank does, at ``scale`` characters for a unit of time."""
+    """Draw one rank at ``scale`` characters per unit of time."""
     cells = [IDLE] * round(timeline.makespan * scale)
 
     def place(start: float, end: float) -> range:
@@ -83,7 +85,7 @@ def _row(timeline: Timeline, rank: int, scale: float, chunks: Mapping[int, int],
 
 
 def _cells(interval: Interval, length: int, chunks: Mapping[int, int], color: bool) -> Iterator[str]:
-    """One action in ``length`` characters."""
+    """Yield the characters of one action."""
     stage, kind, microbatch = interval.action
     letter = kind.lower() if chunks[stage] % 2 else kind
     text = f"{letter}{microbatch}"

@@ -1,8 +1,7 @@
-"""Timelines as files that Chrome (chrome://tracing) and Perfetto (ui.perfetto.dev) show, and that are read back.
+"""Write and read timelines as trace files for Chrome (chrome://tracing) and Perfetto (ui.perfetto.dev).
 
-One process per pipeline rank: its first row is what it computes, and a row for each rank that it sends to has the
-transfers. Simulated and measured timelines have the same form. Times in a file are microseconds, as the viewers expect;
-an integer or fraction of a simulation becomes a float.
+Each pipeline rank is a process: its first row is what it computes, further rows are its transfers, by target rank.
+Simulated and measured timelines have the same form. Times are in microseconds, as floats.
 """
 
 from __future__ import annotations
@@ -19,26 +18,22 @@ from megatron.pipeline.simulate import Interval, Timeline, Transfer
 _MICROSECONDS = 1e6
 
 _COLOURS = {FORWARD: "rail_response", BACKWARD: "rail_animation", INPUT: "rail_load", WEIGHT: "rail_idle"}
-"""Names that Chrome knows: blue, red, green, orange. Perfetto chooses its own."""
+"""Colour names of Chrome: blue, red, green, orange. Perfetto chooses its own."""
 
 _SENT = "grey"
-"""Of transfers."""
+"""Colour of transfers."""
 
 
 def write_trace(timeline: Timeline, path: Path) -> None:
-    """Write ``timeline``, one event per line.
-
-    Raises:
-        OSError: when the file cannot be written.
-    """
-    about = {
+    """Write ``timeline``, one event per line."""
+    metadata = {
         "schedule": timeline.name,
         "ranks": len(timeline.intervals),
         "activation": [float(size) for size in timeline.activation],
         "weight_memory": [float(size) for size in timeline.weight_memory],
     }
     events = ",\n".join(json.dumps(event) for event in _events(timeline))
-    text = f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(about)},\n"traceEvents": [\n{events}\n]}}\n'
+    text = f'{{"displayTimeUnit": "ms",\n"otherData": {json.dumps(metadata)},\n"traceEvents": [\n{events}\n]}}\n'
     path.write_text(text, encoding="utf-8")
 
 
@@ -66,17 +61,17 @@ def _event(what: Interval | Transfer, rank: int, row: int, colour: str) -> dict[
 
 
 def read_trace(path: Path) -> Timeline:
-    """The timeline that :func:`write_trace` wrote. Events that others added to the file are left out.
+    """Read a timeline written by :func:`write_trace`; other events in the file are ignored.
 
     Raises:
-        ScheduleError: when the file cannot be read, is no such timeline, or a rank computes two things at once.
+        ScheduleError: if the file is unreadable or not such a timeline, or a rank computes two actions at once.
     """
     try:
         return _timeline(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError) as error:
         reason = str(error)
     except (KeyError, TypeError, AttributeError):
-        reason = "it is no trace of a pipeline"
+        reason = "it is not a trace of a pipeline"
     raise ScheduleError(
         f"{path} cannot be read as a timeline: {reason}",
         "write one with --profile-pipeline or tools/draw_schedule.py --trace",
@@ -84,8 +79,8 @@ def read_trace(path: Path) -> Timeline:
 
 
 def _timeline(content: dict[str, Any]) -> Timeline:
-    about = content["otherData"]
-    intervals: list[list[Interval]] = [[] for _ in range(about["ranks"])]
+    metadata = content["otherData"]
+    intervals: list[list[Interval]] = [[] for _ in range(metadata["ranks"])]
     transfers: list[Transfer] = []
     for event in content["traceEvents"]:
         if event.get("cat") == "compute":
@@ -100,8 +95,8 @@ def _timeline(content: dict[str, Any]) -> Timeline:
     ordered = tuple(tuple(sorted(rank, key=lambda interval: interval.start)) for rank in intervals)
     for rank, computed in enumerate(ordered):
         _check_apart(rank, computed)
-    sizes = (tuple(about[name]) for name in ("activation", "weight_memory"))
-    return Timeline(about["schedule"], ordered, tuple(transfers), *sizes)
+    sizes = (tuple(metadata[name]) for name in ("activation", "weight_memory"))
+    return Timeline(metadata["schedule"], ordered, tuple(transfers), *sizes)
 
 
 def _read(event: dict[str, Any]) -> tuple[Action, float, float]:

@@ -1,13 +1,13 @@
-"""Proof that a program can be run: nothing missing, nothing twice, in an order that never stops, in bounded memory.
+"""Prove that a program runs to completion: complete, without duplicates, free of deadlock, within memory bounds.
 
-The model is that of :mod:`megatron.pipeline.comms`. Three looks at the program, each linear in its length:
+Communication follows the model of :mod:`megatron.pipeline.communication`. Three passes, linear in the program's length:
 
-1. Rank by rank: every action once, on its stage's rank, after what it needs from that rank.
-2. Channel by channel: what is sent is received, in the same order. A rank posts in the order of its program, so with
-   equal orders transfer k-1 has been posted on both sides when k has: no transfer is held up by another one, and each
-   is only as late as its SEND.
-3. All ranks together: each goes on until it waits for a tensor whose SEND has not been reached. Where nothing moves
-   any more and something is left, ranks wait for each other in a circle.
+1. Per rank: every action occurs once, on its stage's rank, after the actions of that rank that it depends on.
+2. Per channel: receives match the sends, in the same order. A rank posts in program order, so with equal orders both
+   sides have posted transfer k-1 when they post k: no transfer is blocked by another one, and each is delayed only by
+   its SEND.
+3. All ranks: each advances until it needs a tensor whose SEND has not been reached. If no rank can advance before the
+   end, ranks wait for each other in a cycle.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from megatron.pipeline.actions import (
 )
 from megatron.pipeline.comms import channel_of, channels, other_end
 
-LEAVE_OUT = "leave SEND and RECV out of the file: they are placed for you"
+LEAVE_OUT = "leave SEND and RECV out of the file: they are added automatically"
 SHOWN = 4
-"""Ranks of a circle that a sentence names."""
+"""Ranks of a cycle named in a message."""
 
 _FORWARD, _INPUT, _WEIGHT, _SEND_F, _RECV_F, _SEND_B, _RECV_B = (1 << bit for bit in range(7))
-"""What has been done for a stage and micro-batch. A B does both gradients: of the input and of the weights."""
+"""Bits of what is done for a stage and micro-batch; a B sets the bits of both gradients."""
 
 _NAMES = {
     _FORWARD: (FORWARD,),
@@ -51,49 +51,35 @@ _NAMES = {
     _SEND_B: (SEND_B,),
     _RECV_B: (RECV_B,),
 }
-"""The kinds of action that do it."""
+"""Kinds of action that set each bit."""
 
 ACTIVATIONS = {FORWARD: 1, BACKWARD: -1, INPUT: -1}
 WEIGHTS = {INPUT: 1, WEIGHT: -1}
 BOTH = {FORWARD: 1, BACKWARD: -1, WEIGHT: -1}
-"""What an action adds to what its rank holds, as :class:`Peaks` counts it."""
+"""Change of each count of :class:`PeakCounts` by an action."""
 
 
 @dataclass(frozen=True)
 class Peaks:
-    """What each rank holds at most at one time, in micro-batches of a stage; nothing in an evaluation.
+    """Maximum that each rank holds at one time, in micro-batches of a stage; zero in an evaluation."""
 
-    Attributes:
-        activations: from the F to the B or I.
-        weights: from the I to the W, which is the time that what the gradient of the weights is made of is kept.
-        both: from the F to the B or W.
-    """
-
-    activations: tuple[int, ...]
-    weights: tuple[int, ...]
-    both: tuple[int, ...]
+    activations: tuple[int, ...]  # from F to B or I
+    weights: tuple[int, ...]  # from I to W, while the inputs of the weight gradient are kept
+    both: tuple[int, ...]  # from F to B or W
 
 
 class _Rule(NamedTuple):
-    """What an action of one stage and kind needs and does, in the bits above.
+    """Dependencies and effect of an action of one stage and kind, as bits."""
 
-    Attributes:
-        does: what is done after it.
-        once: none of this may be done before it.
-        needs: all of this must be.
-        offset: to the neighbouring stage on the same rank, in places of the record, and
-        there: what must be done for that one.
-    """
-
-    does: int
-    once: int
-    needs: int = 0
-    offset: int = 0
-    there: int = 0
+    does: int  # set by the action
+    once: int  # none of these may be set before
+    needs: int = 0  # all of these must be set before
+    offset: int = 0  # to the neighbouring stage on the same rank, in entries of the record
+    there: int = 0  # must be set for that stage
 
 
 _Rules = Sequence[Mapping[str, _Rule]]
-"""By stage and kind; a communication that has no channel has no rule."""
+"""By stage and kind; a communication without a channel has no rule."""
 
 
 def validate(
@@ -102,18 +88,21 @@ def validate(
     most_weights: float | None = None,
     evaluation: bool = False,
 ) -> Peaks:
-    """Prove that a program does every micro-batch on every stage once, and comes to its end; count what it holds.
+    """Prove that a program runs every micro-batch through every stage once and to completion.
 
-    The time is linear in the number of actions.
+    Takes time linear in the number of actions.
 
     Args:
         program: a schedule with its communication.
-        most_activations: bound of every rank's ``Peaks.activations``.
-        most_weights: bound of every rank's ``Peaks.weights``.
-        evaluation: whether it is one of forwards alone; otherwise each has its backward.
+        most_activations: bound on every rank's ``PeakCounts.activations``.
+        most_weights: bound on every rank's ``PeakCounts.weights``.
+        evaluation: expect forwards only; otherwise each has its backward.
+
+    Returns:
+        The maximum that each rank holds.
 
     Raises:
-        ScheduleError: naming the action at fault, and its rank.
+        ScheduleError: names the invalid action and its rank.
     """
     placement = program.placement
     kinds = [list(map(itemgetter(1), actions)) for actions in program.ranks]
@@ -137,10 +126,10 @@ def validate(
 
 
 def _require_all_forwards(program: Schedule, kinds: Sequence[Sequence[str]]) -> None:
-    """Refuse a rank that does nothing and a forward that is missing, before anything is as large as their product."""
+    """Reject a rank without actions and missing forwards, before tables of stages x micro-batches are allocated."""
     for rank, actions in enumerate(program.ranks):
         if not actions:
-            raise ScheduleError(f"rank {rank} of {len(program.ranks)} does nothing: every rank has a stage")
+            raise ScheduleError(f"rank {rank} of {len(program.ranks)} has no action: every rank needs a stage")
     places = len(program.placement) * program.microbatches
     if sum(k.count(FORWARD) for k in kinds) >= places:
         return
@@ -152,7 +141,7 @@ def _require_all_forwards(program: Schedule, kinds: Sequence[Sequence[str]]) -> 
 
 
 def _rules(placement: Sequence[int], count: int) -> _Rules:
-    """The rules of every stage; ``count`` is the number of micro-batches."""
+    """Return the rules of every stage for ``count`` micro-batches."""
     edges = [here != there for here, there in zip(placement, placement[1:])]
     rules: list[Mapping[str, _Rule]] = []
     for stage in range(len(placement)):
@@ -175,32 +164,32 @@ def _rules(placement: Sequence[int], count: int) -> _Rules:
 
 
 def _check_rank(program: Schedule, rank: int, rules: _Rules, done: bytearray) -> None:
-    """Go through one rank's actions and record in ``done``, by stage and micro-batch, what each does."""
+    """Check one rank's actions in order, recording in ``done`` what each does, by stage and micro-batch."""
     count = program.microbatches
     for index, (stage, kind, microbatch) in enumerate(program.ranks[rank]):
         place = stage * count + microbatch
         rule = rules[stage].get(kind)
         if rule is None:
-            raise _out_of_place(program, rank, Action(stage, kind, microbatch))
+            raise _no_rule_error(program, rank, Action(stage, kind, microbatch))
         does, once, needs, offset, there = rule
         seen = done[place]
         if seen & once or needs & ~seen or there & ~done[place + offset]:
-            raise _fault(program, rank, index, rule, done)
+            raise _rule_error(program, rank, index, rule, done)
         done[place] = seen | does
 
 
-def _out_of_place(program: Schedule, rank: int, action: Action) -> ScheduleError:
-    """Why its stage has no use for an action."""
+def _no_rule_error(program: Schedule, rank: int, action: Action) -> ScheduleError:
+    """Return the error for an action for which its stage has no rule."""
     if action.kind in COMMUNICATION:
         try:
             channel_of(action, program.placement)
         except ScheduleError as error:
             return error
-    return ScheduleError(f"rank {rank} has {action} in an evaluation, which only goes forward")
+    return ScheduleError(f"rank {rank} has {action} in an evaluation, which has only forwards")
 
 
-def _fault(program: Schedule, rank: int, index: int, rule: _Rule, done: bytearray) -> ScheduleError:
-    """Why the action at ``index`` of a rank cannot stand there."""
+def _rule_error(program: Schedule, rank: int, index: int, rule: _Rule, done: bytearray) -> ScheduleError:
+    """Return the error for the action at ``index`` of a rank, whose rule is violated."""
     actions = program.ranks[rank]
     action = actions[index]
     stage, _, microbatch = action
@@ -226,13 +215,13 @@ def _fault(program: Schedule, rank: int, index: int, rule: _Rule, done: bytearra
 
 
 def _backward(program: Schedule, stage: int, microbatch: int) -> bool:
-    """Whether some rank makes the gradient of the stage's input."""
+    """Return True if some rank computes the gradient of the stage's input."""
     wanted = (Action(stage, BACKWARD, microbatch), Action(stage, INPUT, microbatch))
     return any(action in actions for actions in program.ranks for action in wanted)
 
 
 def _require_all_done(program: Schedule, rules: _Rules, done: bytearray) -> None:
-    """Refuse what no rank does for some micro-batch."""
+    """Reject a program in which some action is missing."""
     count = program.microbatches
     for stage, own in enumerate(rules):
         complete = 0
@@ -257,23 +246,23 @@ def _missing(program: Schedule, stage: int, microbatch: int, kinds: Sequence[str
 
 
 def _check_orders(program: Schedule, rules: _Rules) -> None:
-    """Refuse a channel whose receives are not in the order of its sends; there are as many of both."""
+    """Reject a channel whose receives are not in the order of its sends; their numbers are equal."""
     placement, count = program.placement, program.microbatches
     sent: dict[tuple[int, int], list[int]] = {edge: [] for edge in channels(placement)}
     received: dict[tuple[int, int], list[int]] = {edge: [] for edge in channels(placement)}
-    shifts = _shifts(count)
+    offsets = _tensor_offsets(count)
     posts: list[dict[str, tuple[int, list[int]]]] = [{} for _ in rules]
     for stage, own in enumerate(rules):
         for kind in own:
             if kind in COMMUNICATION:
                 side = sent if kind in (SEND_F, SEND_B) else received
-                posts[stage][kind] = shifts[kind], side[channel_of(Action(stage, kind, 0), placement)]
+                posts[stage][kind] = offsets[kind], side[channel_of(Action(stage, kind, 0), placement)]
     for actions in program.ranks:
         for stage, kind, microbatch in actions:
             post = posts[stage].get(kind)
             if post is not None:
-                shift, order = post
-                order.append(2 * (stage * count + microbatch) + shift)
+                offset, order = post
+                order.append(2 * (stage * count + microbatch) + offset)
     for (source, target), order in sent.items():
         found = received[source, target]
         if order != found:
@@ -281,32 +270,32 @@ def _check_orders(program: Schedule, rules: _Rules) -> None:
             expected, posted = _receive(order[number], count), _receive(found[number], count)
             raise ScheduleError(
                 f"rank {target} has {posted} where {expected} belongs: transfer {number} from rank {source} to "
-                f"rank {target} is {other_end(expected)}, and receives stand in the order of the sends",
+                f"rank {target} is {other_end(expected)}, and receives must be in the order of the sends",
                 LEAVE_OUT,
             )
 
 
-def _shifts(count: int) -> dict[str, int]:
-    """What to add to twice the place of an action for the number of the tensor that it sends, receives or waits for.
+def _tensor_offsets(count: int) -> dict[str, int]:
+    """Return what to add to twice the index of an action to get the number of the tensor it sends, receives or needs.
 
-    A tensor has the number of the action that takes it: twice its place, and 1 more for a gradient.
+    The number of a tensor is twice the index of the action that consumes it, plus 1 for a gradient.
     """
     forward, gradient = {SEND_F: 2 * count, RECV_F: 0, FORWARD: 0}, {SEND_B: 1 - 2 * count, RECV_B: 1}
     return {**forward, **gradient, BACKWARD: 1, INPUT: 1}
 
 
 def _receive(number: int, count: int) -> Action:
-    """The RECV of a tensor with such a number."""
+    """Return the RECV of the tensor with this number."""
     place, gradient = divmod(number, 2)
     stage, microbatch = divmod(place, count)
     return Action(stage, RECV_B if gradient else RECV_F, microbatch)
 
 
 def _check_progress(program: Schedule, rules: _Rules) -> None:
-    """Let all ranks go as far as they can; refuse a program in which they do not reach the end."""
-    count, shifts = program.microbatches, _shifts(program.microbatches)
-    waits = [{kind: shifts[kind] for kind, rule in own.items() if rule.needs & (_RECV_F | _RECV_B)} for own in rules]
-    sends = {kind: shifts[kind] for kind in (SEND_F, SEND_B)}
+    """Advance all ranks as far as possible; reject a program that does not reach its end."""
+    count, offsets = program.microbatches, _tensor_offsets(program.microbatches)
+    waits = [{kind: offsets[kind] for kind, rule in own.items() if rule.needs & (_RECV_F | _RECV_B)} for own in rules]
+    sends = {kind: offsets[kind] for kind in (SEND_F, SEND_B)}
     sent = bytearray(2 * len(rules) * count)
     left = [iter(actions) for actions in program.ranks]
     waiting: dict[int, tuple[int, Action]] = {}
@@ -327,22 +316,22 @@ def _check_progress(program: Schedule, rules: _Rules) -> None:
                     waiting[number] = rank, action
                     break
     if waiting:
-        raise _circle(program, {rank: (_receive(n, count), action) for n, (rank, action) in waiting.items()})
+        raise _deadlock(program, {rank: (_receive(n, count), action) for n, (rank, action) in waiting.items()})
 
 
-def _circle(program: Schedule, waits: Mapping[int, tuple[Action, Action]]) -> ScheduleError:
-    """Ranks that wait for each other; ``waits`` has, by rank, the RECV and the action that waits for it."""
+def _deadlock(program: Schedule, waits: Mapping[int, tuple[Action, Action]]) -> ScheduleError:
+    """Return the error for a deadlock; ``waits`` has, by rank, the RECV and the action that waits for it."""
     sources = {rank: channel_of(receive, program.placement)[0] for rank, (receive, _) in waits.items()}
     seen: list[int] = []
     rank = min(waits)
     while rank not in seen:
         seen.append(rank)
         rank = sources[rank]
-    circle = seen[seen.index(rank) :]
-    clauses = [_waiting(program, rank, sources[rank], *waits[rank]) for rank in circle]
+    cycle = seen[seen.index(rank) :]
+    clauses = [_waiting(program, rank, sources[rank], *waits[rank]) for rank in cycle]
     if len(clauses) > SHOWN:
-        clauses[SHOWN - 1 :] = [f"and so on over {len(circle)} ranks, back to rank {rank}"]
-    return ScheduleError(f"ranks wait for each other in a circle: {'; '.join(clauses)}")
+        clauses[SHOWN - 1 :] = [f"and so on over {len(cycle)} ranks, back to rank {rank}"]
+    return ScheduleError(f"deadlock: ranks wait for each other in a cycle: {'; '.join(clauses)}")
 
 
 def _waiting(program: Schedule, rank: int, source: int, receive: Action, action: Action) -> str:
@@ -352,7 +341,7 @@ def _waiting(program: Schedule, rank: int, source: int, receive: Action, action:
 
 
 def _held(kinds: Sequence[str], counted: Mapping[str, int]) -> list[int]:
-    """What a rank holds after each of its actions."""
+    """Return what a rank holds after each of its actions."""
     return list(accumulate(map(counted.get, kinds, repeat(0))))
 
 

@@ -1,8 +1,8 @@
-"""What of a trainer a checkpoint holds, and the way there and back.
+"""Convert a trainer's state to and from the contents of a checkpoint.
 
-Tensors are global and by name: the weights at the precision of their masters (those that a model computes with are
-these, rounded), and under ``optim.{kind}.{name}`` what the update rule remembers of each. The rest is plain numbers.
-Initial weights and dropout are functions of seeds, samples of their number: no random generator has a state to save.
+Tensors are global and named: weights in the precision of the main parameters, and optimizer state under
+``optim.{kind}.{name}``. The rest is plain numbers. Initial weights and dropout are functions of seeds, and the sample
+order is a function of consumed samples, so no random generator state is saved.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from megatron.convert.checkpoint import AVERAGE
 from megatron.data.splits import spoken
 from megatron.model.fill import Source, fill
 from megatron.optim.masters import wide
-from megatron.optim.optimizer import Optimizer
 from megatron.parallel import comm
 from megatron.parallel.ownership import Slot, slots
 from megatron.training.origin import Place, is_own, place_of
@@ -33,75 +32,78 @@ from megatron.training.setup import DIGESTS, Trainer
 
 
 def restore(trainer: Trainer, manifest: Manifest, batches_since: Place) -> list[str]:
-    """Go on exactly where the run that wrote the checkpoint was; collective.
+    """Resume exactly where the run that wrote the checkpoint was; collective.
 
-    ``batches_since`` is where the batches of now began.
+    Args:
+        trainer: built without initial weights.
+        manifest: manifest of the checkpoint.
+        batches_since: steps and samples at which the current batch size options took effect.
 
     Returns:
         Notes on the data.
 
     Raises:
-        DamagedError: when the checkpoint's bytes are not those that were written, on every rank alike.
-        DataError: when the data cannot be opened.
-        UserError: when the training data are not those that the run was reading.
+        DamagedError: on every rank, if the checkpoint's checksums do not match.
+        DataError: if the data cannot be opened.
+        UserError: if the training data are not those that the run was reading.
 
     """
-    t, saved = trainer, manifest.state
-    t.begin_at(*place_of(manifest), saved["data"]["stretches"], batches_since)
-    t.evaluated = _evaluated(saved)
-    own = is_own(manifest.path, t.config.checkpoint)  # a fork is a run of its own
-    notes = _take_up_data(t, saved["data"], own)
-    notes += _read_tensors(t, manifest)
-    t.optimizer.set_steps_applied(saved["optimizer"]["steps"])
-    if saved["loss_scaler"]:  # there is none where the run that saved had a constant one
-        t.scaler.load_state_dict(saved["loss_scaler"])
-    if t.optimizer.spikes is not None and saved.get("spikes"):
-        t.optimizer.spikes.load_state_dict(saved["spikes"])
-    t.run_id = kept_run_id(saved, own)
+    saved = manifest.state
+    trainer.start_at(*place_of(manifest), saved["data"]["stretches"], batches_since)
+    trainer.evaluated = _evaluated(saved)
+    own = is_own(manifest.path, trainer.config.checkpoint)  # otherwise this is a fork, with a run id of its own
+    notes = _check_data(trainer, saved["data"], own)
+    notes += _read_tensors(trainer, manifest)
+    trainer.optimizer.set_steps_applied(saved["optimizer"]["steps"])
+    if saved["loss_scaler"]:  # empty if the run that saved had a constant scale
+        trainer.scaler.load_state_dict(saved["loss_scaler"])
+    if trainer.optimizer.spikes is not None and saved.get("spikes"):
+        trainer.optimizer.spikes.load_state_dict(saved["spikes"])
+    trainer.run_id = kept_run_id(saved, own)
     if own and "goodput" in saved:
-        t.goodput.load_state_dict(saved["goodput"])
+        trainer.goodput.load_state_dict(saved["goodput"])
     return notes
 
 
 def _read_tensors(trainer: Trainer, manifest: Manifest) -> list[str]:
-    """Weights, moments and averages; where the checkpoint has no average, it starts from the weights, which is said."""
-    t, wanted = trainer, held(trainer)
+    """Read weights, moments and averages; return a note if the checkpoint has no averages."""
+    optimizer = trainer.optimizer
+    wanted = held(trainer)
     averaged = any(name.startswith(AVERAGE) for name in manifest.tensors)
     if not averaged:
         wanted = {name: tensor for name, tensor in wanted.items() if not name.startswith(AVERAGE)}
-    read(manifest, to_fill(t, wanted), t.mesh.world)
-    t.optimizer.masters.put({name: wanted[name] for name in t.optimizer.masters})
-    if averaged or not t.optimizer.average:
-        t.optimizer.publish()
+    read(manifest, to_fill(trainer, wanted), trainer.mesh.world)
+    optimizer.masters.put({name: wanted[name] for name in optimizer.masters})
+    if averaged or not optimizer.average:
+        optimizer.publish()
         return []
-    t.optimizer.begin()
+    optimizer.begin()
     return ["the checkpoint has no average of the weights: it starts from the weights"]
 
 
 def restore_weights(trainer: Trainer, manifest: Manifest) -> None:
-    """Begin a run with the weights of a checkpoint; collective.
+    """Start a new run with the weights of a checkpoint; collective.
 
     Raises:
-        DamagedError: when the checkpoint's bytes are not those that were written, on every rank alike.
-        DataError: when the data cannot be opened.
+        DamagedError: on every rank, if the checkpoint's checksums do not match.
+        DataError: if the data cannot be opened.
 
     """
-    t = trainer
-    t.begin_at(0, 0)
-    masters = dict(t.optimizer.masters)
-    read(manifest, to_fill(t, masters), t.mesh.world)
-    t.optimizer.masters.put(masters)
-    t.optimizer.begin()
+    trainer.start_at(0, 0)
+    masters = dict(trainer.optimizer.masters)
+    read(manifest, to_fill(trainer, masters), trainer.mesh.world)
+    trainer.optimizer.masters.put(masters)
+    trainer.optimizer.begin()
 
 
 def restore_from_source(trainer: Trainer, source: Source) -> None:
-    """Begin a run with weights from elsewhere, each rank reading what it holds.
+    """Start a new run with weights from another source; each rank reads its own parts.
 
     Raises:
-        DataError: when the data cannot be opened.
+        DataError: if the data cannot be opened.
 
     """
-    trainer.begin_at(0, 0)
+    trainer.start_at(0, 0)
     masters = dict(trainer.optimizer.masters)
     fill(trainer.specs, masters, source, trainer.buckets.shares)
     trainer.optimizer.masters.put(masters)
@@ -109,137 +111,137 @@ def restore_from_source(trainer: Trainer, source: Source) -> None:
 
 
 def held(trainer: Trainer) -> dict[str, Tensor]:
-    """This rank's shares of all tensors of a checkpoint, by name."""
-    found = dict(trainer.optimizer.masters)
+    """Return this rank's shards of all tensors of a checkpoint, by name."""
+    shards = dict(trainer.optimizer.masters)
     for kind, tensors in trainer.optimizer.extra_state().items():
-        found |= {f"optim.{kind}.{name}": tensor for name, tensor in tensors.items()}
-    return found
+        shards |= {f"optim.{kind}.{name}": tensor for name, tensor in tensors.items()}
+    return shards
 
 
 def to_write(trainer: Trainer) -> dict[str, GlobalTensor]:
-    """The parts that this rank writes: what it answers for, as even over the ranks as buckets are cut.
+    """Return the parts of each tensor that this rank writes, balanced over the ranks like the gradient buckets.
 
-    Masters that are kept as remainders are put together when they are asked for: never all of them are there at once.
+    Main parameters that are stored as remainders are computed only when written, so never all at once.
     """
-    t, counted, entries = trainer, trainer.buckets.counted(), {}
-    for name, (dtype, whole) in _givers(t.optimizer).items():
+    optimizer = trainer.optimizer
+    main_params = optimizer.masters
+    readers: dict[str, tuple[torch.dtype, Callable[[], Tensor]]] = {
+        name: (wide(weight.dtype), partial(main_params.__getitem__, name))
+        for name, weight in main_params.weights.items()
+    }
+    for kind, tensors in optimizer.extra_state().items():
+        for name, tensor in tensors.items():
+            readers[f"optim.{kind}.{name}"] = tensor.dtype, tensor.detach
+    counted = trainer.buckets.counted()
+    entries = {}
+    for name, (dtype, whole) in readers.items():
         parameter = parameter_of(name)
-        spec, updated = t.specs[parameter], t.buckets.shares[parameter]
+        spec = trainer.specs[parameter]
+        updated = trainer.buckets.shares[parameter]
         share = counted.get(parameter)
         if share is not None:
             mine = slice(share.start - updated.start, share.stop - updated.start)
-            found = slots(spec, share, spec.owned)
-            parts = tuple(Part(slot.piece.place, partial(_elements, whole, mine, slot)) for slot in found)
+            boxes = slots(spec, share, spec.owned)
+            parts = tuple(Part(box.piece.place, partial(_elements, whole, mine, box)) for box in boxes)
             entries[name] = GlobalTensor(spec.shape, spec.view, dtype, parts)
     return entries
 
 
-def _givers(optimizer: Optimizer) -> dict[str, tuple[torch.dtype, Callable[[], Tensor]]]:
-    """Of all tensors of a checkpoint the type, and what gives this rank's share of it, by name."""
-    masters = optimizer.masters
-    found: dict[str, tuple[torch.dtype, Callable[[], Tensor]]] = {
-        name: (wide(weight.dtype), partial(masters.__getitem__, name)) for name, weight in masters.weights.items()
-    }
-    for kind, tensors in optimizer.extra_state().items():
-        for name, tensor in tensors.items():
-            found[f"optim.{kind}.{name}"] = tensor.dtype, tensor.detach
-    return found
-
-
 def _elements(whole: Callable[[], Tensor], mine: slice, slot: Slot) -> Tensor:
-    """The elements of a slot of what this rank writes of its share."""
     written: Tensor = slot.of(whole().view(-1)[mine])
     return written
 
 
 def to_fill(trainer: Trainer, tensors: Mapping[str, Tensor]) -> dict[str, GlobalTensor]:
-    """The parts that this rank needs: all that it holds of every piece, copies too."""
-    t, entries = trainer, {}
+    """Return the parts of each tensor that this rank reads: all that it holds, replicated parts included."""
+    entries = {}
     for name, tensor in tensors.items():
-        spec = t.specs[parameter_of(name)]
-        found = slots(spec, t.buckets.shares[parameter_of(name)])
-        parts = tuple(Part(slot.piece.place, slot.of(tensor.detach())) for slot in found)
+        parameter = parameter_of(name)
+        spec = trainer.specs[parameter]
+        boxes = slots(spec, trainer.buckets.shares[parameter])
+        parts = tuple(Part(box.piece.place, box.of(tensor.detach())) for box in boxes)
         entries[name] = GlobalTensor(spec.shape, spec.view, tensor.dtype, parts)
     return entries
 
 
 def parameter_of(name: str) -> str:
-    """The parameter that a tensor of a checkpoint belongs to: ``optim.exp_avg.X`` is of ``X``."""
+    """Return the parameter that a tensor of a checkpoint belongs to: ``X`` for ``optim.exp_avg.X``."""
     return name.split(".", 2)[2] if name.startswith("optim.") else name
 
 
 def state(trainer: Trainer) -> dict[str, Any]:
-    """How far a run is, in plain numbers; collective.
+    """Return the progress of the run as plain numbers; collective.
 
     Raises:
-        RuntimeError: when the samples that the ranks have read are not those of the stream.
+        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
 
     """
-    t = trainer
+    iteration, consumed_samples = trainer.batches_since
+    spikes = trainer.optimizer.spikes
     return {
-        "iteration": t.iteration,
-        "consumed_samples": t.consumed_samples,
-        "batches_since": dict(zip(("iteration", "consumed_samples"), t.batches_since)),
-        "evaluated": dict(t.evaluated),
-        "optimizer": {"steps": t.optimizer.steps_applied()},
-        "loss_scaler": t.scaler.state_dict(),
-        "spikes": {} if t.optimizer.spikes is None else t.optimizer.spikes.state_dict(),
-        "goodput": t.goodput.state_dict(),
-        "run_id": t.run_id,
+        "iteration": trainer.iteration,
+        "consumed_samples": trainer.consumed_samples,
+        "batches_since": {"iteration": iteration, "consumed_samples": consumed_samples},
+        "evaluated": dict(trainer.evaluated),
+        "optimizer": {"steps": trainer.optimizer.steps_applied()},
+        "loss_scaler": trainer.scaler.state_dict(),
+        "spikes": {} if spikes is None else spikes.state_dict(),
+        "goodput": trainer.goodput.state_dict(),
+        "run_id": trainer.run_id,
         "data": {
-            "stretches": {split: list(counts) for split, counts in t.data.stretches.items()},
-            "fingerprints": dict(t.data.fingerprints),
-            "digest": f"{consumed_digest(t):016x}",
+            "stretches": {split: list(counts) for split, counts in trainer.data.stretches.items()},
+            "fingerprints": dict(trainer.data.fingerprints),
+            "digest": f"{consumed_digest(trainer):016x}",
         },
-        "written_by": {"layout": dict(t.mesh.layout.sizes), "torch": torch.__version__},
+        "written_by": {"layout": dict(trainer.mesh.layout.sizes), "torch": torch.__version__},
     }
 
 
 def consumed_digest(trainer: Trainer) -> int:
-    """Digest of all samples that the run has consumed, from what its ranks have read; collective.
+    """Return the digest of all samples that the ranks have read for the run's steps; collective.
 
-    Every call takes up what was read since the one before, so that its cost does not grow with the run.
+    Each call adds the samples since the last one, so its cost does not grow with the run.
 
     Raises:
-        RuntimeError: when it is not that of the first ``consumed_samples`` samples of the stream.
+        RuntimeError: if it is not that of the first ``consumed_samples`` samples of the stream.
 
     """
-    t = trainer
-    read_by_rank = comm.all_gather_objects(t.digest_read, t.mesh.replicas)
+    read_by_rank = comm.all_gather_objects(trainer.digest_read, trainer.mesh.replicas)
     read = sum(read_by_rank) % DIGESTS
-    if read != t.data.digest("train", t.digested_samples, t.consumed_samples):
-        raise RuntimeError(f"the samples read up to step {t.iteration} are not those of the sample stream")
-    t.digest, t.digested_samples, t.digest_read = (t.digest + read) % DIGESTS, t.consumed_samples, 0
-    return t.digest
+    if read != trainer.data.digest("train", trainer.digested_samples, trainer.consumed_samples):
+        raise RuntimeError(f"the samples read up to step {trainer.iteration} are not those of the sample stream")
+    trainer.digest = (trainer.digest + read) % DIGESTS
+    trainer.digested_samples = trainer.consumed_samples
+    trainer.digest_read = 0
+    return trainer.digest
 
 
 def _evaluated(saved: Mapping[str, Any]) -> dict[str, int]:
-    """Steps taken before the last evaluation on each split; older checkpoints know of one validation set only."""
+    """Return the steps taken before the last evaluation of each split; old checkpoints have a single number."""
     steps = saved.get("evaluated", {})
     return dict(steps) if isinstance(steps, Mapping) else {"valid": steps}
 
 
-def _take_up_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[str]:
-    """Count the samples that the run has consumed as read; returns notes on data that are not the checkpoint's.
+def _check_data(trainer: Trainer, saved: Mapping[str, Any], own: bool) -> list[str]:
+    """Compare the data with the checkpoint's, and set the digest; return notes on changed evaluation data.
 
-    ``own`` says whether that lies in the run's own ``save`` folder.
+    ``own`` is True for a checkpoint in the run's own ``save`` folder.
 
     Raises:
-        UserError: when the samples that were consumed, or are still to come, are not what they were for the run that
-            saved. What is evaluated on may be.
+        UserError: if the training samples, consumed or still to come, are not those of the run that saved.
 
     """
-    t = trainer
-    changed = [s for s, mark in t.data.fingerprints.items() if saved["fingerprints"].get(s, mark) != mark]
-    t.digest = t.data.digest("train", 0, t.consumed_samples)
-    if f"{t.digest:016x}" != saved["digest"] and "train" not in changed:
+    fingerprints = trainer.data.fingerprints
+    changed = [s for s, fingerprint in fingerprints.items() if saved["fingerprints"].get(s, fingerprint) != fingerprint]
+    trainer.digest = trainer.data.digest("train", 0, trainer.consumed_samples)
+    if f"{trainer.digest:016x}" != saved["digest"] and "train" not in changed:
         changed = ["train", *changed]
     data = f"{' and '.join(map(spoken, changed))} data"
     if "train" in changed:
-        flag = flag_of_files(t.config.data)
+        flag = flag_of_files(trainer.config.data)
         same = (f"{flag} THE_SAME_DATA",) if flag is not None else ()
         sentence = f"the {data} are not those of the checkpoint: other files, or another order"
-        raise UserError([Problem("E815", sentence, (*same, *ways_out(Role.DATA, t.config.checkpoint, own)))])
+        raise UserError([Problem("E815", sentence, (*same, *ways_out(Role.DATA, trainer.config.checkpoint, own)))])
     if not changed:
         return []
     return [f"the {data} are not those of the checkpoint: losses on them cannot be compared with those before it"]

@@ -1,4 +1,4 @@
-"""Progress lines: compact numbers, and fewer columns where the terminal is narrow."""
+"""Console lines of a run: compact numbers, and fewer columns on narrow terminals."""
 
 from __future__ import annotations
 
@@ -11,35 +11,34 @@ from megatron.training.throughput import Yardstick
 
 @dataclass(frozen=True)
 class Column:
-    """A piece of a line; columns of one group stand together, and the highest ``rank`` leaves first."""
+    """A column of a console line. Groups are separated by ``|``."""
 
     text: str
     group: int
-    rank: int
+    drop_order: int  # on a narrow terminal, the column with the highest number is dropped first
 
 
 WORTH_TELLING = 0.005
-"""A share that a line of whole percents shows."""
+"""Smallest share that is shown; whole percents would show smaller ones as 0%."""
 
 WORDS_OF_ROUTERS = {"load_balancing_loss": "balance", "seq_load_balancing_loss": "balance", "z_loss": "router z"}
-"""What the losses of routers are called here."""
+"""Column titles of the MoE router losses."""
 
 SLOW = 0.03
-"""Excess of a rank's own time over the median rank's from which on the line names it."""
+"""The slowest rank is shown if its own time exceeds the median rank's by this share."""
 
 SETTLED_SECONDS = 600.0
-"""A run's age from which on its goodput says more than how long it took to start."""
+"""Goodput is shown from this age of a run on; before, it mostly measures the start-up time."""
 
 
 def progress_line(record: TrainRecord, yardstick: Yardstick, width: int | None = None) -> str:
-    """The line of one log step, at most ``width`` characters wide (None: all columns).
+    """Return the line of one log step, at most ``width`` characters wide (None: all columns).
 
     ``1240/95368 3.90B tok | loss 2.4137 gnorm .41 lr 6.0e-5 | 7.60s 404 tok/s/gpu MFU 44.0%``
     ``| comm 11% (tp6 pp3 dp2) data 0% | mem 27/80G r113 | slow r731 +4% | goodput 97.9% ETA 8d7h``
 
-    Loss, time and speed are means over the steps since the line before; all else is of the last of them. Of the
-    second half, columns that say nothing are left out: those on other ranks where there are none, a slowest rank
-    that keeps nobody waiting, the goodput of a run that has never stopped and loses nothing.
+    Loss, time and speed are means over the steps since the previous line; the rest is of the last step. Columns of the
+    second half are shown only if they apply: on several ranks, with a slow rank, after a restart.
     """
     total = str(yardstick.total_iterations)
     mfu = yardstick.mfu(record)
@@ -55,27 +54,27 @@ def progress_line(record: TrainRecord, yardstick: Yardstick, width: int | None =
     columns += [Column(f"{WORDS_OF_ROUTERS[name]} {loss(x)}", 1, 7) for name, x in record.router_losses.items()]
     if mfu is not None:
         columns.append(Column(f"MFU {mfu:.1%}", 2, 3))
-    columns += [*_waits(record), *_ranks(record)]
+    columns += [*_wait_columns(record), *_rank_columns(record)]
     if record.loss_scale != 1:
         columns.append(Column(f"scale {compact(record.loss_scale)}", 6, 7))
     if record.skipped:
         columns.append(Column(f"skipped {len(record.skipped)}", 7, 1))
-    if record.goodput is not None and _goodput_tells(record):
+    if record.goodput is not None and _shows_goodput(record):
         columns.append(Column(f"goodput {record.goodput:.1%}", 8, 8))
     columns.append(Column(f"ETA {duration(yardstick.seconds_left(record))}", 8, 2))
     return fit(columns, width)
 
 
-def _waits(record: TrainRecord) -> list[Column]:
-    """Shares of the step that passed in waiting: for other ranks by axes of the grid, in the pipeline, for data."""
+def _wait_columns(record: TrainRecord) -> list[Column]:
+    """Return the shares of the step spent in communication, in pipeline bubbles and waiting for data."""
     columns = []
     if record.communication_share is not None:
-        of = record.communication_share / (sum(record.communication.values()) or 1.0)  # so that they add up to it
-        shares = {axes: seconds * of for axes, seconds in record.communication.items()}
-        told = [f"{axes}{share * 100:.0f}" for axes, share in shares.items() if share >= WORTH_TELLING]
+        scale = record.communication_share / (sum(record.communication.values()) or 1.0)  # shares add up to the total
+        shares = {axes: seconds * scale for axes, seconds in record.communication.items()}
+        shown = [f"{axes}{share * 100:.0f}" for axes, share in shares.items() if share >= WORTH_TELLING]
         columns.append(Column(f"comm {record.communication_share:.0%}", 3, 6))
-        if told:
-            columns.append(Column(f"({' '.join(told)})", 3, 10))
+        if shown:
+            columns.append(Column(f"({' '.join(shown)})", 3, 10))
     if record.bubble is not None:
         columns.append(Column(f"bubble {record.bubble:.1%}", 3, 5))
     if record.data_wait is not None:
@@ -84,8 +83,8 @@ def _waits(record: TrainRecord) -> list[Column]:
     return columns
 
 
-def _ranks(record: TrainRecord) -> list[Column]:
-    """The fullest rank, and the slowest one where it keeps the others waiting."""
+def _rank_columns(record: TrainRecord) -> list[Column]:
+    """Return the memory of the fullest rank, and the slowest rank if it delays the others."""
     columns = []
     if record.memory_bytes is not None and record.memory_total_bytes is not None:
         rank = "" if record.memory_rank is None else f" r{record.memory_rank}"
@@ -95,25 +94,25 @@ def _ranks(record: TrainRecord) -> list[Column]:
     return columns
 
 
-def _goodput_tells(record: TrainRecord) -> bool:
-    """Whether the run was started again, or loses time although it has settled."""
+def _shows_goodput(record: TrainRecord) -> bool:
+    """Return True after a restart, or if the run loses time long after its start."""
     settled = record.run_seconds is not None and record.run_seconds >= SETTLED_SECONDS
     lossy = record.goodput is not None and record.goodput < 1 - WORTH_TELLING
     return (record.starts or 1) > 1 or (settled and lossy)
 
 
 def timing_line(record: TrainRecord) -> str | None:
-    """The timers of one log step, per step; None where there are none.
+    """Return the line of the timers, in time per step, or None without timers.
 
-    ``times: forward-backward 120ms to 131ms, optimizer 8.00ms to 9.10ms``: the shortest and the longest of all ranks,
-    the longest alone, or each rank's, as ``--timing-log-option`` says.
+    ``times: forward-backward 120ms to 131ms, optimizer 8.00ms to 9.10ms``: the shortest and longest over all ranks, the
+    longest, or one time per rank, as set by ``--timing-log-option``.
     """
     texts = [f"{name} {timing(times)}" for name, times in record.timings.items()]
     return f"times: {', '.join(texts)}" if texts else None
 
 
 def timing(times: Timing) -> str:
-    """``8.00ms to 9.10ms``, ``9.10ms``, or one for each rank."""
+    """Format as ``8.00ms to 9.10ms``, as ``9.10ms``, or as one time per rank."""
     if times.by_rank is not None:
         return " ".join(map(step_time, times.by_rank))
     low = "" if times.shortest is None else f"{step_time(times.shortest)} to "
@@ -121,7 +120,7 @@ def timing(times: Timing) -> str:
 
 
 def evaluation_line(record: EvaluationRecord) -> str:
-    """The line of one evaluation."""
+    """Return the line of one evaluation."""
     average = "" if record.average is None else f" ema {loss(record.average)}"
     return (
         f"{record.title} at {record.iteration}: loss {loss(record.loss)} ppl {plain(record.perplexity)}{average}"
@@ -130,11 +129,11 @@ def evaluation_line(record: EvaluationRecord) -> str:
 
 
 def fit(columns: list[Column], width: int | None) -> str:
-    """The columns as one line, the least important left out until it fits into ``width`` characters."""
+    """Join the columns into one line; drop the least important ones until it fits into ``width`` characters."""
     line = _join(columns)
     while width is not None and len(line) > width and len(columns) > 1:
-        least = max(columns, key=lambda column: column.rank)
-        columns = [column for column in columns if column is not least]
+        dropped = max(columns, key=lambda column: column.drop_order)
+        columns = [column for column in columns if column is not dropped]
         line = _join(columns)
     return line
 
@@ -147,19 +146,19 @@ def _join(columns: list[Column]) -> str:
 
 
 def loss(nats: float) -> str:
-    """Four decimals; ``-`` where there is no finite loss to tell."""
+    """Format with four decimals; ``-`` if not finite."""
     return f"{nats:.4f}" if math.isfinite(nats) else "-"
 
 
 def speed(record: TrainRecord, yardstick: Yardstick) -> str:
-    """Tokens per second: of one GPU, or of all CPU ranks together."""
+    """Format tokens per second: per GPU, or of all CPU ranks together."""
     if yardstick.on_gpu:
         return f"{compact(record.tokens_per_second / yardstick.world_size)} tok/s/gpu"
     return f"{compact(record.tokens_per_second)} tok/s"
 
 
 def compact(number: float, *, trim: bool = False) -> str:
-    """Three digits and a power of a thousand: ``3.90B``, ``12.3K``, ``404``; ``trim`` drops zeros, ``3.9B``."""
+    """Format with three digits and a unit: ``3.90B``, ``12.3K``, ``404``; ``trim`` drops trailing zeros: ``3.9B``."""
     if abs(number) < 999.5 and number == int(number):
         return f"{number:.0f}"
     for unit in ("", "K", "M", "B", "T"):
@@ -171,13 +170,13 @@ def compact(number: float, *, trim: bool = False) -> str:
 
 
 def three_digits(number: float) -> str:
-    """Up to two decimals: ``1.23``, ``12.3``, ``123``."""
+    """Format with up to two decimals: ``1.23``, ``12.3``, ``123``."""
     decimals = 2 if abs(number) < 9.995 else 1 if abs(number) < 99.95 else 0
     return f"{number:.{decimals}f}"
 
 
 def plain(number: float) -> str:
-    """Three digits without a leading zero, as a power of ten where that would not do: ``.41``, ``12.3``, ``4.1e5``."""
+    """Format with three digits and no leading zero, or in scientific notation: ``.41``, ``12.3``, ``4.1e5``."""
     if not math.isfinite(number) or number == 0:
         return f"{number:.0f}"
     if not 0.01 <= abs(number) < 99_999.5:
@@ -186,7 +185,7 @@ def plain(number: float) -> str:
 
 
 def exponent(number: float) -> str:
-    """Two digits and a power of ten: ``6.0e-5``; ``0``."""
+    """Format in scientific notation with two digits: ``6.0e-5``; ``0``."""
     if number == 0 or not math.isfinite(number):
         return f"{number:.0f}"
     digits, power = f"{number:.1e}".split("e")
@@ -194,12 +193,12 @@ def exponent(number: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """``7.60s``, or milliseconds below a tenth of a second."""
+    """Format as ``7.60s``, or as ``76.0ms`` below a tenth of a second."""
     return f"{three_digits(seconds)}s" if seconds >= 0.0995 else f"{three_digits(seconds * 1000)}ms"
 
 
 def duration(seconds: float) -> str:
-    """The two largest units, rounded: ``8d7h``, ``3h05m``, ``4m09s``, ``12s``."""
+    """Format in the two largest units: ``8d7h``, ``3h05m``, ``4m09s``, ``12s``."""
     for name, size, lower_name, lower in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         rounded = round(seconds / lower) * lower
         if rounded >= size:
@@ -209,6 +208,6 @@ def duration(seconds: float) -> str:
 
 
 def memory(used_bytes: int, total_bytes: int) -> str:
-    """Gibibytes: ``27/80G``, ``0.6/16G``."""
+    """Format used and total memory in GiB: ``27/80G``, ``0.6/16G``."""
     used, total = used_bytes / 2**30, total_bytes / 2**30
     return f"{used:.{1 if used < 9.95 else 0}f}/{total:.0f}G"

@@ -1,4 +1,4 @@
-"""What ``--check-config`` says of the data: which files each split reads, how much is in them, whether that will do."""
+"""Describe the data for ``--check-config``: the files of each split, their sizes, and whether they are enough."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from megatron.data.splits import kind_of, titled
 from megatron.data.stretches import readers, sources_of
 from megatron.data.vocabulary import known_tokenizer
 
-MOST_SHOWN = 8  # datasets of a list
+MOST_SHOWN = 8  # datasets listed
 
 FEW_SEQUENCES = 100
-"""A part of fewer may hold no sample, so its files are opened as at the start; of the others only headers are read."""
+"""A split with fewer sequences may hold no sample, so its files are opened; otherwise only headers are read."""
 
 
 class Size(NamedTuple):
-    """What is in a dataset."""
+    """The contents of a dataset."""
 
     documents: int
     tokens: int
@@ -33,33 +33,34 @@ class Size(NamedTuple):
 
 
 class Reading(NamedTuple):
-    """How a dataset of a blend is read: its share of the samples, and how often all of it."""
+    """How a run reads a dataset of a blend."""
 
     prefix: str
     size: Size
-    share: float
+    share: float  # of the samples
     epochs: float
 
 
 def data_rows(config: RunConfig, world_size: int, iteration: int = 0, consumed_samples: int = 0) -> list[str]:
-    """Lines in the form of the configuration's summary, one for each dataset; none for generated tokens.
+    """Return lines for the configuration summary, one per dataset; none for mock data.
 
-    Of each file only the size and the header are read, as long as every split surely gets a sample.
+    Reads only the size and the header of each file, unless a split might be too small for a sample.
 
     Args:
-        config: one that passed its checks, resolved or not, the vocabulary's size included.
-        world_size: ranks.
-        iteration: steps taken before the run goes on.
-        consumed_samples: samples they used.
+        config: checked configuration, resolved or not, vocabulary size included.
+        world_size: number of ranks.
+        iteration: steps already taken.
+        consumed_samples: samples already consumed.
 
     Raises:
-        UserError: when what names the files cannot be understood.
-        DataError: when a file is not what it should be, or the data would not do for the run, as at its start.
+        UserError: if the data options are invalid.
+        DataError: if a file is invalid, or the data are too small for the run, as at its start.
 
     """
     if config.data.mock_data:
         return []
-    dp, begin = config.parallel.data_parallel_size(world_size), (iteration, consumed_samples)
+    dp = config.parallel.data_parallel_size(world_size)
+    begin = iteration, consumed_samples
     tokens = trained_samples(config.training, dp, *begin) * config.training.seq_length
     read = samples_read(config.data, config.training, dp, begin)
     rows = list(_rows(data_sources(config.data), tokens))
@@ -71,7 +72,7 @@ def data_rows(config: RunConfig, world_size: int, iteration: int = 0, consumed_s
 
 
 def _repeated(source: Source, tokens: int) -> list[str]:
-    """What the start of a run would say of the dataset that it reads most often, of those that are shown."""
+    """Return the note that a start would log on many epochs, for the listed dataset that is read most often."""
     part = 1.0 if source.split is None else split_shares(source.split)[0]
     most = max(_readings(source.blend, tokens, part), key=lambda reading: reading.epochs)
     note = many_epochs(most.prefix, most.epochs)
@@ -79,67 +80,63 @@ def _repeated(source: Source, tokens: int) -> list[str]:
 
 
 def _shortages(config: RunConfig, read: Mapping[str, int]) -> list[str]:
-    """What the start of a run would say of splits that no sample can be cut for.
-
-    Raises:
-        DataError: as there.
-    """
+    """Return the notes that a start would log on splits too small for a sample; may raise its DataError."""
     sources = {split: source for split, source in sources_of(config.data, read).items() if split in read}
     prefixes = dict.fromkeys(prefix for source in sources.values() for prefix in source.blend.prefixes)
-    held = {prefix: measure(prefix).sequences for prefix in prefixes}
-    few = any(_fewest(split, source, held) < FEW_SEQUENCES for split, source in sources.items())
+    sequences = {prefix: measure(prefix).sequences for prefix in prefixes}
+    few = any(_fewest(split, source, sequences) < FEW_SEQUENCES for split, source in sources.items())
     return readers(config.data, read, config.training, None)[1] if few else []
 
 
-def _fewest(split: str, source: Source, held: Mapping[str, int]) -> int:
-    """The fewest sequences that a split gets of one of its sources, each of which has ``held`` so many."""
-    counts = [held[prefix] for prefix in source.blend.prefixes]
+def _fewest(split: str, source: Source, sequences: Mapping[str, int]) -> int:
+    """Return the smallest number of sequences that a split gets from one of its datasets."""
+    counts = [sequences[prefix] for prefix in source.blend.prefixes]
     if source.split is None:
         return min(counts)
     return min(len(split_ranges(source.split, count)[SPLITS.index(kind_of(split))]) for count in counts)
 
 
 def _rows(sources: Mapping[str, Source], tokens: int) -> Iterator[str]:
-    """A line for each dataset; a run trains on so many ``tokens``."""
-    cut = next((source.split for source in sources.values() if source.split is not None), None)
-    if cut is None:
+    """Yield a line for each dataset of a run that trains on ``tokens`` tokens."""
+    ratios = next((source.split for source in sources.values() if source.split is not None), None)
+    if ratios is None:
         for name in list(sources)[:MOST_SHOWN]:
             lines = _datasets(sources[name].blend, tokens if name == "train" else 0)
             yield titled(name) + next(lines)
             yield from (f"{'':<11}{line}" for line in lines)
         if len(sources) > MOST_SHOWN:
-            yield f"{'':<11}and {_named(list(sources)[MOST_SHOWN:])}"
+            yield f"{'':<11}and {_shorten(list(sources)[MOST_SHOWN:])}"
         return
-    shares = split_shares(cut)
+    shares = split_shares(ratios)
     parts = ", ".join(f"{split} {_percent(share)}" for split, share in zip(SPLITS, shares) if share)
     yield f"{'data':<11}of each dataset {parts}"
     yield from (f"{'':<11}{line}" for line in _datasets(sources["train"].blend, tokens, shares[0]))
     sets = [name.partition(":")[2] for name in sources if ":" in name]
     if sets:
-        yield f"{'valid':<11}each by itself: {_named(sets)}"
+        yield f"{'valid':<11}each by itself: {_shorten(sets)}"
 
 
-def _named(names: Sequence[str]) -> str:
+def _shorten(names: Sequence[str]) -> str:
     more = f" and {len(names) - MOST_SHOWN:,} more" if len(names) > MOST_SHOWN else ""
     return ", ".join(names[:MOST_SHOWN]) + more
 
 
 def _datasets(blend: Blend, tokens: int, part: float = 1.0) -> Iterator[str]:
-    """A line for each dataset of a blend, of which ``part`` is trained on for so many ``tokens`` in all."""
+    """Yield a line for each dataset of a blend, of which the fraction ``part`` is used for ``tokens`` tokens."""
     for prefix, size, share, epochs in _readings(blend, tokens, part):
         weight = f"{_percent(share)} " if len(blend.prefixes) > 1 and share else ""
-        often = f", {epochs:,.1f} epochs" if epochs >= 1 else f", {epochs:.2g} epochs" if epochs else ""
-        yield f"{weight}{prefix}: {size.documents:,} documents, {size.tokens:,} tokens{often}"
+        repeats = f", {epochs:,.1f} epochs" if epochs >= 1 else f", {epochs:.2g} epochs" if epochs else ""
+        yield f"{weight}{prefix}: {size.documents:,} documents, {size.tokens:,} tokens{repeats}"
     if len(blend.prefixes) > MOST_SHOWN:
         yield f"and {len(blend.prefixes) - MOST_SHOWN:,} more"
 
 
 def _readings(blend: Blend, tokens: int, part: float) -> Iterator[Reading]:
-    """How the datasets of a blend that are shown are read."""
+    """Yield the listed datasets of a blend with their shares and epochs."""
     shown = blend.prefixes[:MOST_SHOWN]
     sizes = [measure(prefix) for prefix in shown]
-    held = [size.tokens for size in sizes]
-    weights = blend.weights or (held if len(shown) == len(blend.prefixes) else [])
+    lengths = [size.tokens for size in sizes]
+    weights = blend.weights or (lengths if len(shown) == len(blend.prefixes) else [])
     shares = [weight / sum(weights) for weight in weights[: len(shown)]] if sum(weights) else [0.0] * len(shown)
     for prefix, size, share in zip(shown, sizes, shares):
         yield Reading(prefix, size, share, tokens * share / (size.tokens * part) if size.tokens else 0.0)
@@ -150,10 +147,10 @@ def _percent(share: float) -> str:
 
 
 def measure(prefix: str) -> Size:
-    """What is in a dataset, from the sizes of its files and the header of its index.
+    """Return the contents of a dataset, from the sizes of its files and the header of its index.
 
     Raises:
-        DataError: when they do not fit together, or a file cannot be read.
+        DataError: if they are inconsistent, or a file cannot be read.
     """
     try:
         with open(f"{prefix}.idx", "rb") as index:
@@ -163,6 +160,6 @@ def measure(prefix: str) -> Size:
         if (magic, version, found[0]) == (MAGIC, VERSION, expected) and code in CODES and boundaries:
             return Size(boundaries - 1, found[1] // CODES[code].itemsize, sequences)
     except (OSError, struct.error):
-        pass  # opening it says what is wrong
+        pass  # opening the dataset raises the proper error
     whole = IndexedDataset(prefix)
     return Size(len(whole.documents) - 1, whole.num_tokens, len(whole))

@@ -1,4 +1,4 @@
-"""What a person is told of an error that ends a run: on the console, and in one line of its records."""
+"""Describe the error that ends a run: in full for the console, in one line for the run's records."""
 
 from __future__ import annotations
 
@@ -12,27 +12,27 @@ from megatron.parallel.mesh import is_lost_contact, leave_word, words_left
 from megatron.training.nonfinite import NonFiniteError
 
 MOST_OF_A_CAUSE = 60
-"""Characters of a library's words that a sentence of ours takes over."""
+"""Characters quoted from a library's error message."""
 
 
 class StartRefusedError(Exception):
-    """What was asked for cannot begin: the text of the error that says why, which is its cause."""
+    """The flags or files do not allow a start; raised from a ``UserError`` or ``DataError``, with its text."""
 
 
 EXPECTED = (StartRefusedError, UserError, DataError, CheckpointError, NonFiniteError)
-"""Errors whose text says all there is to say; others come with their traceback."""
+"""Errors whose text is complete; others are printed with their traceback."""
 
 LOST_CONTACT = (
-    "another rank ended without a word (killed, out of memory), or did not answer within "
-    "--distributed-timeout-minutes; the launcher may know which"
+    "lost contact with another rank: it was killed, ran out of memory, or did not respond within "
+    "--distributed-timeout-minutes; see the launcher's output for the cause"
 )
 
 FIRST = "first failure"
-"""The word under which the first rank to fail leaves, for the others, what it fails of."""
+"""Key under which the first rank to fail publishes its error."""
 
 
 def explain(error: BaseException) -> str:
-    """All there is to say, for the console: of a bug, its traceback."""
+    """Return the text for the console; with a traceback if the error is unexpected."""
     if isinstance(error, EXPECTED):
         return str(error)
     if is_lost_contact(error):
@@ -41,26 +41,22 @@ def explain(error: BaseException) -> str:
 
 
 def sentence(error: BaseException) -> str:
-    """The same in short, for the records: no traceback, and of a lost rank what it, or torch.distributed, said last."""
+    """Return one line for the records; after lost contact, the error that the lost rank published if there is one."""
     if isinstance(error, EXPECTED):
         return str(error)
+    notes = "".join(f", {note}" for note in getattr(error, "__notes__", ()))  # such as the failing pipeline action
     if not is_lost_contact(error):
-        return f"{type(error).__name__}: {error}{_where(error)}"
-    return words_left([FIRST]).get(FIRST) or f"{LOST_CONTACT} ({_cause(str(error))}){_where(error)}"
+        return f"{type(error).__name__}: {error}{notes}"
+    return words_left([FIRST]).get(FIRST) or f"{LOST_CONTACT} ({_cause(str(error))}){notes}"
 
 
-def leave_sentence(error: BaseException, whose: str) -> None:
-    """Let the other ranks know what a rank fails of, lest their records tell only that contact was lost."""
-    leave_word(FIRST, f"{whose}: {sentence(error)}")
-
-
-def _where(error: BaseException) -> str:
-    """The notes on an error, such as the pipeline's action that raised it."""
-    return "".join(f", {note}" for note in getattr(error, "__notes__", ()))
+def leave_sentence(error: BaseException, rank: str) -> None:
+    """Publish this rank's error so that other ranks can report the root cause."""
+    leave_word(FIRST, f"{rank}: {sentence(error)}")
 
 
 def _cause(text: str) -> str:
-    """The last clause of the first line: ``[file:line] Read error [address]: Connection reset by peer``."""
+    """Return the last clause of the first line: ``[file:line] Read error [address]: Connection reset by peer``."""
     line = next(iter(text.strip().splitlines()), "no reason is given")
     clause = re.sub(r" ?\[[^]]*\](:\d+)?", "", line).split(". ")[0].split(": ")[-1].strip(" .:")
     return clause if len(clause) <= MOST_OF_A_CAUSE else f"{clause[:MOST_OF_A_CAUSE].rstrip()}..."

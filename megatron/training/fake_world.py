@@ -1,8 +1,8 @@
-"""One rank of a large run, built here as the run would build it: nothing allocated, nobody to talk to.
+"""Build one rank of a large run without allocating memory or communicating.
 
-Layout, groups, model, buckets and optimizer come from the code that a run takes; tensors are on torch's ``meta``
-device, and groups on its ``fake`` backend. The other ranks of that rank's pipeline are built the same way, one after
-the other, so that the whole model is accounted for.
+Layout, groups, model, buckets and optimizer come from the code of a real run; tensors are on torch's ``meta`` device,
+and process groups use its ``fake`` backend. The other ranks of the same pipeline are built too, one after the other, so
+that the whole model is accounted for.
 """
 
 from __future__ import annotations
@@ -25,62 +25,46 @@ from megatron.pipeline.plan import stage_layers
 from megatron.training.setup import Trainer, build
 
 STATE = ("weights", "gradients", "masters", "moments", "average")
-"""What is counted, of the parts of :data:`megatron.config.memory.PARTS`."""
+"""The parts of :data:`megatron.config.memory.PARTS` that are counted."""
 
 OTHERS = "the rest of its pipeline"
-"""The phase in which the other ranks are built."""
+"""Name of the phase in which the other ranks are built."""
 
 
 @dataclass(frozen=True)
 class BuiltRank:
-    """What was built of one rank.
+    """One rank after it was built."""
 
-    Attributes:
-        rank: global.
-        stages: its part of the model, by the number of the stage.
-        parameters: elements of its parameters, padding of the vocabulary included.
-        whole: elements of the same parameters over all ranks that share them, without padding, by global name.
-        state: bytes by :data:`STATE`.
-        groups: of the whole world, which every rank knows of.
-    """
-
-    rank: int
-    stages: Mapping[int, StageLayers]
-    parameters: int
-    whole: Mapping[str, int]
-    state: Mapping[str, int]
-    groups: tuple[Groups, ...]
+    rank: int  # global
+    stages: Mapping[int, StageLayers]  # its layers, by stage number
+    parameters: int  # elements of its parameters, vocabulary padding included
+    whole: Mapping[str, int]  # elements of the same parameters over all ranks, without padding, by global name
+    state: Mapping[str, int]  # bytes by ``STATE``
+    groups: tuple[Groups, ...]  # process groups of the whole world
 
     @property
     def layers(self) -> int:
-        """Its transformer blocks."""
+        """Number of transformer blocks of this rank."""
         return sum(stage.count for stage in self.stages.values())
 
 
 @dataclass(frozen=True)
 class FakeWorld:
-    """A world of which one pipeline was built.
-
-    Attributes:
-        layout: the grids.
-        rank: the rank that was asked about.
-        pipeline: the ranks of its pipeline, in order.
-        seconds: by phase.
-    """
+    """A world of which one pipeline was built."""
 
     layout: Layout
-    rank: int
-    pipeline: tuple[BuiltRank, ...]
-    seconds: Mapping[str, float]
+    rank: int  # the rank to report on
+    pipeline: tuple[BuiltRank, ...]  # the ranks of its pipeline, in order
+    seconds: Mapping[str, float]  # by phase
 
     @property
     def chosen(self) -> BuiltRank:
-        """What was built of :attr:`rank`."""
+        """The built rank number :attr:`rank`."""
         return next(built for built in self.pipeline if built.rank == self.rank)
 
     @property
     def parameters(self) -> int:
-        """Of the whole model, each counted once: a tied weight too, which two ranks of a pipeline hold."""
+        """Number of parameters of the whole model; a tied weight, held by two pipeline ranks, counts once."""
         whole: dict[str, int] = {}
         for built in self.pipeline:
             whole |= built.whole
@@ -88,16 +72,17 @@ class FakeWorld:
 
     @property
     def layers(self) -> int:
-        """Of the whole model."""
+        """Number of transformer blocks of the whole model."""
         return sum(built.layers for built in self.pipeline)
 
     def report(self) -> str:
-        """A few lines, and one for every kind of groups and every rank of the pipeline."""
-        here = self.layout.coordinate(self.rank)
-        dense, expert = ([f"{axis} {here[axis]}" for axis in axes] for axes in (DENSE_AXES, EXPERT_AXES))
-        place = ", ".join(dense) + (f"; of experts {', '.join(expert)}" if self.layout.sizes["ep"] > 1 else "")
+        """Return the report as text, with tables of process groups and pipeline ranks."""
+        coordinate = self.layout.coordinate(self.rank)
+        position = ", ".join(f"{axis} {coordinate[axis]}" for axis in DENSE_AXES)
+        if self.layout.sizes["ep"] > 1:
+            position += "; of experts " + ", ".join(f"{axis} {coordinate[axis]}" for axis in EXPERT_AXES)
         rows = {
-            "fake world": [f"rank {self.rank:,} of {self.layout.world_size:,}, nothing allocated: {place}"],
+            "fake world": [f"rank {self.rank:,} of {self.layout.world_size:,}, nothing allocated: {position}"],
             "groups": [*_group_rows(self.chosen.groups)],
             "pipeline": [*self._pipeline_rows()],
             "state": [_state_row(self.chosen)],
@@ -109,7 +94,7 @@ class FakeWorld:
     def _pipeline_rows(self) -> Iterator[str]:
         cells = [("rank", "pp", "layers", "parameters", "bytes", "stages")]
         for pp, built in enumerate(self.pipeline):
-            stages = ", ".join(f"{number}: {_spoken(stage)}" for number, stage in built.stages.items())
+            stages = ", ".join(f"{number}: {_describe(stage)}" for number, stage in built.stages.items())
             size = shown(sum(built.state.values()))
             cells.append((f"{built.rank:,}", str(pp), str(built.layers), f"{built.parameters:,}", size, stages))
         yield from _table(cells)
@@ -117,20 +102,21 @@ class FakeWorld:
 
 
 def fake_world(config: RunConfig, world_size: int, rank: int, started: float | None = None) -> FakeWorld:
-    """Build one rank of a world, and the others of its pipeline.
+    """Build one rank of a world, and the other ranks of its pipeline.
 
     Args:
-        config: validated and resolved, the vocabulary's size included.
-        world_size: ranks.
-        rank: the one to tell of.
-        started: what ``time.monotonic()`` was when the process began; None for now.
+        config: validated and resolved configuration, vocabulary size included.
+        world_size: number of ranks.
+        rank: global rank to report on.
+        started: start of the process on the clock of ``time.monotonic()``; None for now.
 
     Raises:
-        UserError: when a parameter that was asked for is not there.
-        RuntimeError: when what was built is not what the configuration says: an error of this program.
+        UserError: if an option names a parameter that does not exist.
+        RuntimeError: if the model differs from the configuration, which is a bug in this program.
 
     """
-    layout, watch = Layout.from_config(config.parallel, world_size), Stopwatch()
+    layout = Layout.from_config(config.parallel, world_size)
+    watch = Stopwatch()
     if started is not None:
         watch.add("flags and imports", time.monotonic() - started)
     members = layout.group_of(rank, ("pp",))
@@ -138,9 +124,10 @@ def fake_world(config: RunConfig, world_size: int, rank: int, started: float | N
     with watch.span(OTHERS, False):
         pipeline = [chosen if other == rank else _build(config, world_size, other) for other in members]
     world = FakeWorld(layout, rank, tuple(pipeline), watch.take())
-    found, wanted = (world.layers, world.parameters), (config.model.num_layers, config.model.num_parameters())
-    if found != wanted:
-        raise RuntimeError("built {} layers and {:,} parameters, configured {} and {:,}".format(*found, *wanted))
+    layers, parameters = config.model.num_layers, config.model.num_parameters()
+    if (world.layers, world.parameters) != (layers, parameters):
+        built = f"built {world.layers} layers and {world.parameters:,} parameters"
+        raise RuntimeError(f"{built}, configured {layers} and {parameters:,}")
     return world
 
 
@@ -156,27 +143,28 @@ def _build(config: RunConfig, world_size: int, rank: int, clock: Clock = unmeasu
             state_of(trainer),
             tuple(trainer.mesh.created),
         )
-    foretold = {part: held for part, held in rank_bytes(config, world_size, rank).items() if part in STATE}
-    if built.state != foretold:
-        raise RuntimeError(f"rank {rank} holds {built.state} bytes, where {foretold} are foretold")
+    predicted = {part: size for part, size in rank_bytes(config, world_size, rank).items() if part in STATE}
+    if built.state != predicted:
+        raise RuntimeError(f"rank {rank} holds {built.state} bytes, where {predicted} are predicted")
     return built
 
 
 def state_of(trainer: Trainer) -> dict[str, int]:
-    """Bytes by :data:`STATE` of the memory that tensors lie in, or would lie in; what parts share is the first's."""
+    """Return the bytes of tensor storage by :data:`STATE`; storage shared by two parts counts for the first."""
     counted: set[int] = set()
-    found = {}
-    for part, tensors in _held(trainer).items():
+    sizes = {}
+    for part, tensors in _tensors(trainer).items():
         storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
-        found[part] = sum(storage.nbytes() for key, storage in storages.items() if key not in counted)
+        sizes[part] = sum(storage.nbytes() for key, storage in storages.items() if key not in counted)
         counted |= set(storages)
-    return found
+    return sizes
 
 
-def _held(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
-    """The tensors of every part of :data:`STATE`; fp32 weights are their own masters."""
+def _tensors(trainer: Trainer) -> dict[str, Iterable[Tensor]]:
+    """Return the tensors of each part of :data:`STATE`; fp32 weights are their own main parameters."""
     optimizer = trainer.optimizer
-    masters, remainders = optimizer.masters, optimizer.masters.remainders
+    masters = optimizer.masters
+    remainders = masters.remainders
     moments = optimizer.moments().values()
     return {
         "weights": [parameter.detach() for parameter in trainer.params.values()],
@@ -197,20 +185,20 @@ def _group_rows(groups: tuple[Groups, ...]) -> Iterator[str]:
 
 
 def _state_row(built: BuiltRank) -> str:
-    parts = ", ".join(f"{part} {held:,}" for part, held in built.state.items() if held)
-    return f"rank {built.rank:,} holds, in bytes, as foretold: {parts}"
+    parts = ", ".join(f"{part} {size:,}" for part, size in built.state.items() if size)
+    return f"rank {built.rank:,} holds, in bytes, as predicted: {parts}"
 
 
-def _spoken(stage: StageLayers) -> str:
-    """What a stage is made of: ``embedding + layers 0-1``."""
+def _describe(stage: StageLayers) -> str:
+    """Return the contents of a stage: ``embedding + layers 0-1``."""
     layers = stage.layers
-    several = f"layers {layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
-    parts = ["embedding"] * stage.first + [several] * bool(layers) + ["output layer"] * stage.last
+    blocks = f"layers {layers.start}-{layers.stop - 1}" if len(layers) > 1 else f"layer {layers.start}"
+    parts = ["embedding"] * stage.first + [blocks] * bool(layers) + ["output layer"] * stage.last
     return " + ".join(parts)
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Lines of columns; all but the last are aligned to the right."""
+    """Yield rows as lines; all columns but the last are right-aligned."""
     widths = [max(map(len, column)) for column in zip(*rows)]
     for *cells, last in rows:
         yield "  ".join([*(cell.rjust(width) for cell, width in zip(cells, widths)), last])

@@ -1,8 +1,8 @@
-"""The proof that training has ended: ``finished.json`` in the run's folder, for scripts that queue a job again.
+"""Write ``finished.json`` into the run's folder once training has ended, for scripts that requeue a job.
 
-The exit status of a launcher proves nothing: it is lost with the node that the batch script runs on, and one that a
-scheduler makes up may be 0. The file is there exactly if the run's last step is taken and saved: it comes after the
-checkpoint, and a start that has steps left, such as that of a run that was made longer, removes it before the first.
+A launcher's exit status is not enough: it is lost with the node of the batch script, and a scheduler may report 0
+itself. The file exists exactly if the last step has been taken and saved: it is written after the checkpoint, and a
+start with steps left, for example of a run that was extended, removes it before its first step.
 """
 
 from __future__ import annotations
@@ -27,39 +27,40 @@ Facts = dict[str, str | int | float | None]
 
 
 def retract(trainer: Trainer) -> None:
-    """Remove the proof, because there are steps left; collective.
+    """Remove the file because there are steps left; collective.
 
     Raises:
-        OSError: when it is there and cannot be removed, on every rank.
-        SupersededError: when a later start has the ``save`` folder, on every rank: the proof may be that one's.
+        OSError: on every rank, if it cannot be removed.
+        SupersededError: on every rank, if a later start owns the ``save`` folder: the file may be its own.
     """
     if folder := _folder(trainer):
         on_first(lambda: _remove_if_ours(trainer, folder), trainer.mesh.world)
 
 
 def declare(trainer: Trainer) -> None:
-    """Write the proof, after the last step is saved; collective.
+    """Write the file after the last step has been saved; collective.
 
     Raises:
-        StorageError: when it cannot be written, on every rank. The next start has nothing to do, and tries again.
-        SupersededError: when a later start has the ``save`` folder, on every rank.
+        StorageError: on every rank, if it cannot be written. The next start, which has nothing else to do, retries.
+        SupersededError: on every rank, if a later start owns the ``save`` folder.
     """
     if folder := _folder(trainer):
         on_first(lambda: _write_if_ours(trainer, folder), trainer.mesh.world)
 
 
 def is_saved(trainer: Trainer) -> bool:
-    """Whether the ``save`` folder has a whole checkpoint of the step that was taken last; collective."""
+    """Return True if the ``save`` folder has a complete checkpoint of the last step taken; collective."""
     return on_first(lambda: _checkpoint(trainer) is not None, trainer.mesh.world)
 
 
 def write(folder: Path, facts: Facts) -> None:
-    """Write the file, whole or not at all; it is on the disk when the call returns.
+    """Write the file atomically and durably.
 
     Raises:
-        StorageError: when it cannot be written.
+        StorageError: if it cannot be written.
     """
-    path, part = folder / NAME, folder / f"{NAME}.part"
+    path = folder / NAME
+    part = folder / f"{NAME}.part"
     try:
         part.unlink(missing_ok=True)
         write_file(part, (json.dumps(facts, indent=2) + "\n").encode())
@@ -68,27 +69,20 @@ def write(folder: Path, facts: Facts) -> None:
     except OSError as error:
         with suppress(OSError):
             part.unlink(missing_ok=True)
-        sentence = f"{path}, the proof that training has ended, cannot be written: {in_words(error)}"
-        raise StorageError(
-            sentence, "free some space and start once more: no step is left, it is written then"
-        ) from error
+        sentence = f"{path}, which marks the end of training, cannot be written: {in_words(error)}"
+        raise StorageError(sentence, "free some space and start the run again: it only writes this file") from error
 
 
 def _write_if_ours(trainer: Trainer, folder: Path) -> None:
-    """Write the file, unless a later start has the run."""
-    _check(trainer)
+    if trainer.claims.save is not None:
+        trainer.claims.save.check()
     write(folder, _facts(trainer))
 
 
 def _remove_if_ours(trainer: Trainer, folder: Path) -> None:
-    """Remove the file, unless a later start has the run."""
-    _check(trainer)
-    (folder / NAME).unlink(missing_ok=True)
-
-
-def _check(trainer: Trainer) -> None:
     if trainer.claims.save is not None:
         trainer.claims.save.check()
+    (folder / NAME).unlink(missing_ok=True)
 
 
 def _folder(trainer: Trainer) -> Path | None:
@@ -108,11 +102,7 @@ def _facts(trainer: Trainer) -> Facts:
 
 
 def _checkpoint(trainer: Trainer) -> Location | None:
-    """The checkpoint of the step that was taken last, if it is whole.
-
-    Raises:
-        CheckpointError: when a store does not say.
-    """
+    """Return the checkpoint of the last step taken, or None if it is missing or damaged."""
     save = trainer.config.checkpoint.save
     if save is None:
         return None

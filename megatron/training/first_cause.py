@@ -1,4 +1,4 @@
-"""What a start failed of first, and where, in a line of ``failures.jsonl`` for scripts that look for bad machines."""
+"""Append the first failure of a start to ``failures.jsonl``, for scripts that look for bad machines."""
 
 from __future__ import annotations
 
@@ -24,34 +24,34 @@ from megatron.training.nonfinite import NonFiniteError
 NAME = "failures.jsonl"
 
 PATIENCE = 5.0
-"""Seconds that a disk may take to write the line: one that hangs must not keep the process."""
+"""Seconds after which a hanging write is abandoned."""
 
 NONFINITE, MEMORY, DEVICE, CONTACT = "nonfinite", "out-of-memory", "device", "lost-contact"
 DATA, DISK, OTHER = "data", "disk", "other"
 KINDS = (NONFINITE, MEMORY, DEVICE, CONTACT, DATA, DISK, OTHER)
 
 CODES = {"E207": DEVICE, "E701": DISK, "E816": DISK}
-"""Refusals at the start that are not of the flags: a GPU that is gone, a folder that cannot be written, no room."""
+"""Errors at the start caused by the machine, not by flags: missing GPU, unwritable folder, full disk."""
 
 OUT_OF_MEMORY = re.compile(r"out of memory|can't allocate memory|ALLOC_FAILED", re.IGNORECASE)
 OF_THE_PROGRAM = re.compile(r"device-side assert|invalid (configuration )?argument|no kernel image", re.IGNORECASE)
-"""Errors of CUDA that say nothing against the device."""
+"""CUDA errors caused by the program, not by the device."""
 
 OF_THE_DEVICE = re.compile(
     r"CUDA (driver )?error|Cuda failure|unhandled cuda error|CU(BLAS|DNN)_STATUS|\bECC\b|\bXid\b"
 )
 OF_THE_ADAPTER = re.compile(r"ncclSystemError|unhandled system error")
-"""NCCL, of a call to the system that failed: of its own network adapter, unless the words are of `A_PEER`."""
+"""NCCL's failed system calls: the fault of this machine's network adapter unless the text matches ``PEER_PATTERN``."""
 
 A_PEER = re.compile(r"remote|peer|connect|socket|timed? ?out|timeout", re.IGNORECASE)
 
 
 def kind_of(error: BaseException) -> str:
-    """What sort of failure an error tells of; ``device`` is what speaks against the machine it came from."""
+    """Classify an error as one of ``KINDS``; ``device`` suggests that the machine is faulty."""
     cause = error.__cause__ if isinstance(error.__cause__, UserError | DataError) else error
     if isinstance(cause, UserError):
         return next((CODES[problem.code] for problem in cause.problems if problem.code in CODES), OTHER)
-    of_class = {
+    by_class = {
         NonFiniteError: NONFINITE,
         DataError: DATA,
         CheckpointError: DISK,
@@ -61,11 +61,11 @@ def kind_of(error: BaseException) -> str:
         TimeoutError: CONTACT,
         OSError: DISK,
     }
-    return next((kind for known, kind in of_class.items() if isinstance(cause, known)), None) or _by_words(cause)
+    return next((kind for known, kind in by_class.items() if isinstance(cause, known)), None) or _kind_of_text(cause)
 
 
-def _by_words(error: BaseException) -> str:
-    """As :func:`kind_of`, of what libraries tell in words alone."""
+def _kind_of_text(error: BaseException) -> str:
+    """Classify an error by its message, where its class is not specific."""
     text = str(error)
     if OUT_OF_MEMORY.search(text):
         return MEMORY
@@ -79,28 +79,28 @@ def _by_words(error: BaseException) -> str:
 
 
 def host(environ: Mapping[str, str]) -> str:
-    """This machine's name, as Slurm calls it where it is one of its nodes."""
+    """Return this machine's name: Slurm's node name if there is one."""
     return environ.get("SLURMD_NODENAME") or socket.gethostname()
 
 
 def whose(launch: Launch, environ: Mapping[str, str]) -> str:
-    """The rank in words, with its machine where there are several."""
+    """Return ``rank R``, or ``rank R on HOST`` in a run on several machines."""
     if launch.launcher == "srun":
-        several = environ.get("SLURM_NNODES", "1") != "1"
+        multi_node = environ.get("SLURM_NNODES", "1") != "1"
     else:
-        several = launch.world_size > int(environ.get("LOCAL_WORLD_SIZE", launch.world_size))
-    return f"rank {launch.rank} on {host(environ)}" if several else f"rank {launch.rank}"
+        multi_node = launch.world_size > int(environ.get("LOCAL_WORLD_SIZE", launch.world_size))
+    return f"rank {launch.rank} on {host(environ)}" if multi_node else f"rank {launch.rank}"
 
 
 def note_failure(run_dir: str | None, error: BaseException, environ: Mapping[str, str]) -> None:
-    """Append a line on what this rank, the first of all that failed, failed of; never raises, never hangs.
+    """Append a line on the error of this rank, the first to fail, to ``run_dir/failures.jsonl``.
 
-    Where there is no such folder there is no line. A start that was superseded leaves it to the later one.
+    Never raises and never blocks for long. Writes nothing if the folder does not exist or a later start owns it.
     """
     launch = Launch.read(environ)
     if run_dir is None or isinstance(error, SupersededError) or not Path(run_dir).is_dir():
         return
-    if not has_joined() and not _speaks_for_others(launch, kind_of(error)):
+    if not has_joined() and not _is_reporter(launch, kind_of(error)):
         return
     line = {
         "time": time.time(),
@@ -110,16 +110,16 @@ def note_failure(run_dir: str | None, error: BaseException, environ: Mapping[str
         "kind": kind_of(error),
         "sentence": " ".join(sentence(error).split()),
     }
-    writing = threading.Thread(target=_append, args=(Path(run_dir) / NAME, line), daemon=True)
-    writing.start()
-    writing.join(PATIENCE)
+    writer = threading.Thread(target=_append, args=(Path(run_dir) / NAME, line), daemon=True)
+    writer.start()
+    writer.join(PATIENCE)
 
 
-def _speaks_for_others(launch: Launch, kind: str) -> bool:
-    """Whether this rank tells of a failure before the ranks have met, when nobody knows who was the first.
+def _is_reporter(launch: Launch, kind: str) -> bool:
+    """Return True if this rank reports a failure that happens before torch.distributed is initialised.
 
-    What the flags are guilty of all ranks know; of a machine's devices one of its ranks does. torchrun tells all ranks
-    how many there are, under srun those alone miss a device that have none.
+    All ranks see the same flag errors, so rank 0 reports those. Missing devices are reported by one rank of the
+    machine under torchrun; under srun only the ranks without a device fail, and each reports itself.
     """
     return launch.rank == 0 or (kind == DEVICE and (launch.local_rank == 0 or launch.launcher == "srun"))
 

@@ -1,4 +1,4 @@
-"""A run as its metrics.jsonl tells it."""
+"""Read the history of a run from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -14,28 +14,22 @@ EVALUATIONS = ("validation", "test")
 
 @dataclass(frozen=True)
 class TrainPoint:
-    """One log line of training.
-
-    Attributes:
-        tokens: consumed.
-        last_step_from: consumed before the last step, which had this ``batch_size``.
-        skipped: consumed at which updates were skipped.
-    """
+    """One log line of training."""
 
     iteration: int
-    tokens: int
-    last_step_from: float
+    tokens: int  # consumed so far
+    last_step_from: float  # tokens consumed before the last step
     loss: float
     learning_rate: float
-    batch_size: int
-    skipped: tuple[float, ...]
+    batch_size: int  # samples of the last step
+    skipped: tuple[float, ...]  # positions of the skipped updates, in consumed tokens
 
 
 @dataclass(frozen=True)
 class EvaluationPoint:
-    """One evaluation; ``name`` says on what: ``validation``, ``validation NAME`` or ``test``."""
+    """One evaluation."""
 
-    name: str
+    name: str  # validation, validation NAME or test
     iteration: int
     tokens: int
     loss: float
@@ -43,24 +37,16 @@ class EvaluationPoint:
 
 @dataclass
 class History:
-    """The steps that count, oldest first: what a restart threw away is gone.
-
-    Attributes:
-        train: log lines.
-        evaluations: of all kinds.
-        restarts: consumed tokens at which the run was started again.
-        errors: consumed tokens at which it ended by an error.
-        unreadable: numbers of lines that make no sense (a crash can cut a line off).
-    """
+    """Log lines of a run, oldest first, without steps that a restart discarded."""
 
     train: list[TrainPoint] = field(default_factory=list)
     evaluations: list[EvaluationPoint] = field(default_factory=list)
-    restarts: list[int] = field(default_factory=list)
-    errors: list[int] = field(default_factory=list)
-    unreadable: list[int] = field(default_factory=list)
+    restarts: list[int] = field(default_factory=list)  # in consumed tokens
+    errors: list[int] = field(default_factory=list)  # in consumed tokens
+    unreadable: list[int] = field(default_factory=list)  # line numbers; a crash can cut a line off
 
     def add(self, line: dict[str, Any]) -> None:
-        """Take the next line of the file."""
+        """Add the next line of the file."""
         if line.get("event") == "start":
             self._restart(line["iteration"], line["consumed-tokens"])
         elif line.get("event") == "error":
@@ -68,13 +54,13 @@ class History:
         elif "lm loss" in line:
             self.train.append(_train_point(line))
         elif kind := next((kind for kind in EVALUATIONS if f"lm loss {kind}" in line), None):
-            self._evaluated(_evaluation_point(kind, line))
+            self._add_evaluation(_evaluation_point(kind, line))
 
-    def _evaluated(self, point: EvaluationPoint) -> None:
-        """Take an evaluation, in the place of one that a restart made again."""
-        now = list(takewhile(lambda p: p.iteration == point.iteration, reversed(self.evaluations)))
-        for before in (p for p in now if p.name == point.name):
-            self.evaluations.remove(before)
+    def _add_evaluation(self, point: EvaluationPoint) -> None:
+        """Add an evaluation; after a restart it replaces the earlier one of the same step."""
+        same_step = list(takewhile(lambda p: p.iteration == point.iteration, reversed(self.evaluations)))
+        for earlier in (p for p in same_step if p.name == point.name):
+            self.evaluations.remove(earlier)
         self.evaluations.append(point)
 
     def _restart(self, iteration: int, tokens: int) -> None:
@@ -90,10 +76,10 @@ def read_history(path: Path) -> History:
     """Read a metrics.jsonl.
 
     Raises:
-        ValueError: when the file is missing or holds no log line of a training step.
+        ValueError: if the file is missing or has no log line of a training step.
     """
     if not path.is_file():
-        raise ValueError(f"{path} does not exist: give the folder that the run was told with --run-dir")
+        raise ValueError(f"{path} does not exist: pass the folder given to the run as --run-dir")
     history = History()
     with path.open(encoding="utf-8", errors="replace") as file:
         for number, text in enumerate(file, start=1):
@@ -102,8 +88,8 @@ def read_history(path: Path) -> History:
             except (ValueError, AttributeError, LookupError, TypeError, ArithmeticError):
                 history.unreadable.append(number)
     if not history.train:
-        bad = len(history.unreadable)
-        unreadable = f" ({bad} line{'' if bad == 1 else 's'} could not be read)" if bad else ""
+        count = len(history.unreadable)
+        unreadable = f" ({count} line{'' if count == 1 else 's'} could not be read)" if count else ""
         raise ValueError(f"{path} holds no log line of a training step{unreadable}")
     return history
 
@@ -128,5 +114,5 @@ def _evaluation_point(kind: str, line: dict[str, Any]) -> EvaluationPoint:
 
 
 def _number(value: float | None) -> float:
-    """JSON has no NaN; the log writes null."""
+    """Return NaN for null, which the log writes because JSON has no NaN."""
     return math.nan if value is None else float(value)

@@ -1,4 +1,4 @@
-"""Files of one JSON object per line, which a crash or a full disk never leaves unreadable."""
+"""JSON Lines files that stay readable after a crash or a full disk."""
 
 from __future__ import annotations
 
@@ -11,49 +11,47 @@ from pathlib import Path
 
 
 class JsonLines:
-    """Appends one JSON object per line. A disk that fails is reported once and never stops the run."""
+    """Appends one JSON object per line. A failing disk causes one warning and never stops the run."""
 
     def __init__(self, path: Path, warn: Callable[[str], None]) -> None:
-        """Open ``path`` for appending.
-
-        Raises:
-            OSError: when the file cannot be opened.
-        """
-        self.path, self._warn, self._warned = path, warn, False
-        self._torn = _ends_within_a_line(path)
-        self._file = path.open("ab", buffering=0)  # unbuffered: a line is out, or an error is raised here and now
+        """Open ``path`` for appending."""
+        self.path = path
+        self._warn = warn
+        self._warned = False
+        self._incomplete_line = _ends_within_a_line(path)
+        self._file = path.open("ab", buffering=0)  # unbuffered, so that errors are raised by write
 
     def write(self, values: Mapping[str, object]) -> None:
-        """Append a line. Numbers JSON cannot hold (NaN, infinity) become null."""
+        """Append a line. NaN and infinity become null, because JSON has neither."""
         line = json.dumps({name: _json_number(value) for name, value in values.items()}, allow_nan=False)
-        data = (b"\n" if self._torn else b"") + line.encode() + b"\n"
+        data = (b"\n" if self._incomplete_line else b"") + line.encode() + b"\n"
         try:
             written = self._file.write(data)
         except OSError as error:
-            self._lost(error.strerror or str(error))
+            self._warn_once(error.strerror or str(error))
             return
-        self._torn = written != len(data)
-        if self._torn:
-            self._lost("no space left")
+        self._incomplete_line = written != len(data)
+        if self._incomplete_line:
+            self._warn_once("no space left")
 
     record = event = write
 
     def flush(self) -> None:
-        """Nothing waits to be written."""
+        """Do nothing: lines are not buffered."""
 
-    def _lost(self, reason: str) -> None:
+    def _warn_once(self, reason: str) -> None:
         if not self._warned:
-            self._warn(f"{self.path} cannot be written ({reason}): training goes on, metrics are lost until it can")
+            self._warn(f"{self.path} cannot be written ({reason}): training continues, metrics are lost until it can")
         self._warned = True
 
     def close(self, failed: bool = False) -> None:
         """Close the file."""
-        with contextlib.suppress(OSError):  # nothing is buffered, so nothing can be lost here
+        with contextlib.suppress(OSError):  # nothing is buffered that could be lost
             self._file.close()
 
 
 def _ends_within_a_line(path: Path) -> bool:
-    """Whether a crash cut the file's last line off."""
+    """Return True if the last line is incomplete after a crash."""
     if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:

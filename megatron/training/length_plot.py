@@ -1,4 +1,4 @@
-"""The picture of how long the documents of token files are."""
+"""Plot the document lengths of token files."""
 
 from __future__ import annotations
 
@@ -19,17 +19,15 @@ if TYPE_CHECKING:
 
 DOCUMENTS, TOKENS, QUANTILE = "#2563eb", "#ea580c", "#52606d"
 BINS = 60
-ALIKE = 1.2  # lengths of a smaller ratio are marked by one number
-QUANTILES = (("median", 0.5, "--", 0.98), ("99th percentile", 0.99, ":", 0.9))  # of the documents; height of the words
+ALIKE = 1.2  # below this ratio of longest to shortest, only the two lengths are labelled
+QUANTILES = (
+    ("median", 0.5, "--", 0.98),
+    ("99th percentile", 0.99, ":", 0.9),
+)  # quantile of the documents, line style, height of the label
 
 
 def draw_lengths(summaries: Sequence[tuple[str, Summary]], out: Path) -> None:
-    """Draw a panel for each ``(title, counts)``; ``out`` is replaced only once the picture is complete.
-
-    Raises:
-        ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
-        OSError: when ``out`` cannot be written.
-    """
+    """Draw one panel for each ``(title, summary)``. Raises as :func:`open_figure`."""
     with picture(out, 9, 1.4 + 2.6 * len(summaries)) as figure:
         panels = figure.subplots(len(summaries), 1, sharex=True, squeeze=False)[:, 0]
         shortest = min((summary.lengths.quantile(0) for _, summary in summaries if summary.lengths.total), default=1)
@@ -44,9 +42,9 @@ def draw_lengths(summaries: Sequence[tuple[str, Summary]], out: Path) -> None:
 
 
 def _draw_panel(axes: Axes, summary: Summary, middle: float) -> None:
-    """Which share of the documents, and of the tokens, lies in documents of a length; empty ones are left out.
+    """Draw the shares of documents and of tokens by document length, without empty documents.
 
-    ``middle``: of all panels' axis of lengths.
+    ``middle`` is the centre of the length axis.
     """
     lengths = summary.lengths
     edges = bin_edges(lengths.quantile(0), lengths.quantile(1))
@@ -59,7 +57,9 @@ def _draw_panel(axes: Axes, summary: Summary, middle: float) -> None:
         _mark_quantiles(axes, summary, middle)
     axes.margins(y=0.25)
     axes.set_ylim(bottom=0)
-    axes.set_yticks([tick for tick in axes.get_yticks() if tick <= 100], minor=False)  # the room above is for words
+    axes.set_yticks(
+        [tick for tick in axes.get_yticks() if tick <= 100], minor=False
+    )  # the space above 100% is for labels
     axes.set_xscale("log")
     axes.set_ylabel("share of all (%)")
     right = f"{counted(summary.documents, 'documents')}, {compact(summary.tokens)} tokens"
@@ -67,7 +67,7 @@ def _draw_panel(axes: Axes, summary: Summary, middle: float) -> None:
 
 
 def _mark_lengths(axes: Axes, shortest: int, longest: int) -> None:
-    """Numbers at the bottom: powers of ten, more where there are few of them, both ends where lengths are alike."""
+    """Label the length axis: powers of ten, more ticks on a narrow range, both ends if lengths are nearly equal."""
     if longest < ALIKE * shortest:
         axes.set_xlim(max(shortest - 1, 0.5), longest + 2)
         axes.set_xticks(sorted({shortest, longest}), labels=[f"{length:,}" for length in sorted({shortest, longest})])
@@ -81,12 +81,12 @@ def _mark_lengths(axes: Axes, shortest: int, longest: int) -> None:
 def _mark_quantiles(axes: Axes, summary: Summary, middle: float) -> None:
     height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
     for name, quantile, style, y in QUANTILES:
-        at = summary.lengths.quantile(quantile)
-        side = "right" if at > middle else "left"  # the words lie inwards
-        axes.axvline(at, color=QUANTILE, linewidth=1.2, linestyle=style)
-        axes.text(at, y, f" {name} {at:,} ", transform=height, ha=side, va="top", fontsize=9)
+        length = summary.lengths.quantile(quantile)
+        side = "right" if length > middle else "left"  # towards the middle
+        axes.axvline(length, color=QUANTILE, linewidth=1.2, linestyle=style)
+        axes.text(length, y, f" {name} {length:,} ", transform=height, ha=side, va="top", fontsize=9)
 
 
 def bin_edges(shortest: int, longest: int) -> np.ndarray:
-    """Whole numbers ``[n + 1]`` whose ratios are about equal, from ``shortest`` to beyond ``longest`` (tokens)."""
+    """Return integer bin edges ``[n + 1]`` in about equal ratios, from ``shortest`` to above ``longest`` (tokens)."""
     return np.unique(np.geomspace(max(shortest, 1), longest + 1, BINS + 1).round()) if longest else np.array([1.0, 2.0])

@@ -1,4 +1,4 @@
-"""A run's checkpoints on its nodes' own disks: locked, chosen from at the start, and written between the others."""
+"""Checkpoints on the nodes' own disks: hold the folders, choose one at the start, and save between durable ones."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from megatron.checkpoint.claims import Claim
 from megatron.checkpoint.errors import CheckpointError, DamagedError, StorageError, SupersededError
@@ -21,7 +20,7 @@ from megatron.checkpoint.remote import location
 from megatron.checkpoint.room import bytes_of
 from megatron.config.launch import Launch, Start
 from megatron.config.problems import Problem, UserError
-from megatron.config.run import CheckpointConfig, RunConfig
+from megatron.config.run import CheckpointConfig
 from megatron.config.sources import to_dict
 from megatron.parallel import comm
 from megatron.parallel.comm import Group
@@ -32,110 +31,107 @@ from megatron.training.origin import Origin, is_asked, newest_own, passed_over
 from megatron.training.setup import Trainer
 
 
-def tier_of(options: CheckpointConfig, group: Group, wire: Group, claim: Claim | None = None) -> Tier:
-    """The nodes' folders of a run with a ``local_save``; collective over all ranks, which are ``group``.
+def tier_of(options: CheckpointConfig, group: Group, wire: Group, lease: Claim | None = None) -> Tier:
+    """Open the nodes' folders of a run with ``local_save``; collective over ``group``.
 
-    Files go over ``wire``, the same ranks with communicators of their own for tensors of the CPU. Where none is sent
-    yet, it may be the same. ``claim`` is the one on the node's folder.
+    Args:
+        options: options with a ``local_save``.
+        group: all ranks.
+        wire: all ranks, with communicators of their own for CPU tensors, to send files over; may be ``group`` if no
+            files are sent.
+        lease: lease on this node's folder.
 
     Raises:
-        UserError: when the nodes have not as many ranks each.
+        UserError: if the nodes have different numbers of ranks.
 
     """
     nodes = Nodes.counted(comm.all_gather_objects(Launch.read(os.environ).node, group))
     if not nodes.are_even:
         counts = ", ".join(str(len(nodes.ranks(node))) for node in range(nodes.count))
-        sentence = f"--local-save: the nodes have {counts} ranks; each keeps copies for another, so all need as many"
+        sentence = f"--local-save: the nodes have {counts} ranks; all need the same number, because they copy in pairs"
         raise UserError([Problem("E804", sentence, ("drop --local-save",))])
-    return Tier(folder_of(str(options.local_save), nodes.of[group.rank]), nodes, group, wire, claim)
+    return Tier(folder_of(str(options.local_save), nodes.of[group.rank]), nodes, group, wire, lease)
 
 
 @contextmanager
 def claimed_on_nodes(options: CheckpointConfig, world: Group) -> Iterator[Claim | None]:
-    """Keep the nodes' folders for this run, and make them; every rank gets the claim on its node's.
+    """Create the nodes' folders and hold their leases for this run; every rank gets the lease of its node.
 
     Raises:
-        CheckpointError: when another run, or another node, has one, or it cannot be written; on every rank.
-        UserError: when the nodes have not as many ranks each.
+        CheckpointError: on every rank, if another run or node holds a lease, or a folder cannot be written.
+        UserError: if the nodes have different numbers of ranks.
 
     """
-    claim = None
+    lease = None
     with ExitStack() as stack:
         if options.local_save is not None:
-            tier = tier_of(options, world, world)
-            claims = together(lambda: _claim(stack, tier, str(options.local_save)), world)
-            claim = claims[tier.nodes.ranks(tier.node)[0]]
-        yield claim
+            store = tier_of(options, world, world)
+            leases = together(lambda: _acquire(stack, store, str(options.local_save)), world)
+            lease = leases[store.nodes.ranks(store.node)[0]]
+        yield lease
 
 
-def _claim(stack: ExitStack, tier: Tier, pattern: str) -> Claim | None:
-    if not tier.leads:
+def _acquire(stack: ExitStack, store: Tier, pattern: str) -> Claim | None:
+    if not store.leads:
         return None
     try:
-        return stack.enter_context(hold(tier.folder, "--local-save", Start.read(os.environ)))
+        return stack.enter_context(hold(store.folder, "--local-save", Start.read(os.environ)))
     except (StorageError, SupersededError):
         raise
     except CheckpointError as error:
-        if tier.nodes.count == 1 or NODE in pattern:
+        if store.nodes.count == 1 or NODE in pattern:
             raise
         shared = f"where nodes share a disk: --local-save {Path(pattern) / NODE}"
         raise CheckpointError(f"{error} | {shared}") from error
 
 
-def with_local(origin: Origin | UserError, options: CheckpointConfig, world: Group) -> Origin:
-    """Begin with what the nodes have, where that is newer than the run's own checkpoints in ``save``; collective.
+def with_local(source: Origin | UserError, options: CheckpointConfig, world: Group) -> Origin:
+    """Add the nodes' checkpoints to the ones to try, ordered by step; collective.
 
-    Where it is not, it waits for its turn: a durable checkpoint may turn out to be damaged when it is read.
+    Older local checkpoints stay candidates too, because a durable one may turn out to be damaged.
 
     Args:
-        origin: what the run begins with otherwise, or why it cannot.
-        options: of the run, with a ``local_save``.
+        source: what the run starts from without local checkpoints, or the error if there is nothing.
+        options: options with a ``local_save``.
         world: all ranks.
 
     Raises:
-        UserError: when ``origin`` is one and the nodes do not have a checkpoint either, or when they have one that is
-            another run's, or a newer one than was asked for.
-        NewerVersionError: when a newer version wrote one.
-        OSError: when a disk refuses.
+        UserError: if ``source`` is an error and the nodes have no usable checkpoint, or if they have one of another
+            run, or one newer than the requested step.
+        NewerVersionError: if a newer version of this program wrote one.
+        OSError: if a disk cannot be read.
 
     """
-    tier = tier_of(options, world, world)
-    found, notes = find(tier)
+    store = tier_of(options, world, world)
+    found, notes = find(store)
     _refuse_others(found, options)
     step = options.ckpt_step if is_asked(options) else None
-    floor = newest_own(origin, options) if isinstance(origin, Origin) else -1
+    durable = newest_own(source, options) if isinstance(source, Origin) else -1
     usable = []
     for checkpoint in found:
-        problem = _problem(tier, checkpoint, step)
+        problem = _problem(store, checkpoint, step)
         if problem is None:
             usable.append(checkpoint)
         else:
-            notes.append(passed_over(Checkpoints(tier.folder).path(checkpoint.iteration), problem))
+            notes.append(passed_over(Checkpoints(store.folder).path(checkpoint.iteration), problem))
     if not usable:
-        if isinstance(origin, UserError):
-            raise origin
-        return replace(origin, notes=(*origin.notes, *notes))
+        if isinstance(source, UserError):
+            raise source
+        return replace(source, notes=(*source.notes, *notes))
     mode = options.resume_mode if is_asked(options) else "exact"
-    if isinstance(origin, UserError):
-        why = (problem.sentence for problem in origin.problems)
-        return Origin(mode=mode, notes=(*why, *notes), local=tuple(usable))
-    if usable[0].iteration > floor:
-        notes.append(f"the nodes have a checkpoint of step {usable[0].iteration}; {_newest(floor)} in --save")
-    own = floor >= 0
-    said = origin.notes if own else ()
-    return Origin(origin.paths if own else (), mode=mode, notes=(*said, *notes), local=tuple(usable))
-
-
-def _newest(floor: int) -> str:
-    return f"the newest is of step {floor}" if floor >= 0 else "there is none"
+    if isinstance(source, UserError):
+        reasons = (problem.sentence for problem in source.problems)
+        return Origin(mode=mode, notes=(*reasons, *notes), local=tuple(usable))
+    if usable[0].iteration > durable:
+        newest = f"the newest is of step {durable}" if durable >= 0 else "there is none"
+        notes.append(f"the nodes have a checkpoint of step {usable[0].iteration}; {newest} in --save")
+    if durable < 0:  # what ``source`` found is not the run's own
+        return Origin(mode=mode, notes=tuple(notes), local=tuple(usable))
+    return Origin(source.paths, mode=mode, notes=(*source.notes, *notes), local=tuple(usable))
 
 
 def _refuse_others(found: list[LocalCheckpoint], options: CheckpointConfig) -> None:
-    """Neither go on from another run's checkpoints nor delete them.
-
-    Raises:
-        UserError: when there are some.
-    """
+    """Raise a UserError if a checkpoint belongs to another run: it must neither be loaded nor deleted."""
     save = location(str(options.save)).resolve()
     for checkpoint in found:
         if checkpoint.run is None or location(checkpoint.run).resolve() != save:
@@ -146,72 +142,70 @@ def _refuse_others(found: list[LocalCheckpoint], options: CheckpointConfig) -> N
             raise UserError([Problem("E804", sentence, (f"--local-save {options.local_save}-new",))])
 
 
-def _problem(tier: Tier, checkpoint: LocalCheckpoint, step: int | None) -> str | None:
-    """Why a local checkpoint is not begun with; collective.
+def _problem(store: Tier, checkpoint: LocalCheckpoint, step: int | None) -> str | None:
+    """Return why a local checkpoint cannot be used, or None; collective.
 
     Raises:
-        UserError: when it is complete and newer than the one that is asked for, so that the next start would find it.
+        UserError: if it is complete and newer than ``step``, so that the next start would resume from it.
     """
     if step is not None and checkpoint.iteration < step:
-        return f"step {step} is asked for"
+        return f"step {step} is requested"
     try:
-        manifest, _ = manifest_of(tier, checkpoint)
+        manifest, _ = manifest_of(store, checkpoint)
     except (DamagedError, OSError) as error:
         return str(error)
     if missing := checkpoint.missing([*manifest.files]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        return f"no node has {missing[0]}{more}; {len(checkpoint.files)} of {tier.nodes.count} nodes have some of it"
+        return f"no node has {missing[0]}{more}; {len(checkpoint.files)} of {store.nodes.count} nodes have some of it"
     if step is not None and checkpoint.iteration > step:
         sentence = (
-            f"the nodes hold a newer checkpoint than step {step}, of step {checkpoint.iteration}: it would be found"
+            f"the nodes hold a newer checkpoint than step {step}, of step {checkpoint.iteration}: "
+            "the next start would resume from it"
         )
         raise UserError([Problem("E813", sentence, (f"--load RUN --ckpt-step {step} --save ANOTHER",))])
     return None
 
 
-def remarks(tier: Tier) -> list[str]:
-    """What the run is told of its nodes."""
-    if tier.nodes.count > 1:
+def remarks(store: Tier) -> list[str]:
+    """Return notes on how safe the local checkpoints are."""
+    if store.nodes.count > 1:
         return []
     return ["--local-save on one node: no other has a copy, so a lost node loses the checkpoints on it"]
 
 
 def save_on_nodes(trainer: Trainer, log: RunLog, window: StepWindow) -> None:
-    """Where it is due, write a checkpoint into the nodes' folders, and then delete the one before; collective.
+    """Write a checkpoint into the nodes' folders if it is due, then delete the previous one; collective.
 
-    Where a disk refuses, there is a warning and the run goes on with the checkpoints there are.
+    If a disk fails there is a warning, and the run continues with the existing checkpoints.
 
     Raises:
-        RuntimeError: when the samples that the ranks have read are not those of the stream.
+        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
 
     """
-    t, interval = trainer, trainer.config.checkpoint.local_save_interval
-    if t.local is None or interval is None or t.iteration % interval:
+    interval = trainer.config.checkpoint.local_save_interval
+    if trainer.local is None or interval is None or trainer.iteration % interval:
         return
     with window.paused():
-        log.flush()  # what was reported up to here must survive a crash of a run that goes on from here
+        log.flush()  # a run that resumes from this checkpoint must still have all records before it
         try:
-            _save(t, t.local, log)
+            _save(trainer, trainer.local, log)
         except StorageError as error:
-            log.warning(f"step {t.iteration} is not saved on the nodes: {error}")
+            log.warning(f"step {trainer.iteration} is not saved on the nodes: {error}")
 
 
-def _described(config: RunConfig) -> dict[str, Any]:
-    """The run's options, with a ``save`` folder that is the same one wherever the next start is made from."""
-    said, save = to_dict(config), location(str(config.checkpoint.save))
-    if isinstance(save, Path):
-        said["checkpoint"]["save"] = str(save.absolute())
-    return said
-
-
-def _save(trainer: Trainer, tier: Tier, log: RunLog) -> None:
+def _save(trainer: Trainer, store: Tier, log: RunLog) -> None:
     from megatron.checkpoint.local_saving import keep_only, write_local
     from megatron.checkpoint.saving import Extra
 
-    t, started, tensors = trainer, time.monotonic(), to_write(trainer)
-    path = write_local(tier, t.iteration, tensors, Extra(state(t), _described(t.config), t.files))
-    warning = keep_only(tier, t.iteration)
-    size = sum(comm.all_gather_objects(bytes_of(tensors), tier.group))
+    started = time.monotonic()
+    tensors = to_write(trainer)
+    config = to_dict(trainer.config)
+    save = location(str(trainer.config.checkpoint.save))
+    if isinstance(save, Path):  # absolute, because the next start may have another working directory
+        config["checkpoint"]["save"] = str(save.absolute())
+    path = write_local(store, trainer.iteration, tensors, Extra(state(trainer), config, trainer.files))
+    warning = keep_only(store, trainer.iteration)
+    size = sum(comm.all_gather_objects(bytes_of(tensors), store.group))
     log.checkpoint(path, size, time.monotonic() - started)
     if warning:
         log.warning(warning)

@@ -1,4 +1,4 @@
-"""Where a run's records go: the console, its folder (and pictures there at the end), the sinks that are asked for."""
+"""Report a run to the console, its run folder, TensorBoard and Weights & Biases."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ from megatron.config.memory import shown
 from megatron.config.problems import Problem, UserError
 from megatron.config.run import RunConfig
 from megatron.config.sources import to_dict, to_yaml
-from megatron.training import incidents, run_folder
 from megatron.training.console import evaluation_line, progress_line, timing_line
 from megatron.training.failure import sentence
 from megatron.training.health_plot import draw_health
 from megatron.training.history import read_history
+from megatron.training.incidents import NAME as INCIDENTS
+from megatron.training.incidents import Incidents
 from megatron.training.json_lines import JsonLines
 from megatron.training.metrics import device_name
 from megatron.training.plot import draw_history
 from megatron.training.records import EvaluationRecord, TrainRecord
+from megatron.training.run_folder import HEALTH, LOSS_CURVE, METRICS, prepare
 from megatron.training.sinks import Background, Sink, Sinks
 from megatron.training.start_facts import Facts
 from megatron.training.startup import start_up_line
@@ -40,17 +42,17 @@ from megatron.training.wandb_sink import Wandb, journal_of
 
 
 class LayerReport(Protocol):
-    """Numbers of single layers, and how they are told in a line."""
+    """Per-layer metrics."""
 
     def values(self) -> Mapping[str, object]:
-        """By name, with ``iteration``, ``consumed-samples`` and ``consumed-tokens``."""
+        """Return metrics by name, with ``iteration``, ``consumed-samples`` and ``consumed-tokens``."""
 
     def line(self) -> str:
-        """For the console."""
+        """Return a summary for the console."""
 
 
 class RunLog:
-    """What a run says of itself. Give every rank one and enable one of them; the others do nothing."""
+    """Reports metrics and events of a run. Create one on every rank; only the enabled one reports."""
 
     def __init__(
         self,
@@ -66,178 +68,200 @@ class RunLog:
         facts: Facts | None = None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Prepare ``run_dir``, where there is one, and the other places that are asked for.
+        """Open the run folder and the loggers that ``config`` enables.
 
         Args:
-            config: resolved, so that the copy in the folder shows every number.
-            world_size: ranks.
-            device: this rank's.
-            enabled: whether this rank speaks; usually ``rank == 0``.
+            config: resolved configuration; a copy is written to the folder.
+            world_size: number of ranks.
+            device: device of this rank.
+            enabled: whether this rank reports; usually ``rank == 0``.
             iteration: steps taken before this start.
-            consumed_samples: samples they used.
-            run_id: name of the run, the same through all its starts.
-            data: what it reads, for the folder.
-            facts: which start of which job this is.
-            check: raises when a later start has the run, whose records this one must not mix with its own.
+            consumed_samples: samples used in these steps.
+            run_id: identifies the run across restarts.
+            data: summary of the training data, written to the folder.
+            facts: job and start numbers.
+            check: raises SupersededError once a later start has taken over the run; nothing is written after that.
 
         Raises:
-            UserError: when the folder cannot be made or written.
+            UserError: when the folder cannot be created or written.
+
         """
         self.enabled = enabled
         self.folder = Path(config.logging.run_dir) if enabled and config.logging.run_dir else None
-        self._check = check
+        self._check_superseded = check
         self._sinks = Sinks(self.warning, self._may_write)
-        self._pending: Callable[[], TrainRecord] | None = None
-        self._seq_length, self._world_size = config.training.seq_length, world_size
-        self._place = self._place_of(iteration, consumed_samples)
-        self._closed, self._has_curve = False, False
+        self._read_pending: Callable[[], TrainRecord] | None = None
+        self._seq_length = config.training.seq_length
+        self._world_size = world_size
+        self._progress = self._progress_at(iteration, consumed_samples)
+        self._closed = False
+        self._has_loss_curve = False
         if not enabled:
             return
         name = device_name(device)
         self.yardstick = Yardstick.from_config(config, world_size, name, iteration, consumed_samples)
-        used_before = None
+        reuse_note = None
         if self.folder is not None:
-            used_before = self._open(self.folder, to_yaml(config), name, world_size, data or {})
-        self._open_others(config, run_id)
-        kind = "evaluation" if config.training.skip_train else "start"  # the former is no restart of the run's curve
-        self._event({"event": kind, **self._place, "run-id": run_id, "world-size": world_size, **(facts or {})})
-        if used_before:
-            self._has_curve = not config.training.skip_train
-            self.note(used_before)
+            reuse_note = self._open_folder(self.folder, to_yaml(config), name, world_size, data or {})
+        self._open_trackers(config, run_id)
+        kind = "evaluation" if config.training.skip_train else "start"  # an evaluation does not restart the loss curve
+        self._event({"event": kind, **self._progress, "run-id": run_id, "world-size": world_size, **(facts or {})})
+        if reuse_note:
+            self._has_loss_curve = not config.training.skip_train
+            self.note(reuse_note)
 
-    def _open(
+    def _open_folder(
         self, folder: Path, resolved_config: str, device: str, world_size: int, data: Mapping[str, object]
     ) -> str | None:
-        """Prepare the folder; a sentence where an earlier start has used it."""
-        metrics = folder / run_folder.METRICS
+        """Open the run folder; return a note if an earlier start has used it."""
+        metrics = folder / METRICS
         used_before = metrics.exists()
         try:
-            kept = run_folder.prepare(folder, resolved_config, device, world_size, data)
+            renamed = prepare(folder, resolved_config, device, world_size, data)
             file = JsonLines(metrics, warn=warn)
         except OSError as error:
-            refusal = f"the run folder {folder} cannot be written: {error.strerror}"
-            raise UserError([Problem("E701", refusal, ("--run-dir ANOTHER_FOLDER",))]) from error
+            message = f"the run folder {folder} cannot be written: {error.strerror}"
+            raise UserError([Problem("E701", message, ("--run-dir ANOTHER_FOLDER",))]) from error
         self._sinks.add(metrics.name, lambda: file)
-        self._sinks.add(incidents.NAME, partial(incidents.Incidents, folder / incidents.NAME))
+        self._sinks.add(INCIDENTS, partial(Incidents, folder / INCIDENTS))
         if not used_before:
             return None
-        names = ", ".join(path.name for path in kept)
-        old = f", what it wrote otherwise is now {names}" if kept else ""
-        return f"{folder} holds an earlier start: {metrics.name} goes on below it{old}"
+        names = ", ".join(path.name for path in renamed)
+        changed = f"; changed files were renamed to {names}" if renamed else ""
+        return f"{folder} holds an earlier start: {metrics.name} is appended to{changed}"
 
-    def _open_others(self, config: RunConfig, run_id: str) -> None:
-        """Open what is asked for besides the folder, each in a thread of its own."""
-        options, begin = config.logging, (self._place["iteration"], self._place["consumed-samples"])
+    def _open_trackers(self, config: RunConfig, run_id: str) -> None:
+        """Open TensorBoard and Weights & Biases, each in its own thread."""
+        options = config.logging
+        iteration, consumed_samples = self._progress["iteration"], self._progress["consumed-samples"]
         if options.tensorboard_dir is not None:
-            make = partial(TensorBoard, Path(options.tensorboard_dir), to_yaml(config), *begin)
+            make = partial(TensorBoard, Path(options.tensorboard_dir), to_yaml(config), iteration, consumed_samples)
             self._sinks.add("TensorBoard", partial(Background, make))
-        before = begin[0] - config.training.skip_train  # an evaluation alone has a row of its own
+        before = iteration - config.training.skip_train  # --skip-train writes a row at the step of the checkpoint
         if options.wandb_project is not None and turned_off():
             say("Weights & Biases is turned off by WANDB_MODE=disabled")
         elif options.wandb_project is not None:
             self._sinks.add("the journal for Weights & Biases", partial(self._open_wandb, config, run_id, before))
 
     def _open_wandb(self, config: RunConfig, run_id: str, iteration: int) -> Sink:
-        """Open the client, and the journal, which goes on where that fails."""
+        """Open the journal, and the client in a thread; the journal is kept if the client fails."""
         options = config.logging
         journal = Journal(journal_of(options, run_id), iteration, warn)
         client = partial(Wandb, options, to_dict(config), run_id, iteration, journal.past, say)
         self._sinks.add("Weights & Biases", partial(Background, client, flushes=False))
         return journal
 
-    def _place_of(self, iteration: int, consumed_samples: int) -> dict[str, int]:
+    def _progress_at(self, iteration: int, consumed_samples: int) -> dict[str, int]:
         tokens = consumed_samples * self._seq_length
         return {"iteration": iteration, "consumed-samples": consumed_samples, "consumed-tokens": tokens}
 
     def stepped(self, iteration: int, consumed_samples: int, read: Callable[[], TrainRecord]) -> None:
-        """Say how far the run is, and how to ``read`` the steps since the last line, lest it fail before the next."""
-        self._place, self._pending = self._place_of(iteration, consumed_samples), read
+        """Update the progress after a step.
+
+        Args:
+            iteration: steps taken.
+            consumed_samples: samples used.
+            read: returns the record of the steps since the last log line; called if the run fails before the next.
+
+        """
+        self._progress = self._progress_at(iteration, consumed_samples)
+        self._read_pending = read
 
     def train(self, record: TrainRecord) -> None:
         """Report the steps since the last log line.
 
         Raises:
-            SupersededError: when a later start has the run.
+            SupersededError: when a later start has taken over the run.
+
         """
-        self._pending, self._has_curve = None, True
+        self._read_pending = None
+        self._has_loss_curve = True
         if not self.enabled:
             return
-        with suppress(OSError):  # a disk that does not say is no reason to end
-            self._check()
+        with suppress(OSError):  # a file system that does not answer must not end the run
+            self._check_superseded()
         say(progress_line(record, self.yardstick, _width()))
         if (times := timing_line(record)) is not None:
             say(times)
         self._record({**record.values(), **self.yardstick.values(record), "world-size": self._world_size})
 
     def evaluation(self, record: EvaluationRecord) -> None:
-        """Report an evaluation."""
+        """Report the result of an evaluation."""
         if self.enabled:
             say(evaluation_line(record))
             self._record(record.values())
 
     def health(self, report: LayerReport) -> None:
-        """Report on single layers."""
+        """Report per-layer metrics."""
         if self.enabled:
             say(report.line())
             self._record(report.values())
 
     def checkpoint(self, path: Location, size: int, seconds: float, blocking: float | None = None) -> None:
-        """Report a checkpoint of ``size`` bytes that took ``seconds``, ``blocking`` of which no step could be taken."""
+        """Report a saved checkpoint.
+
+        Args:
+            path: where it was saved.
+            size: in bytes.
+            seconds: duration of the save.
+            blocking: seconds of it during which training was blocked; None for all.
+
+        """
         if self.enabled:
-            stood = "" if blocking is None else f", training stood still for {blocking:.2f}s"
-            say(f"saved {path}: {shown(size)} in {seconds:.1f}s, {shown(size / seconds)}/s{stood}")
+            blocked = "" if blocking is None else f", training stood still for {blocking:.2f}s"
+            say(f"saved {path}: {shown(size)} in {seconds:.1f}s, {shown(size / seconds)}/s{blocked}")
             times = {"seconds": seconds, "blocking-seconds": seconds if blocking is None else blocking}
-            self._event({"event": "checkpoint", **self._place, "path": str(path), "bytes": size, **times})
+            self._event({"event": "checkpoint", **self._progress, "path": str(path), "bytes": size, **times})
 
     def start_up(self, seconds: Mapping[str, float], longest: Mapping[str, float]) -> None:
-        """Report where the time of the start went, by phase: on this rank, and on the one that took longest."""
+        """Report the seconds of each start-up phase, on this rank and the longest of any rank."""
         if self.enabled:
             say(start_up_line(seconds, longest))
             phases, slowest = ({k: round(v, 3) for k, v in each.items()} for each in (seconds, longest))
             total = round(sum(seconds.values()), 3)
-            self._event({"event": "start-up", **self._place, "seconds": total, "phases": phases, "slowest": slowest})
+            self._event({"event": "start-up", **self._progress, "seconds": total, "phases": phases, "slowest": slowest})
 
     def warning(self, text: str) -> None:
-        """Say what went wrong although the run goes on."""
+        """Report a problem that does not end the run."""
         if self.enabled:
             warn(text)
-            self._event({"event": "warning", **self._place, "text": text})
+            self._event({"event": "warning", **self._progress, "text": text})
 
     def stopped(self, why: str) -> None:
-        """Say why the run ends before its last step."""
+        """Report why the run ends before its last step."""
         if self.enabled:
             say(why)
-            self._event({"event": "stop", **self._place, "text": why})
+            self._event({"event": "stop", **self._progress, "text": why})
 
     def note(self, text: str) -> None:
-        """Say something that is no number."""
+        """Report a message."""
         if self.enabled:
             say(text)
-            self._event({"event": "note", **self._place, "text": text})
+            self._event({"event": "note", **self._progress, "text": text})
 
     def flush(self) -> None:
-        """Bring what was reported to where it outlives this process: before a checkpoint that goes on after it."""
+        """Make all reports durable, so that none is lost if training resumes from the checkpoint saved next."""
         self._sinks.flush()
 
     def close(self, failed: bool = False) -> None:
-        """Draw the loss curve into the run's folder and close all places; never raises."""
+        """Close all loggers and draw the plots into the run folder; never raises."""
         if self._closed:
             return
         self._closed = True
         self._sinks.close(failed)
-        if self.folder is not None and self._has_curve and self._may_write():
-            self._draw(self.folder)
+        if self.folder is not None and self._has_loss_curve and self._may_write():
+            self._draw_plots(self.folder)
 
-    def _draw(self, folder: Path) -> None:
-        """Draw what the run's metrics tell."""
-        metrics, title = folder / run_folder.METRICS, folder.resolve().name
+    def _draw_plots(self, folder: Path) -> None:
+        metrics = folder / METRICS
+        title = folder.resolve().name
         try:
-            draw_history(read_history(metrics), title, folder / run_folder.LOSS_CURVE)
-            say(f"loss curve: {folder / run_folder.LOSS_CURVE}")
-            if draw_health(metrics, title, folder / run_folder.HEALTH):
-                say(f"health of every layer: {folder / run_folder.HEALTH}")
-        except Exception as error:  # a picture is not worth the run's exit status
-            warn(f"no picture was drawn: {error}")
+            draw_history(read_history(metrics), title, folder / LOSS_CURVE)
+            say(f"loss curve: {folder / LOSS_CURVE}")
+            if draw_health(metrics, title, folder / HEALTH):
+                say(f"health of every layer: {folder / HEALTH}")
+        except Exception as error:  # a failed plot must not change the run's exit status
+            warn(f"no plot was drawn: {error}")
 
     def __enter__(self) -> RunLog:
         return self
@@ -246,23 +270,19 @@ class RunLog:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is not None and self.enabled and self._may_write():
-            self._failed(error)
+            if self._read_pending is not None:
+                try:
+                    self.train(self._read_pending())
+                except Exception as read_error:  # the device may have failed
+                    warn(f"the steps since the last log line are lost: {read_error}")
+            self._event({"event": "error", **self._progress, "text": sentence(error)})
         self.close(failed=error is not None)
 
-    def _failed(self, error: BaseException) -> None:
-        """Report the steps that no line has told of yet, and where the run ended."""
-        if self._pending is not None:
-            try:
-                self.train(self._pending())
-            except Exception as lost:  # a device that failed may not give its numbers away any more
-                warn(f"the steps since the last line are lost: {lost}")
-        self._event({"event": "error", **self._place, "text": sentence(error)})
-
     def _may_write(self) -> bool:
-        """Whether no later start has the run."""
+        """Return False once a later start has taken over the run."""
         try:
-            with suppress(OSError):  # as above
-                self._check()
+            with suppress(OSError):  # as in train
+                self._check_superseded()
         except SupersededError:
             return False
         return True
@@ -275,17 +295,17 @@ class RunLog:
 
 
 def say(text: str) -> None:
-    """Print. A console that takes nothing (a log on a full disk, a pipe that nobody reads) does not stop the run."""
+    """Print a line; ignore errors of the console, such as a full disk or a broken pipe."""
     with suppress(OSError):
         print(text, flush=True)
 
 
 def warn(text: str) -> None:
-    """Say, on whatever rank, what went wrong although the run goes on."""
-    with suppress(OSError):  # as above
+    """Print a warning to stderr, from any rank; ignore errors of the console."""
+    with suppress(OSError):
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _width() -> int | None:
-    """Columns of the terminal; None when the output goes to a file, which takes them all."""
+    """Return the terminal's width, or None if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None

@@ -1,4 +1,4 @@
-"""The training loop. Evaluate, log, skip and stop are all visible here; people are meant to edit it."""
+"""The training loop: steps, logging, evaluation, saving and stopping, in order. Meant to be edited."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from megatron.training.stop import TIME_IS_UP, StopRequest, exit_status, reason
 
 
 def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopRequest, profiler: Profiler) -> int:
-    """Train to the end, or until told to stop; with ``skip_train`` evaluate alone.
+    """Train until the last step or a request to stop; with ``skip_train`` only evaluate.
 
     Returns:
-        The exit status: 0 at the end, at ``exit_interval`` and after ``stop_file``, what ``stop`` says after a signal
-        or in time.
+        The exit status: 0 at the end, at ``exit_interval`` and after ``stop_file``; 128 + n after signal n; 124 after
+        ``exit_duration_in_mins``.
 
     Raises:
         NonFiniteError: with ``on_nonfinite`` stop.
-        StorageError: when the last checkpoint, or the proof that training has ended, cannot be written.
+        StorageError: if the last checkpoint, or ``finished.json``, cannot be written.
 
     """
     if trainer.config.training.skip_train:
-        stop.restore()  # there is nothing that would have to be saved before a signal may end it
+        stop.restore()  # nothing has to be saved, so a signal may end the process at once
         return evaluate_alone(trainer, log)
     if trainer.iteration < trainer.total_steps:
         finished.retract(trainer)
     with Saver(trainer, log) as saver:
         status = _train(trainer, take_step, log, stop, profiler, saver)
-    trainer.optimizer.weights.wait()  # nobody leaves while others still get weights from here
+    trainer.optimizer.weights.wait()  # other ranks may still be gathering weights from this one
     if trainer.iteration >= trainer.total_steps:
         finished.declare(trainer)
     return status
@@ -52,117 +52,130 @@ def train(trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopReques
 def _train(
     trainer: Trainer, take_step: StepRunner, log: RunLog, stop: StopRequest, profiler: Profiler, saver: Saver
 ) -> int:
-    """The steps; :func:`train` says what is returned and raised."""
-    t, config, options, logging = trainer, trainer.config.training, trainer.config.checkpoint, trainer.config.logging
-    if told := begin(t, log, stop, profiler, saver):
-        return exit_status(told)
-    window = window_of(t)
-    t.startup.enter("first step")
-    while t.iteration < t.total_steps:
-        rates = t.schedule.rates(t.consumed_samples)
-        with profiler.step(t.iteration + 1):
-            with t.timers("batch-generator"):
-                samples, batches = t.next_batch_size, t.next_batches()
-            vitals = watch(t) if _every(logging.log_health_interval, t.iteration + 1) else None
+    """Take the steps; see :func:`train`."""
+    config = trainer.config.training
+    logging = trainer.config.logging
+    if stop_code := begin(trainer, log, stop, profiler, saver):
+        return exit_status(stop_code)
+    window = window_of(trainer)
+    trainer.startup.enter("first step")
+    while trainer.iteration < trainer.total_steps:
+        rates = trainer.schedule.rates(trainer.consumed_samples)
+        with profiler.step(trainer.iteration + 1):
+            with trainer.timers("batch-generator"):
+                samples = trainer.next_batch_size
+                batches = trainer.next_batches()
+            vitals = watch(trainer) if _every(logging.log_health_interval, trainer.iteration + 1) else None
             metrics = take_step(batches, rates, eager=vitals is not None)
-        if t.device.type == "cuda":  # which is at the step now, while the host has nothing to do
-            t.read_ahead()
-        if config.on_nonfinite == "stop" and metrics.nonfinite.item() and not t.scaler.can_shrink(metrics.loss_scale):
-            raise NonFiniteError(explain_nonfinite(t, batches))
-        t.iteration += 1
-        t.consumed_samples += samples
+        if trainer.device.type == "cuda":  # the GPU is busy with the step, and the host is idle
+            trainer.prefetch()
+        nonfinite = config.on_nonfinite == "stop" and metrics.nonfinite.item()
+        if nonfinite and not trainer.scaler.can_shrink(metrics.loss_scale):
+            raise NonFiniteError(explain_nonfinite(trainer, batches))
+        trainer.iteration += 1
+        trainer.consumed_samples += samples
+        iteration = trainer.iteration
 
         window.add(metrics, samples)
-        read = partial(window.read, iteration=t.iteration, consumed_samples=t.consumed_samples, rates=rates)
-        log.stepped(t.iteration, t.consumed_samples, partial(read, alone=True))  # told even if the run fails before
-        examine(t, vitals, metrics, window, log)
-        saver.look()
+        read = partial(window.read, iteration=iteration, consumed_samples=trainer.consumed_samples, rates=rates)
+        log.stepped(iteration, trainer.consumed_samples, partial(read, alone=True))  # read if the run fails early
+        examine(trainer, vitals, metrics, window, log)
+        saver.poll()
 
-        tell_start_up(t, log)
-        told = stop.agreed()
-        profiler.ask(t.iteration, stop.wish)
-        last = t.iteration == t.total_steps
-        leave = told or last or _every(config.exit_interval, t.iteration)
-        if leave or _every(logging.log_interval, t.iteration):
-            log.train(read(samples_digest=t.samples_digest()))
-        for split in evaluations_due(t) if last or not told else ():  # nobody who sent a signal waits for it
-            with window.paused():
-                evaluate_on(t, split, log)
-        if options.save is not None and (leave or _every(options.save_interval, t.iteration)):
+        tell_start_up(trainer, log)
+        stop_code = stop.poll()
+        profiler.ask(iteration, stop.profile_request)
+        last = iteration == trainer.total_steps
+        leave = stop_code or last or _every(config.exit_interval, iteration)
+        if leave or _every(logging.log_interval, iteration):
+            log.train(read(samples_digest=trainer.samples_digest()))
+        if last or not stop_code:  # a run that has to stop does not evaluate first
+            for split in evaluations_due(trainer):
+                with window.paused():
+                    evaluate_on(trainer, split, log)
+        checkpoint = trainer.config.checkpoint
+        if checkpoint.save is not None and (leave or _every(checkpoint.save_interval, iteration)):
             with window.paused():
                 saver.save(needed=bool(leave))
-        save_on_nodes(t, log, window)  # not earlier: a run that finds its last step there has nothing more to save
+        save_on_nodes(trainer, log, window)  # last: a start that finds the final step here has nothing left to save
         if leave and not last:
-            why = reason(told, config.stop_file) if told else f"--exit-interval {config.exit_interval}"
-            log.stopped(f"stopped by {why} after step {t.iteration} of {t.total_steps}")
-            return exit_status(told)
+            cause = reason(stop_code, config.stop_file) if stop_code else f"--exit-interval {config.exit_interval}"
+            log.stopped(f"stopped by {cause} after step {iteration} of {trainer.total_steps}")
+            return exit_status(stop_code)
     return 0
 
 
 def begin(trainer: Trainer, log: RunLog, stop: StopRequest, profiler: Profiler, saver: Saver) -> int:
-    """Make up for what an earlier start did not come to; what stops this one before its first step, or 0; collective.
+    """Run evaluations and saves that the previous start missed; collective.
+
+    Returns:
+        The stop code if this start must stop before its first step, else 0.
 
     Raises:
-        StorageError: when the last step was taken, is not saved, and cannot be.
+        StorageError: if the last step has been taken and cannot be saved.
 
     """
-    t, over = trainer, trainer.iteration >= trainer.total_steps
-    if not over and (told := told_meanwhile(t, stop, profiler)):
-        why = f"stopped by {reason(told, t.config.training.stop_file)} before the first step of this start"
-        log.stopped(f"{why}: {t.iteration} of {t.total_steps} are taken, and there is nothing new to save")
-        return told
-    for split in evaluations_due(t):  # the step was stopped by a signal
-        evaluate_on(t, split, log)
-    if over:
-        log.note(f"nothing to do: this run ends with step {t.total_steps}, and {t.iteration} are taken")
-        if t.config.checkpoint.save is not None and not finished.is_saved(t):  # the step is another run's, or a node's
+    taken, total = trainer.iteration, trainer.total_steps
+    stop_code = 0 if taken >= total else told_meanwhile(trainer, stop, profiler)
+    if stop_code:
+        cause = reason(stop_code, trainer.config.training.stop_file)
+        log.stopped(
+            f"stopped by {cause} before the first step of this start: "
+            f"{taken} of {total} are taken, and there is nothing new to save"
+        )
+        return stop_code
+    for split in evaluations_due(trainer):  # missed because a signal stopped the run after this step
+        evaluate_on(trainer, split, log)
+    if taken >= total:
+        log.note(f"nothing to do: this run ends with step {total}, and {taken} are taken")
+        save = trainer.config.checkpoint.save
+        if save is not None and not finished.is_saved(trainer):  # loaded from another run, or from a node's disk
             saver.save(needed=True)
     return 0
 
 
 def told_meanwhile(trainer: Trainer, stop: StopRequest, profiler: Profiler) -> int:
-    """What the run was told while it started: what stops it before a step, or 0; collective.
+    """Return the stop code of a request that came during the start, or 0; collective.
 
-    Time that is up already does not: a job that is queued again and again would never come further.
+    An expired time limit does not count: a job that is requeued again and again would never take a step.
     """
-    told = stop.agreed()
-    profiler.ask(trainer.iteration, stop.wish)
-    return 0 if told == TIME_IS_UP else told
+    stop_code = stop.poll()
+    profiler.ask(trainer.iteration, stop.profile_request)
+    return 0 if stop_code == TIME_IS_UP else stop_code
 
 
 def window_of(trainer: Trainer) -> StepWindow:
-    """The steps of this start; its clock starts at once, on all ranks together."""
-    t, logging = trainer, trainer.config.logging
+    """Return the window that collects step metrics; its clock starts on all ranks together."""
     return StepWindow(
-        t.device,
-        t.config.training.seq_length,
-        world=t.mesh.world,
-        timers=t.timers,
-        goodput=t.goodput,
-        timing_option=logging.timing_log_option,
-        recorded=t.config.compute.cuda_graph,
+        trainer.device,
+        trainer.config.training.seq_length,
+        world=trainer.mesh.world,
+        timers=trainer.timers,
+        goodput=trainer.goodput,
+        timing_option=trainer.config.logging.timing_log_option,
+        recorded=trainer.config.compute.cuda_graph,
     )
 
 
 def tell_start_up(trainer: Trainer, log: RunLog) -> None:
-    """After the first step, tell where the time until then went on this rank, and on the slowest; collective."""
-    t, mine = trainer, trainer.startup.seconds
-    if not t.startup.running:
+    """Log, after the first step, the time of each phase of the start on this and the slowest rank; collective."""
+    if not trainer.startup.running:
         return
-    if t.device.type == "cuda":
-        torch.cuda.synchronize(t.device)  # it may be at the step still
-    t.startup.stop()
-    with t.mesh.world.meter.paused():
-        seconds = torch.tensor([*mine.values()], dtype=torch.float64, device=t.device)
-        longest = comm.all_reduce(seconds, t.mesh.world, op="max").tolist()
+    if trainer.device.type == "cuda":
+        torch.cuda.synchronize(trainer.device)  # the first step counts until the GPU has finished it
+    trainer.startup.stop()
+    mine = trainer.startup.seconds
+    with trainer.mesh.world.meter.paused():
+        seconds = torch.tensor([*mine.values()], dtype=torch.float64, device=trainer.device)
+        longest = comm.all_reduce(seconds, trainer.mesh.world, op="max").tolist()
     log.start_up(mine, dict(zip(mine, longest)))
 
 
 def examine(trainer: Trainer, vitals: Vitals | None, metrics: StepMetrics, window: StepWindow, log: RunLog) -> None:
-    """Report on every layer if it was watched, and compare the copies of the weights when that is due; collective.
+    """Log the health report if this step recorded one, and compare weight replicas if due; collective.
 
     Raises:
-        UserError: when copies of a weight differ.
+        UserError: if replicas of a weight differ.
 
     """
     compare = _every(trainer.config.logging.check_weight_hash_across_dp_replicas_interval, trainer.iteration)
@@ -176,7 +189,7 @@ def examine(trainer: Trainer, vitals: Vitals | None, metrics: StepMetrics, windo
 
 
 def evaluate_alone(trainer: Trainer, log: RunLog) -> int:
-    """Evaluate what was loaded on all validation and test data, and take no step; returns the exit status."""
+    """Evaluate the loaded weights on all validation and test data without training; return the exit status."""
     for split in trainer.data.used:
         if kind_of(split) != "train":
             evaluate_on(trainer, split, log)
@@ -186,22 +199,25 @@ def evaluate_alone(trainer: Trainer, log: RunLog) -> int:
 
 
 def evaluations_due(trainer: Trainer) -> list[str]:
-    """Splits to evaluate on after the step that was taken last, where that has not been done: test data at the end."""
-    t, last = trainer, trainer.iteration == trainer.total_steps
-    due = {"valid": last or _every(t.config.training.eval_interval, t.iteration), "test": last, "train": False}
-    return [split for split in t.data.used if due[kind_of(split)] and t.evaluated.get(split, 0) < t.iteration]
+    """Return the splits to evaluate after the current step and not evaluated yet; test splits only after the last."""
+    iteration = trainer.iteration
+    last = iteration == trainer.total_steps
+    due = {"valid": last or _every(trainer.config.training.eval_interval, iteration), "test": last, "train": False}
+    evaluated = trainer.evaluated
+    return [split for split in trainer.data.used if due[kind_of(split)] and evaluated.get(split, 0) < iteration]
 
 
 def evaluate_on(trainer: Trainer, split: str, log: RunLog) -> None:
-    """Evaluate. Before the step is saved, so that a run killed meanwhile takes up the step, and this, again."""
-    t = trainer
-    loss, average = evaluate(t, split).item(), None
-    if t.optimizer.average:
-        with t.optimizer.averaged():
-            average = evaluate(t, split).item()
-    t.evaluated[split] = t.iteration
-    tokens = t.consumed_samples * t.config.training.seq_length
-    log.evaluation(EvaluationRecord(t.iteration, t.consumed_samples, tokens, loss, split, average))
+    """Evaluate a split and log the loss. Call before saving, so that a run killed in between repeats both."""
+    loss = evaluate(trainer, split).item()
+    average_loss = None
+    if trainer.optimizer.average:
+        with trainer.optimizer.averaged():
+            average_loss = evaluate(trainer, split).item()
+    trainer.evaluated[split] = trainer.iteration
+    samples = trainer.consumed_samples
+    tokens = samples * trainer.config.training.seq_length
+    log.evaluation(EvaluationRecord(trainer.iteration, samples, tokens, loss, split, average_loss))
 
 
 def _every(interval: int | None, iteration: int) -> bool:

@@ -1,4 +1,4 @@
-"""A run from end to end on one rank: join the others, build, train, and say once what went wrong."""
+"""Run training on one rank: join torch.distributed, load the start state, train, and report a failure once."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartUp | None = 
     """Train as configured.
 
     Args:
-        config: validated and resolved.
-        notes: on the flags; rank 0 prints them, and a summary, before the first step.
-        startup: times the start since the process began; None for one that begins now.
+        config: validated and resolved configuration.
+        notes: notes on the flags; rank 0 prints them, and a summary, before the first step.
+        startup: timer of the start, running since the process began; None starts one now.
 
     Returns:
-        The exit status: that of :func:`megatron.training.loop.train`, 2 where flags or files turn out not to do
-        before the first step, or 1 after any other error. After an error the process should end at once:
-        torch.distributed is left open, and so are the peers' connections to it.
+        The exit status: that of :func:`megatron.training.loop.train`, 2 if flags or files are refused before the
+        first step, 1 after any other error. After an error the process should exit at once, because
+        torch.distributed stays open.
 
     """
     try:
@@ -66,18 +66,23 @@ def run(config: RunConfig, notes: Sequence[str] = (), startup: StartUp | None = 
 
 
 def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartUp) -> int:
-    """The run itself; returns its exit status."""
+    """Join the other ranks, acquire the checkpoint folders, and train; return the exit status."""
     if config.training.skip_train:
         config = replace(config, checkpoint=only_read(config.checkpoint))
     with before_the_first_step(), startup("joining"):
         device = choose_device(config.training.device)
         notes = [*notes, *make_deterministic(config.compute.deterministic, device)]
         rank, world_size = join(config)
-    world, minutes = everyone(rank, world_size), config.training.exit_duration_in_mins
-    file = Path(config.training.stop_file) if config.training.stop_file and rank == 0 else None
-    profiles = ProfileRequests(config.logging.run_dir, rank, warn)
+    world = everyone(rank, world_size)
     startup.enter("checkpoint")
-    stop = StopRequest(world, device, minutes, startup.began, profiles, file)
+    stop = StopRequest(
+        world,
+        device,
+        config.training.exit_duration_in_mins,
+        startup.began,
+        ProfileRequests(config.logging.run_dir, rank, warn),
+        Path(config.training.stop_file) if config.training.stop_file and rank == 0 else None,
+    )
     try:
         with claimed(config.checkpoint.save, world) as save, claimed_on_nodes(config.checkpoint, world) as node:
             return train_from_origin(config, notes, stop, startup, Claims(save, node))
@@ -88,26 +93,28 @@ def join_and_train(config: RunConfig, notes: Sequence[str], startup: StartUp) ->
 def train_from_origin(
     config: RunConfig, notes: Sequence[str], stop: StopRequest, startup: StartUp, claims: Claims
 ) -> int:
-    """Begin where there is something to begin with, and train."""
+    """Build the trainer, load the checkpoint that the run resumes from, if any, and train; return the exit status."""
     world = stop.world
     with before_the_first_step(), vigil(world):
-        origin = choose(config.checkpoint, world)
+        source = choose(config.checkpoint, world)
         startup.enter("other")
-        trainer = build(config, world.rank, world.size, fresh=origin.fresh, clock=startup)
-        trainer.goodput, trainer.startup = Goodput(startup.began), startup
-        trainer.claims, stop.world = claims, trainer.mesh.world
+        trainer = build(config, world.rank, world.size, fresh=source.fresh, clock=startup)
+        trainer.goodput = Goodput(startup.began)
+        trainer.startup = startup
+        trainer.claims = claims
+        stop.world = trainer.mesh.world
         take_step = StepRunner(trainer)
         with startup("checkpoint"):
-            notes = [*notes, *claims.notes, *trainer.notes, *begin(trainer, origin)]
+            notes = [*notes, *claims.notes, *trainer.notes, *begin(trainer, source)]
         refuse_full_disk(trainer)
         facts = start_facts(os.environ, None if claims.save is None else claims.save.epoch)
-        if origin.fresh and config.logging.run_dir is not None:
+        if source.fresh and config.logging.run_dir is not None:
             trainer.run_id = run_id_of_job(Path(config.logging.run_dir) / METRICS, facts)
         notes += notes_on_the_journal(config.logging, trainer.run_id)
         trainer.run_id = new_run_id(world, trainer.run_id)
         if "slurm-job" in facts or "torchrun-restart" in facts:
             notes = [in_words(facts), *notes]
-        place = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
+        position = {"iteration": trainer.iteration, "consumed_samples": trainer.consumed_samples}
         log = RunLog(
             config,
             world_size=world.size,
@@ -117,15 +124,17 @@ def train_from_origin(
             data=data_facts(trainer.data),
             facts=facts,
             check=claims.look,
-            **place,
+            **position,
         )
     with log, whereabouts(trainer.mesh, trainer.pipeline):
-        for text in (*notes, "\n".join([summary(config, world.size, **place), *trainer.data.summary()])):
+        for text in (*notes, "\n".join([summary(config, world.size, **position), *trainer.data.summary()])):
             log.note(text)
-        tell = log.note if log.enabled else say  # each recording rank tells of its own profile
-        options, run_dir, models = config.profiling, config.logging.run_dir, [*trainer.chunks.values()]
-        pipeline = PipelineProfiler(options, run_dir, trainer, tell, warn)
-        profiler = Profiler(options, run_dir, world.rank, trainer.device, models, tell, warn, pipeline)
+        note = log.note if log.enabled else say  # each rank that records a profile reports it itself
+        options = config.profiling
+        run_dir = config.logging.run_dir
+        pipeline = PipelineProfiler(options, run_dir, trainer, note, warn)
+        models = [*trainer.chunks.values()]
+        profiler = Profiler(options, run_dir, world.rank, trainer.device, models, note, warn, pipeline)
         try:
             with vigil(world):
                 return train(trainer, take_step, log, stop, profiler)
@@ -135,11 +144,7 @@ def train_from_origin(
 
 @contextmanager
 def before_the_first_step() -> Iterator[None]:
-    """What cannot begin with these flags and files is refused, which is no failure of a run.
-
-    Raises:
-        StartRefusedError: for errors in flags and data.
-    """
+    """Turn errors in flags and data into ``StartRefusedError``, which exits with status 2 instead of 1."""
     try:
         yield
     except (UserError, DataError) as error:
@@ -147,18 +152,18 @@ def before_the_first_step() -> Iterator[None]:
 
 
 def report(error: Exception, run_dir: str | None = None) -> None:
-    """Print an error, unless another rank has printed its own: what follows a first failure is mostly its echo.
+    """Print an error, unless another rank failed first: later errors are mostly consequences of the first.
 
-    ``run_dir`` is where scripts find in a line which machine it was, and of what sort.
+    With ``run_dir``, also append a line to its ``failures.jsonl``.
     """
     if not first_to_fail():
         return
     launch = Launch.read(os.environ)
-    who = whose(launch, os.environ)
-    where = f"error on {who}" if launch.world_size > 1 else "error"
+    rank = whose(launch, os.environ)
+    prefix = f"error on {rank}" if launch.world_size > 1 else "error"
     with spared():
-        leave_sentence(error, who)
-        print(f"{where}: {explain(error)}", file=sys.stderr, flush=True)
-        if places := where_all_are(launch.rank, launch.world_size):
-            print(places, file=sys.stderr, flush=True)
+        leave_sentence(error, rank)
+        print(f"{prefix}: {explain(error)}", file=sys.stderr, flush=True)
+        if positions := where_all_are(launch.rank, launch.world_size):
+            print(positions, file=sys.stderr, flush=True)
         note_failure(run_dir, error, os.environ)

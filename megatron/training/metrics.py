@@ -1,4 +1,4 @@
-"""From device scalars of single steps to one record per log line, with one wait for the device."""
+"""Collect the device scalars of each step and reduce them to one record per log line, with one device sync."""
 
 from __future__ import annotations
 
@@ -25,30 +25,21 @@ from megatron.training.timers import RECORDED, Timers
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """What one step reports: 0-d tensors on the device, the same on every rank.
+    """Results of one step: 0-d tensors on the device, equal on every rank."""
 
-    Attributes:
-        loss: mean over the unmasked tokens of the global batch.
-        grad_norm: global gradient norm before clipping.
-        skipped: nonzero if the update was skipped.
-        loss_scale: scale the step ran with.
-        nonfinite: nonzero if a gradient was not finite; other reasons for a skip are spikes.
-        router: losses of the routers of experts, by their metric's name; the same names in every step.
-    """
-
-    loss: Tensor
-    grad_norm: Tensor
-    skipped: Tensor
-    loss_scale: Tensor
-    nonfinite: Tensor
-    router: Mapping[str, Tensor] = field(default_factory=dict)
+    loss: Tensor  # mean over the unmasked tokens of the global batch
+    grad_norm: Tensor  # global, before clipping
+    skipped: Tensor  # nonzero if the update was skipped
+    loss_scale: Tensor  # used in this step
+    nonfinite: Tensor  # nonzero if a gradient was not finite; any other skipped update is a spike
+    router: Mapping[str, Tensor] = field(default_factory=dict)  # MoE router losses by metric name, same in every step
 
 
 class StepWindow:
-    """The steps since the last log line. Make it right before the first step: its clock starts at once.
+    """Accumulates the metrics of the steps since the last log line.
 
-    Clocks of all ranks start together, after a pause too. One that started while its rank still waits for others that
-    come later would count this as a wait in a step that they have not begun.
+    Create it right before the first step: the clock starts in the constructor. All ranks start their clocks together,
+    also after a pause, so that a late rank does not appear as waiting time in the other ranks' next step.
     """
 
     def __init__(
@@ -62,47 +53,51 @@ class StepWindow:
         timing_option: str = "minmax",
         recorded: str = "none",
     ) -> None:
-        """Begin a window; collective over ``world``.
+        """Start an empty window. Collective over ``world``.
 
         Args:
-            device: of this rank.
-            seq_length: tokens of a sample.
-            world: all ranks, as the mesh knows them; None for one alone.
-            timers: of this rank; None for those that cost nothing.
-            goodput: is told of the time that goes into steps; None for that of a run that begins.
-            timing_option: what is told of each timer: ``max``, ``minmax`` or ``all``.
-            recorded: what is replayed as a graph, by ``--cuda-graph``: its waits and phases are not seen, and not told.
+            device: device of this rank.
+            seq_length: tokens per sample.
+            world: group of all ranks; None for a single process.
+            timers: timers of this rank; None for no timers.
+            goodput: accounts the time spent in steps; None for a new run.
+            timing_option: ``--timing-log-option``: ``max``, ``minmax`` or ``all``.
+            recorded: ``--cuda-graph``: waits and phases inside a replayed graph cannot be measured and are left out.
 
         """
-        self.device, self.seq_length, self.world = device, seq_length, world or Group()
-        self.timers, self.goodput = timers or Timers(0, device), goodput or Goodput()
-        self._timing_option, self._recorded = timing_option, recorded
+        self.device = device
+        self.seq_length = seq_length
+        self.world = world or Group()
+        self.timers = timers or Timers(0, device)
+        self.goodput = goodput or Goodput()
+        self._timing_option = timing_option
+        self._cuda_graph = recorded
         self._steps: list[Tensor] = []
         self._samples: list[int] = []
-        self._router: tuple[str, ...] = ()
-        self._meet()
-        self.world.meter.take()  # what was waited for, and sent, before the first step
+        self._router_names: tuple[str, ...] = ()
+        self._barrier()
+        self.world.meter.take()  # discard waits and traffic from before the first step
         self.world.meter.take_sent()
         self.timers.watch.take()
-        self._since = self._counted = time.perf_counter()
+        self._window_start = self._last_goodput_time = time.perf_counter()
 
     def add(self, step: StepMetrics, samples: int) -> None:
-        """Note a step of ``samples`` samples. Does not wait for the device."""
+        """Add a step of ``samples`` samples, without waiting for the device."""
         scalars = (step.loss, step.grad_norm, step.skipped, step.loss_scale, step.nonfinite, *step.router.values())
-        self._router = tuple(step.router)
+        self._router_names = tuple(step.router)
         self._steps.append(torch.stack([x.detach().to(self.device, torch.float64) for x in scalars]))
         self._samples.append(samples)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Time spent inside (evaluation, say) is not counted as training; collective over ``world``."""
-        self._wait()
-        paused_at = self._count()
+        """Exclude the time inside the context, such as evaluation, from training time. Collective over ``world``."""
+        self._synchronize()
+        paused_at = self._add_goodput()
         with self.world.meter.paused(), self.timers.watch.paused():
             yield
-            self._meet()
-        self._counted = time.perf_counter()
-        self._since += self._counted - paused_at
+            self._barrier()
+        self._last_goodput_time = time.perf_counter()
+        self._window_start += self._last_goodput_time - paused_at
 
     def read(
         self,
@@ -113,18 +108,22 @@ class StepWindow:
         samples_digest: str | None = None,
         alone: bool = False,
     ) -> TrainRecord:
-        """The record of all steps since the last call, the last of which was ``iteration``. Waits for the device.
+        """Return the record of the steps since the last call and start a new window. Waits for the device.
 
-        Collective over ``world``, unless told to be ``alone``: then it tells of this rank what it else tells of all.
+        Args:
+            iteration: number of the last step.
+            consumed_samples: samples of the whole run so far.
+            rates: learning rates and weight decay of the last step.
+            samples_digest: digest of the samples consumed so far.
+            alone: report this rank only, without communication. Otherwise collective over ``world``.
 
-        Raises:
-            ValueError: when there was no step.
         """
         if not self._steps:
             raise ValueError("no step since the last log line: read the window only after add")
         losses, norms, skips, scales, nonfinite, *router = torch.stack(self._steps, dim=1).tolist()
-        now = self._count()
-        steps, samples, seconds = len(self._steps), sum(self._samples), now - self._since
+        now = self._add_goodput()
+        steps = len(self._steps)
+        seconds = now - self._window_start
         first = iteration - steps + 1
         record = TrainRecord(
             iteration=iteration,
@@ -138,21 +137,23 @@ class StepWindow:
             batch_size=self._samples[-1],
             loss_scale=scales[-1],
             seconds_per_step=seconds / steps,
-            tokens_per_second=samples * self.seq_length / seconds,
+            tokens_per_second=sum(self._samples) * self.seq_length / seconds,
             skipped=tuple(first + i for i, skip in enumerate(skips) if skip),
             spikes=tuple(first + i for i, skip in enumerate(skips) if skip and not nonfinite[i]),
             samples_digest=samples_digest,
-            router_losses={name: _mean_of_finite(values) for name, values in zip(self._router, router)},
+            router_losses={name: _mean_of_finite(values) for name, values in zip(self._router_names, router)},
             goodput=self.goodput.value(),
             run_seconds=self.goodput.run_seconds(),
             starts=self.goodput.starts,
         )
-        record = self._with_ranks(record, Group() if alone else self.world)
-        self._steps, self._samples, self._since = [], [], now
+        record = self._add_rank_stats(record, Group() if alone else self.world)
+        self._steps = []
+        self._samples = []
+        self._window_start = now
         return record
 
-    def _with_ranks(self, record: TrainRecord, world: Group) -> TrainRecord:
-        """The record with what the ranks of ``world`` say of time and memory."""
+    def _add_rank_stats(self, record: TrainRecord, world: Group) -> TrainRecord:
+        """Add times, traffic and memory of the ranks of ``world``."""
         steps = len(self._steps)
         waits = {axes: seconds / steps for axes, seconds in self.world.meter.take().items()}
         sent = dict.fromkeys((axes for axes in waits if axes != BUBBLE), 0.0)
@@ -161,7 +162,8 @@ class StepWindow:
         mine = RankTimes(record.seconds_per_step, waits, self.timers.read(steps), *memory_bytes(self.device), sent)
         with self.world.meter.paused():
             ranks = compare(gather(mine, world, self.device))
-        several, seen = world.size > 1, self.world.size > 1 and self._recorded != "step"
+        several = world.size > 1
+        waits_measured = self.world.size > 1 and self._cuda_graph != "step"
         timings = ranks.timings(self._timing_option) if self.timers.level else {}
         return replace(
             record,
@@ -170,41 +172,41 @@ class StepWindow:
             memory_rank=ranks.fullest_rank if several else None,
             world_size=self.world.size,
             data_wait=ranks.data_wait,
-            communication=ranks.communication if seen else {},
-            communication_share=ranks.communication_share if seen else None,
-            sent=ranks.sent if seen else {},
-            bubble=ranks.bubble if seen else None,
-            slowest_rank=ranks.slowest_rank if several and seen else None,
-            slowest_excess=ranks.slowest_excess if several and seen else None,
-            timings={name: timing for name, timing in timings.items() if name not in RECORDED[self._recorded]},
+            communication=ranks.communication if waits_measured else {},
+            communication_share=ranks.communication_share if waits_measured else None,
+            sent=ranks.sent if waits_measured else {},
+            bubble=ranks.bubble if waits_measured else None,
+            slowest_rank=ranks.slowest_rank if several and waits_measured else None,
+            slowest_excess=ranks.slowest_excess if several and waits_measured else None,
+            timings={name: timing for name, timing in timings.items() if name not in RECORDED[self._cuda_graph]},
         )
 
-    def _count(self) -> float:
-        """Count what has passed as spent in steps; returns the time."""
+    def _add_goodput(self) -> float:
+        """Account the time since the last call as spent in steps, and return the current time."""
         now = time.perf_counter()
-        self.goodput.add(now - self._counted)
-        self._counted = now
+        self.goodput.add(now - self._last_goodput_time)
+        self._last_goodput_time = now
         return now
 
-    def _meet(self) -> None:
-        """Wait for the device and for all ranks; nobody's step is charged for it."""
+    def _barrier(self) -> None:
+        """Wait for all ranks and the device, outside the measured times."""
         with self.world.meter.paused():
             comm.all_reduce(torch.zeros((), device=self.device), self.world)
-        self._wait()
+        self._synchronize()
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 def _mean_of_finite(values: list[float]) -> float:
-    """The mean of those that are finite; NaN where none is."""
+    """Return the mean of the finite values, or NaN if there is none."""
     finite = [x for x in values if math.isfinite(x)]
     return sum(finite) / len(finite) if finite else math.nan
 
 
 def memory_bytes(device: torch.device) -> tuple[int, int]:
-    """Peak use so far and capacity: of the GPU, or of this process and the machine on a CPU."""
+    """Return the peak use so far and the capacity, in bytes: of the GPU, or of this process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -213,5 +215,5 @@ def memory_bytes(device: torch.device) -> tuple[int, int]:
 
 
 def device_name(device: torch.device) -> str:
-    """What the device calls itself: ``NVIDIA H100 80GB HBM3``, or ``cpu``."""
+    """Return the device's product name, such as ``NVIDIA H100 80GB HBM3``, or ``cpu``."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

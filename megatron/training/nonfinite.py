@@ -1,4 +1,4 @@
-"""Finding where a number went wrong."""
+"""Locate the first NaN or infinity of a step: its rank, module and micro-batch."""
 
 from __future__ import annotations
 
@@ -17,81 +17,75 @@ from megatron.training.setup import Trainer
 from megatron.training.step import count_tokens
 
 Outputs = list[tuple[int, str, bool]]
-"""Stage, module, and whether all of its output is finite."""
+"""Stage, module name, and whether its whole output is finite."""
 
 
 class NonFiniteError(RuntimeError):
-    """A loss or gradient was NaN or infinite and the run was told to stop."""
+    """A loss or gradient is NaN or infinite, and ``--on-nonfinite`` is ``stop``."""
 
 
 @dataclass(frozen=True, order=True)
 class Finding:
-    """Something on one rank that is not finite; the earlier in the step, the smaller.
+    """A non-finite output or gradient on one rank; findings are ordered by their time in the step."""
 
-    Attributes:
-        microbatch: index in the rank's share of the step.
-        backward: whether it is a gradient.
-        stage: of the pipeline, in the order in which they have their turn; backward begins with the last.
-        position: of the module in the order in which outputs are finished, or of the parameter in that of backward.
-        text: for people.
-    """
-
-    microbatch: int
-    backward: bool
-    stage: int
-    position: int
-    text: str = field(compare=False)
+    microbatch: int  # index among the rank's micro-batches
+    backward: bool  # True for a gradient
+    stage: int  # position of the pipeline stage in execution order; backward starts with the last stage
+    position: int  # of the module or parameter in execution order
+    text: str = field(compare=False)  # description for people
 
 
 def explain_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> str:
-    """Step, rank and first bad module or gradient of a step that was skipped; collective over all ranks.
+    """Run a skipped step again and describe the first non-finite value and its ranks. Collective over all ranks.
 
-    Runs the step again, one micro-batch after the other so that what is first in the pipeline is first in time, up to
-    the reduction over data-parallel ranks, after which a bad gradient would be everywhere. The weights stay as they
-    are; the gradients do not.
+    Micro-batches run one by one, so that pipeline order is time order, and without the data-parallel reduction, which
+    would spread a bad gradient to all ranks. The weights are unchanged, the gradients are overwritten.
     """
-    everywhere = comm.all_gather_objects(first_nonfinite(trainer, batches), trainer.mesh.world)
-    found = [(finding, rank) for rank, finding in enumerate(everywhere) if isinstance(finding, Finding)]
+    by_rank = comm.all_gather_objects(first_nonfinite(trainer, batches), trainer.mesh.world)
+    found = [(finding, rank) for rank, finding in enumerate(by_rank) if isinstance(finding, Finding)]
     step = f"the loss or gradient of step {trainer.iteration + 1} is not finite"
     if not found:
-        return f"{step}, yet on every rank by itself it was when run again: their sum overflows, or hardware fails"
+        return (
+            f"{step}, but all values before the sum over ranks were finite when the step was run again: "
+            "the sum overflows, or hardware is faulty"
+        )
     first = min(finding for finding, _ in found)
     ranks = [rank for finding, rank in found if finding == first]
     return f"{step}; first on {enumerate_ranks(ranks)}: {first.text}"
 
 
 def first_nonfinite(trainer: Trainer, batches: Sequence[MicroBatch]) -> Finding | None:
-    """This rank's first finding. It goes on after it, because its peers wait for it in the collectives that follow."""
-    t, first = trainer, None
-    seed = t.scaler.scale / count_tokens(batches, t.mesh.replicas).clamp(min=1.0)
-    program = add_communication(one_by_one(t.mesh.placement))
-    t.buckets.start_step(len(batches))
-    with t.buckets.unreduced():
+    """Return this rank's first finding. All micro-batches are run, because other ranks need their collectives."""
+    first = None
+    grad_seed = trainer.scaler.scale / count_tokens(batches, trainer.mesh.replicas).clamp(min=1.0)
+    program = add_communication(one_by_one(trainer.mesh.placement))
+    trainer.buckets.start_step(len(batches))
+    with trainer.buckets.unreduced():
         for i, batch in enumerate(batches):
-            with watching(t.chunks) as outputs:
-                t.compute([batch], seed, program)
+            with watching(trainer.chunks) as outputs:
+                trainer.compute([batch], grad_seed, program)
             if first is None:
-                first = first_bad_output(outputs, i, batch) or first_bad_gradient(t, i)
-    for chunk in t.chunks.values():
+                first = first_bad_output(outputs, i, batch) or first_bad_gradient(trainer, i)
+    for chunk in trainer.chunks.values():
         chunk.sums.take()
     return first
 
 
 @contextmanager
 def watching(chunks: Mapping[int, nn.Module]) -> Iterator[Outputs]:
-    """While the body runs, collects the outputs of all modules of some stages, in the order in which they finish."""
+    """Record which module outputs of the chunks are finite, in execution order."""
     outputs: Outputs = []
 
-    def hook(stage: int, name: str) -> Any:
-        def note(module: nn.Module, inputs: Any, output: Any) -> None:
+    def make_hook(stage: int, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
             tensors = output if isinstance(output, tuple) else (output,)
             finite = all(bool(t.isfinite().all()) for t in tensors if isinstance(t, Tensor))
             outputs.append((stage, name or f"stage {stage}", finite))
 
-        return note
+        return hook
 
     handles = [
-        module.register_forward_hook(hook(stage, name))
+        module.register_forward_hook(make_hook(stage, name))
         for stage, chunk in chunks.items()
         for name, module in chunk.named_modules()
     ]
@@ -103,7 +97,7 @@ def watching(chunks: Mapping[int, nn.Module]) -> Iterator[Outputs]:
 
 
 def first_bad_output(outputs: Outputs, microbatch: int, batch: MicroBatch) -> Finding | None:
-    """The first module whose output is not finite."""
+    """Return the first module whose output is not finite."""
     for position, (stage, name, finite) in enumerate(outputs):
         if not finite:
             text = f"output of {name}, micro-batch {microbatch}, samples {batch.sample_ids.tolist()}"
@@ -112,18 +106,18 @@ def first_bad_output(outputs: Outputs, microbatch: int, batch: MicroBatch) -> Fi
 
 
 def first_bad_gradient(trainer: Trainer, microbatch: int) -> Finding | None:
-    """The first parameter, in the order of backward, whose gradient on this rank is not finite."""
-    t = trainer
-    stage_of = {p: stage for stage in sorted(t.chunks, reverse=True) for p in t.chunks[stage].parameters()}
-    for position, name in enumerate(reversed(list(t.specs))):
-        if not t.buckets.target(name).isfinite().all():
-            turn = len(t.mesh.placement) - 1 - stage_of[t.params[name]]
-            return Finding(microbatch, True, turn, position, f"gradient of {name}, micro-batch {microbatch}")
+    """Return the first parameter in backward order whose gradient on this rank is not finite."""
+    chunks = trainer.chunks
+    stage_of = {param: stage for stage in sorted(chunks, reverse=True) for param in chunks[stage].parameters()}
+    for position, name in enumerate(reversed(list(trainer.specs))):
+        if not trainer.buckets.target(name).isfinite().all():
+            stage = len(trainer.mesh.placement) - 1 - stage_of[trainer.params[name]]
+            return Finding(microbatch, True, stage, position, f"gradient of {name}, micro-batch {microbatch}")
     return None
 
 
 def enumerate_ranks(ranks: Sequence[int]) -> str:
-    """``rank 1``; ``ranks 0, 1, 2 and 5 more``."""
+    """Format as ``rank 1``, or as ``ranks 0, 1, 2 and 5 more``."""
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     more = f" and {len(ranks) - 3} more" if len(ranks) > 3 else ""

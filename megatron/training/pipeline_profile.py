@@ -1,6 +1,6 @@
-"""When the actions of the pipeline ran in chosen steps: a timeline for each of them, in the simulator's form.
+"""Record timelines of the pipeline's actions in selected steps, in the simulator's format.
 
-Of all replicas, and all ranks that share a layer, those of rank 0 record: one pipeline is one timeline.
+Only the pipeline of rank 0 is recorded, not those of other data-parallel and tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from megatron.training.logging import say, warn
 from megatron.training.setup import Trainer
 
 FOLDER = "profiles"
-"""In the run's folder."""
+"""Subfolder of the run folder."""
 
 
 class PipelineProfiler:
-    """Records chosen steps. A file that cannot be written is a warning, never the end of the run."""
+    """Records selected steps. Errors of writing are warnings and never end the run."""
 
     def __init__(
         self,
@@ -31,29 +31,34 @@ class PipelineProfiler:
         say: Callable[[str], None] = say,
         warn: Callable[[str], None] = warn,
     ) -> None:
-        """Record nothing yet.
+        """Set up without recording.
 
         Args:
-            config: which steps.
-            run_dir: the run's folder; None where there is none, and so no timelines.
-            trainer: whose pipeline.
-            say: told where a timeline lies.
-            warn: told what went wrong.
+            config: which steps to record.
+            run_dir: the run folder; None disables timelines.
+            trainer: owner of the pipeline.
+            say: prints a line.
+            warn: prints a warning.
+
         """
-        self._pipeline, self._group, self._device = trainer.pipeline, trainer.mesh.pipeline, trainer.device
-        self._schedule, self._say, self._warn = str(trainer.config.parallel.pipeline_schedule), say, warn
+        self._pipeline = trainer.pipeline
+        self._group = trainer.mesh.pipeline
+        self._device = trainer.device
+        self._schedule = str(trainer.config.parallel.pipeline_schedule)
+        self._say = say
+        self._warn = warn
         self._folder = Path(run_dir) / FOLDER if run_dir is not None and 0 in self._group.ranks else None
         self._windows: list[range] = []
         if config.profile_pipeline:
             self._windows.append(range(config.profile_step_start, config.profile_step_end))
 
     def ask(self, after: int, steps: int) -> None:
-        """Record the ``steps`` steps that follow step ``after`` too."""
+        """Also record the ``steps`` steps after step ``after``."""
         self._windows.append(range(after + 1, after + 1 + steps))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step ``number``, from 1. One that raises leaves no timeline: its ranks do not meet again."""
+        """Wrap step ``number``, counted from 1. A step that raises has no timeline: gathering is collective."""
         if self._folder is None or not any(number in window for window in self._windows):
             yield
             return
@@ -65,14 +70,14 @@ class PipelineProfiler:
 
     def _write(self, timeline: Timeline, path: Path, number: int) -> None:
         if not any(timeline.intervals):
-            self._warn(f"no timeline of step {number}: it was replayed as a CUDA graph, which is not taken apart")
+            self._warn(f"no timeline of step {number}: it was replayed as a CUDA graph, which has no separate actions")
             return
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write_trace(timeline, path)
         except OSError as error:
-            with suppress(OSError):  # half of a timeline is none
+            with suppress(OSError):  # remove an incomplete file
                 path.unlink(missing_ok=True)
-            self._warn(f"no timeline of step {number}, training goes on: {error}")
+            self._warn(f"no timeline of step {number}, training continues: {error}")
         else:
             self._say(f"timeline of the pipeline in step {number}: {path}")

@@ -1,4 +1,4 @@
-"""The loss picture of a run."""
+"""Plot the loss curve of a run."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ if TYPE_CHECKING:
 
 INK, MUTED, GRID = "#1f2933", "#7b8794", "#e4e7eb"
 TRAIN, RATE, BATCH = "#2563eb", "#0d9488", "#7c3aed"
-EVALUATIONS = ("#ea580c", "#15803d", "#be185d", "#a16207", "#0e7490", "#4b5563")  # then again, with other marks
+EVALUATIONS = ("#ea580c", "#15803d", "#be185d", "#a16207", "#0e7490", "#4b5563")  # repeated with other markers
 MARKS = "osD^v"
 SKIPPED, RESTART, ERROR = "#dc2626", "#52606d", "#111827"
-FEW = 30  # fewer points are not smoothed, and each is marked
+FEW = 30  # with fewer points, the curve is not smoothed and every point has a marker
 STYLE: Any = {
     "font.size": 10,
     "text.color": INK,
@@ -43,12 +43,8 @@ STYLE: Any = {
 def draw_history(history: History, title: str, out: Path) -> None:
     """Draw loss over tokens (raw faint, smoothed bold, validation as points) above learning rate and batch size.
 
-    Skipped updates, restarts and errors are verticals; where a log line has no finite loss, there is a cross at the
-    lower edge. ``out`` is replaced only once the picture is complete.
-
-    Raises:
-        ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
-        OSError: when ``out`` cannot be written.
+    Skipped updates, restarts and errors are vertical lines. A log line without a finite loss is a cross at the bottom.
+    Raises as :func:`open_figure`.
     """
     with picture(out, 9, 5.6) as figure:
         loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.2, 1))
@@ -65,11 +61,18 @@ def draw_history(history: History, title: str, out: Path) -> None:
 
 @contextmanager
 def picture(out: Path, width: float, height: float, grid: bool = True) -> Iterator[Figure]:
-    """A figure to draw on, in inches, which is then saved; ``out`` is replaced only once it is complete.
+    """Yield an empty figure and save it to ``out`` afterwards. ``out`` is replaced atomically.
+
+    Args:
+        out: path of the image.
+        width: in inches.
+        height: in inches.
+        grid: whether to draw grid lines.
 
     Raises:
-        ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
-        OSError: when ``out`` cannot be written.
+        ValueError: if matplotlib is missing, or does not support the file type of ``out``.
+        OSError: if ``out`` cannot be written.
+
     """
     try:
         from matplotlib import rc_context
@@ -85,8 +88,8 @@ def picture(out: Path, width: float, height: float, grid: bool = True) -> Iterat
 def _save(figure: Figure, out: Path) -> None:
     if out.is_dir():
         raise OSError(f"{out} cannot be written: it is a folder")
-    if not out.suffix:  # matplotlib would write to another name
-        raise ValueError(f"{out}: its name does not end with the kind of picture: .png, .pdf or .svg")
+    if not out.suffix:  # matplotlib would append one
+        raise ValueError(f"{out}: the file name needs an extension: .png, .pdf or .svg")
     partial = out.with_name(f".partial-{out.name}")
     try:
         figure.savefig(partial)
@@ -99,15 +102,19 @@ def _save(figure: Figure, out: Path) -> None:
 
 
 def smooth(values: np.ndarray, least: int = 0) -> np.ndarray:
-    """A running mean ``[n]`` of ``values`` ``[n]`` whose width grows from 1 at the (steep) start to n/15.
+    """Return the running mean ``[n]`` of ``values`` ``[n]``. The window grows from 1 at the steep start to n/15.
 
-    ``least`` is how many neighbours on either side it takes at the end where n is small.
+    Args:
+        values: values to smooth.
+        least: minimum of the largest half width, for small n.
+
     """
     n = len(values)
-    at = np.arange(n)
-    half = np.minimum(at // 4, max(n // FEW, least))
-    low, high = at - half, np.minimum(at + half, n - 1) + 1
-    for _ in range(2):  # a second pass takes the corners off the first
+    index = np.arange(n)
+    half = np.minimum(index // 4, max(n // FEW, least))
+    low = index - half
+    high = np.minimum(index + half, n - 1) + 1
+    for _ in range(2):  # the second pass smooths the kinks of the first
         total = np.concatenate([[0.0], np.cumsum(values)])
         values = (total[high] - total[low]) / (high - low)
     return values
@@ -126,11 +133,15 @@ def _draw_loss(axes: Axes, history: History) -> None:
     for number, name in enumerate(dict.fromkeys(p.name for p in evaluated)):
         _draw_evaluations(axes, name, [(p.tokens, p.loss) for p in evaluated if p.name == name], number)
     scale_loss(axes, [loss for _, loss in points] + [p.loss for p in evaluated])
-    _mark_lost(axes, [p.tokens for p in history.train if not np.isfinite(p.loss)])
+    lost = [p.tokens for p in history.train if not np.isfinite(p.loss)]
+    if lost:
+        height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
+        label = f"{len(lost)} log line{'' if len(lost) == 1 else 's'} without a finite loss"
+        axes.plot(lost, [0.02] * len(lost), "x", color=SKIPPED, label=label, transform=height, clip_on=False)
 
 
 def _draw_evaluations(axes: Axes, name: str, points: Sequence[tuple[int, float]], number: int) -> None:
-    """The ``number``-th kind of evaluation, told from the others by its colour, and its marks where these run out."""
+    """Draw the ``number``-th kind of evaluation with its own colour and marker."""
     tokens, losses = np.array(points).T
     color, mark = EVALUATIONS[number % len(EVALUATIONS)], MARKS[number // len(EVALUATIONS) % len(MARKS)]
     axes.plot(tokens, losses, color=color, linewidth=0.8, alpha=0.6)
@@ -139,7 +150,7 @@ def _draw_evaluations(axes: Axes, name: str, points: Sequence[tuple[int, float]]
 
 
 def scale_loss(axes: Axes, losses: list[float]) -> None:
-    """Make the axis of ``losses`` logarithmic where the first steps would squeeze the others into the lower edge."""
+    """Make the loss axis logarithmic if high first losses would compress the rest of a linear axis."""
     if not losses or not max(losses) > 3 * min(losses) > 0:
         return
     from matplotlib.ticker import LogLocator, NullLocator
@@ -156,17 +167,10 @@ def scale_loss(axes: Axes, losses: list[float]) -> None:
 
 
 def scale_rate(axes: Axes) -> None:
-    """Let the axis of learning rates begin at 0, and write them as the console does."""
+    """Start the learning-rate axis at 0, with labels as on the console."""
     axes.set_ylim(bottom=0)
     axes.margins(y=0.15)
     axes.yaxis.set_major_formatter(lambda value, _: exponent(value))
-
-
-def _mark_lost(axes: Axes, tokens: Sequence[int]) -> None:
-    if tokens:
-        height = axes.get_xaxis_transform()  # x in tokens, y from 0 to 1 over the panel
-        label = f"{len(tokens)} log line{'' if len(tokens) == 1 else 's'} without a finite loss"
-        axes.plot(tokens, [0.02] * len(tokens), "x", color=SKIPPED, label=label, transform=height, clip_on=False)
 
 
 def _draw_rate(axes: Axes, history: History) -> None:
@@ -177,7 +181,8 @@ def _draw_rate(axes: Axes, history: History) -> None:
     )
     scale_rate(axes)
     axes.set_ylabel("learning rate", color=RATE)
-    batch, sizes = axes.twinx(), [p.batch_size for p in history.train]
+    batch = axes.twinx()
+    sizes = [p.batch_size for p in history.train]
     starts = [p.last_step_from for p in history.train]
     batch.step([*starts, tokens[-1]], [*sizes, sizes[-1]], where="post", color=BATCH, linewidth=1.2, linestyle="--")
     batch.set_ylim(0, 1.3 * max(sizes))

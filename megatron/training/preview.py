@@ -1,4 +1,4 @@
-"""What a start would say of the checkpoint that it begins with: without torch, and without the checkpoint's tensors."""
+"""Report for ``--check-config`` what a run would start from, without torch and without reading tensors."""
 
 from __future__ import annotations
 
@@ -13,46 +13,40 @@ from megatron.training.origin import changes_since, look, place_of
 
 @dataclass(frozen=True)
 class Preview:
-    """What a start would say.
+    """Notes and position of a start that has not been made."""
 
-    Attributes:
-        notes: one line each.
-        iteration: steps taken before it.
-        consumed_samples: samples they used.
-    """
-
-    notes: tuple[str, ...] = ()
-    iteration: int = 0
+    notes: tuple[str, ...] = ()  # one line each
+    iteration: int = 0  # steps already taken
     consumed_samples: int = 0
 
 
 def recall(options: CheckpointConfig) -> Mapping[str, Any] | None:
-    """The configuration of the checkpoint that a run begins with; None where it begins with none.
+    """Return the configuration stored in the checkpoint that a run starts from; None without a checkpoint.
 
     Raises:
-        UserError: when there should be one, and none can be read.
+        UserError: if a checkpoint is required and none can be read.
     """
-    origin = look(options)
-    return Manifest.open(origin.paths[0]).config if origin.paths else None
+    source = look(options)
+    return Manifest.open(source.paths[0]).config if source.paths else None
 
 
 def preview(config: RunConfig, world_size: int) -> Preview:
-    """What the start of a run would say about what it begins with.
+    """Return the notes and the position with which the run would start.
 
     Args:
-        config: resolved, the vocabulary's size included.
-        world_size: ranks.
+        config: resolved configuration, vocabulary size included.
+        world_size: number of ranks.
 
     Raises:
-        UserError: when there is no such checkpoint, or the run must not go on from it.
+        UserError: if a required checkpoint is missing, or the run must not resume from it.
 
     """
-    origin = look(config.checkpoint)
-    if origin.hf is not None:
-        return Preview((*origin.notes, f"checkpoint: {HUGGING_FACE}{origin.hf}, its tensors not read"))
-    if origin.fresh:
-        return Preview(origin.notes)
-    manifest = Manifest.open(origin.paths[0])
-    changes = changes_since(manifest, config, world_size, origin.mode, origin.notes)
-    notes = (*origin.notes, f"checkpoint: {manifest.path}, its tensors not read", *changes.lines)
-    return Preview(notes, *((0, 0) if origin.mode == "weights-only" else place_of(manifest)))
+    source = look(config.checkpoint)
+    if source.hf is not None:
+        return Preview((*source.notes, f"checkpoint: {HUGGING_FACE}{source.hf}, its tensors not read"))
+    if source.fresh:
+        return Preview(source.notes)
+    manifest = Manifest.open(source.paths[0])
+    changes = changes_since(manifest, config, world_size, source.mode, source.notes)
+    notes = (*source.notes, f"checkpoint: {manifest.path}, its tensors not read", *changes.lines)
+    return Preview(notes, *((0, 0) if source.mode == "weights-only" else place_of(manifest)))

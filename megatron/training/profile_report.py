@@ -1,6 +1,6 @@
-"""A Chrome trace as a table: where the time of its steps went, and its memory.
+"""Summarise a Chrome trace as a table: time by phase, layer, communication and operation, and peak memory.
 
-It reads the events of the trace and not the profiler's own averages, which fail on call stacks of some threads.
+It uses the events of the trace, because the profiler's own averages fail on the call stacks of some threads.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ from megatron.pipeline.actions import Action, ScheduleError
 from megatron.training.trace_file import MEMORY_TRACK, Event
 
 STEP = "step "
-"""What the range of a step begins with; its number follows."""
+"""Prefix of a step's range; the step number follows."""
 
 STAGE = "stage "
-"""What the actions of a stage begin with in a table; its number and the kind of the action follow."""
+"""Prefix of a stage's actions in the table; stage number and action type follow."""
 
 BACKENDS = ("gloo:", "nccl:")
-"""What the ranges begin with that torch.distributed makes itself."""
+"""Prefixes of the ranges that torch.distributed creates."""
 
 OPERATIONS = 30
-"""Rows of a table of operations."""
+"""Maximum number of rows in a table of operations."""
 
 HOST, RANGE = ("cpu_op", "user_annotation"), "user_annotation"
 DEVICE, DEVICE_RANGE = ("kernel", "gpu_memcpy", "gpu_memset"), "gpu_user_annotation"
-"""Categories of events: what the host and the device do, and the ranges around it."""
+"""Event categories: operations and ranges on the host and on the device."""
 
 
 @dataclass
 class Row:
-    """Events of one name: how many, and milliseconds of all, with and without those that they contain."""
+    """Sums over all events of one name."""
 
     calls: int = 0
-    total: float = 0.0
-    own: float = 0.0
+    total: float = 0.0  # milliseconds
+    own: float = 0.0  # milliseconds without nested events
 
 
 class Account:
-    """What a trace tells, gathered event by event: a whole trace may not fit into memory."""
+    """Sums over the events of a trace, read one by one because a whole trace may not fit into memory."""
 
     def __init__(self, events: Iterable[Event]) -> None:
-        """Go through the events once."""
+        """Sum up the events in one pass."""
         host, device, on_device, self._ranges = Tally(), Tally(), Tally(), set[str]()
         tallies = dict.fromkeys(HOST, host) | dict.fromkeys(DEVICE, device) | {DEVICE_RANGE: on_device}
         for event in events:
@@ -62,11 +62,11 @@ class Account:
         self._host, self._device, self._on_device = host.rows(), device.rows(), on_device.rows()
 
     def table(self, steps: int, peak_bytes: int | None = None) -> str:
-        """Text: how long the steps took, and their phases, collectives and layers; then the longest operations.
+        """Return a text table of steps, phases, collectives and layers, and of the longest operations.
 
         Args:
-            steps: in the trace.
-            peak_bytes: most memory allocated since it began, where that was recorded.
+            steps: number of steps in the trace.
+            peak_bytes: peak memory allocated since the recording began, if recorded.
 
         """
         whole = sum(row.total for name, row in self._host.items() if name.startswith(STEP))
@@ -74,20 +74,21 @@ class Account:
         for title, names in _sections(self._ranges).items():
             lines += ["", _line(title, "of steps", "ms a step", "on device" if self._on_device else "")]
             for name in sorted(names, key=lambda name: -self._host[name].total):
-                there = f"{self._on_device[name].total / steps:.3f}" if name in self._on_device else ""
+                on_device = f"{self._on_device[name].total / steps:.3f}" if name in self._on_device else ""
                 time = self._host[name].total
-                lines.append(_line(f"  {name}", f"{time / whole:.1%}" if whole else "", f"{time / steps:.3f}", there))
+                share = f"{time / whole:.1%}" if whole else ""
+                lines.append(_line(f"  {name}", share, f"{time / steps:.3f}", on_device))
         if peak_bytes is not None:
             lines += ["", f"{MEMORY_TRACK}, at most: {shown(peak_bytes)}"]
         operations = {name: row for name, row in self._host.items() if name not in self._ranges}
-        lines += _operations("operations on the host, without those that they call", operations, steps)
+        lines += _operations("operations on the host, without nested operations", operations, steps)
         if self._device:
             lines += _operations("operations on the device", self._device, steps)
         return "\n".join(lines) + "\n"
 
 
 def _operations(title: str, rows: Mapping[str, Row], steps: int) -> list[str]:
-    """The longest of them."""
+    """Return a table of the longest operations."""
     lines = ["", _line(title, "calls", "ms a step")]
     for name, row in sorted(rows.items(), key=lambda item: -item[1].own)[:OPERATIONS]:
         lines.append(_line(f"  {name}", f"{row.calls:,}", f"{row.own / steps:.3f}"))
@@ -102,46 +103,49 @@ def _line(name: str, *columns: str) -> str:
 
 @dataclass
 class Thread:
-    """Complete events of a thread, 20 bytes for each: microseconds, and the place of the name in a list."""
+    """Complete events of one thread, 20 bytes each."""
 
-    begin: array[float] = field(default_factory=lambda: array("d"))
-    duration: array[float] = field(default_factory=lambda: array("d"))
-    name: array[int] = field(default_factory=lambda: array("I"))
+    begin: array[float] = field(default_factory=lambda: array("d"))  # microseconds
+    duration: array[float] = field(default_factory=lambda: array("d"))  # microseconds
+    name: array[int] = field(default_factory=lambda: array("I"))  # index into the table's names
 
 
 class Tally:
-    """Complete events by name. Those of a thread lie within each other or apart."""
+    """Complete events by name. Events of one thread are nested or disjoint."""
 
     def __init__(self) -> None:
         self._names: dict[str, int] = {}
         self._threads: dict[tuple[Any, Any], Thread] = defaultdict(Thread)
 
     def add(self, event: Event) -> None:
-        """Note one."""
+        """Add an event."""
         thread = self._threads[event["pid"], event["tid"]]
         thread.begin.append(event["ts"])
         thread.duration.append(event["dur"])
         thread.name.append(self._names.setdefault(event["name"], len(self._names)))
 
     def rows(self) -> dict[str, Row]:
-        """What they add up to."""
+        """Return the sums by name."""
         rows = [Row() for _ in self._names]
         for thread in self._threads.values():
-            around: list[tuple[float, Row]] = []  # the end of each, and its row
+            enclosing: list[tuple[float, Row]] = []  # stack of open events: end time and row
             for index in np.lexsort((-np.array(thread.duration), np.array(thread.begin))):
-                begin, duration, row = thread.begin[index], thread.duration[index], rows[thread.name[index]]
-                while around and around[-1][0] <= begin:
-                    around.pop()
+                begin, duration = thread.begin[index], thread.duration[index]
+                row = rows[thread.name[index]]
+                while enclosing and enclosing[-1][0] <= begin:
+                    enclosing.pop()
                 milliseconds = duration / 1e3
-                if around:
-                    around[-1][1].own -= milliseconds
-                around.append((begin + duration, row))
-                row.calls, row.total, row.own = row.calls + 1, row.total + milliseconds, row.own + milliseconds
+                if enclosing:
+                    enclosing[-1][1].own -= milliseconds
+                enclosing.append((begin + duration, row))
+                row.calls += 1
+                row.total += milliseconds
+                row.own += milliseconds
         return dict(zip(self._names, rows))
 
 
 def without_micro_batch(name: str) -> str:
-    """``stage 2 F`` for ``2F0``, an action of the pipeline: those of all micro-batches have one row."""
+    """Return ``stage 2 F`` for the pipeline action ``2F0``, so that all micro-batches share one row."""
     try:
         stage, kind, _ = Action.parse(name)
     except ScheduleError:
@@ -150,12 +154,12 @@ def without_micro_batch(name: str) -> str:
 
 
 def is_layer(name: str) -> bool:
-    """Whether a module, or the range around its forward pass, is one of a numbered list: ``layers.3``."""
+    """Return True for the name of a numbered module or its range, such as ``layers.3``."""
     return name.rpartition(".")[2].isdecimal()
 
 
 def _sections(ranges: Iterable[str]) -> dict[str, list[str]]:
-    """Names of ranges by what they are; those of the steps themselves left out."""
+    """Return the names of the ranges by section, without the ranges of the steps."""
     phases, actions, waits, layers, backends = [], [], [], [], []
     for name in ranges:
         if name.startswith(COMMUNICATION):
@@ -168,11 +172,11 @@ def _sections(ranges: Iterable[str]) -> dict[str, list[str]]:
             actions.append(name)
         elif not name.startswith(STEP):
             phases.append(name)
-    found = {
+    sections = {
         "phases": phases,
         "actions of the pipeline": actions,
         "waits for other ranks, by axes": waits,
-        "collectives of all axes, as their threads see them": backends,
+        "collectives of all axes, on the backend's threads": backends,
         "forward passes of layers": layers,
     }
-    return {title: names for title, names in found.items() if names}
+    return {title: names for title, names in sections.items() if names}

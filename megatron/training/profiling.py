@@ -1,7 +1,7 @@
-"""Profiles of chosen steps: PyTorch's profiler, a Chrome trace and a table for each rank that records.
+"""Profile selected steps with PyTorch's profiler: a Chrome trace and a table per recording rank.
 
-In the trace every step is a range, and in it are its phases (``forward``, ``backward``, ``optimizer`` ...), the layers
-of the model and the communication of every mesh axis: whatever is marked by :func:`megatron.parallel.ranges.span`.
+In the trace, every step is a range that contains its phases (``forward``, ``backward``, ``optimizer`` ...), the layers
+of the model and the communication of every mesh axis: everything marked with ``profiler_range``.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megatron.training.profile_request import Wish
 from megatron.training.trace_file import MemoryCurve, events_of, pack
 
 SUFFIXES = (".json.tmp", ".json", ".json.gz", ".txt", "_memory.pickle")
-"""Of the files of a profile; the first two, of which PyTorch makes the first, are there for a moment only."""
+"""File suffixes of a profile. The first two are temporary; PyTorch creates the first one."""
 
 SNAPSHOT_ENTRIES = 1_000_000
-"""Allocations that a snapshot of GPU memory can hold."""
+"""Maximum number of allocations in a GPU memory snapshot."""
 
 
 class Profiler:
-    """Records chosen steps on chosen ranks. What goes wrong with a profile is a warning, never the end of the run."""
+    """Profiles selected steps on selected ranks. Errors of the profiler are warnings and never end the run."""
 
     def __init__(
         self,
@@ -45,72 +45,76 @@ class Profiler:
         warn: Callable[[str], None] = warn,
         pipeline: PipelineProfiler | None = None,
     ) -> None:
-        """Record nothing yet.
+        """Set up without recording.
 
         Args:
-            config: which steps and ranks, and what of them.
-            run_dir: the run's folder; None where there is none, and so no profiles.
-            rank: this one.
-            device: where it computes.
-            models: parts of the model on this rank; their layers become ranges, named as they name them.
-            say: told where a profile lies.
-            warn: told what went wrong.
-            pipeline: records when its actions ran.
+            config: which steps and ranks to profile, and what to record.
+            run_dir: the run folder; None disables profiles.
+            rank: this rank.
+            device: device of this rank.
+            models: model chunks of this rank; their layers become ranges.
+            say: prints a line.
+            warn: prints a warning.
+            pipeline: profiler of pipeline actions.
+
         """
-        self.config, self.rank, self.device, self.models = config, rank, device, models
+        self.config = config
+        self.rank = rank
+        self.device = device
+        self.models = models
         self._pipeline = pipeline
-        self._say, self._warn = say, warn
+        self._say = say
+        self._warn = warn
         self._folder = Path(run_dir) / FOLDER if run_dir is not None and rank in config.profile_ranks else None
         self._windows: list[range] = []
         if self._folder is not None and (config.profile or config.profile_memory):
             self._windows.append(range(config.profile_step_start, config.profile_step_end))
         self._recording: Recording | None = None
 
-    def ask(self, after: int, wish: Wish) -> None:
-        """Record what a running job was asked for, of the steps that follow step ``after``."""
-        if wish.pipeline and self._pipeline is not None:
-            self._pipeline.ask(after, wish.pipeline)
-        if not wish.profile:
+    def ask(self, after: int, request: Wish) -> None:
+        """Schedule a requested profile of the steps after step ``after``."""
+        if request.pipeline and self._pipeline is not None:
+            self._pipeline.ask(after, request.pipeline)
+        if not request.profile:
             return
         if self.rank == 0:
             ranks = " ".join(map(str, self.config.profile_ranks))
-            steps_told = f"steps {after + 1} to {after + wish.profile}"
-            self._say(f"asked for a profile of {steps_told}, recorded on --profile-ranks {ranks}")
+            steps = f"steps {after + 1} to {after + request.profile}"
+            self._say(f"profile requested of {steps}, recorded on --profile-ranks {ranks}")
         if self._folder is not None:
-            self._windows.append(range(after + 1, after + 1 + wish.profile))
+            self._windows.append(range(after + 1, after + 1 + request.profile))
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
-        """Around step ``number``, from 1. A step that raises is the last one of its profile, which is kept."""
-        if self._recording is None and self._wants(number):
+        """Wrap step ``number``, counted from 1. If the step raises, the profile is written up to this step."""
+        if self._recording is None and self._is_selected(number):
             self._start(number)
         complete = False
         try:
-            of_pipeline = self._pipeline.step(number) if self._pipeline is not None else nullcontext()
-            with span(f"{STEP}{number}"), of_pipeline:
+            pipeline_step = self._pipeline.step(number) if self._pipeline is not None else nullcontext()
+            with span(f"{STEP}{number}"), pipeline_step:
                 yield
             complete = True
         finally:
-            if self._recording is not None and not (complete and self._goes_on(self._recording, number + 1)):
-                self._finish(number)
+            if self._recording is not None:
+                next_step = number + 1
+                full = next_step - self._recording.first >= MOST_STEPS
+                if not complete or full or not self._is_selected(next_step):
+                    self._finish(number)
 
     def close(self, number: int) -> None:
-        """Keep what was recorded although the run ends after step ``number``, before the profile would."""
+        """Write an unfinished profile when the run ends after step ``number``."""
         if self._recording is not None:
             self._finish(number)
 
-    def _wants(self, number: int) -> bool:
+    def _is_selected(self, number: int) -> bool:
         return any(number in window for window in self._windows)
-
-    def _goes_on(self, recording: Recording, number: int) -> bool:
-        """Whether step ``number`` belongs to it too; else a wish that is left begins another one."""
-        return self._wants(number) and number - recording.first < MOST_STEPS
 
     def _start(self, number: int) -> None:
         try:
             recording = Recording(number, self.config, self.device, self.models)
             recording.start()
-        except Exception as error:  # another profiler, a driver without the rights to count...
+        except Exception as error:  # e.g. another active profiler, or missing permissions of the driver
             self._give_up(error)
         else:
             self._recording = recording
@@ -126,7 +130,7 @@ class Profiler:
             self._folder.mkdir(parents=True, exist_ok=True)
             written = recording.write(self._folder / stem, last)
         except Exception as error:
-            with suppress(OSError):  # half of a profile is none
+            with suppress(OSError):  # remove an incomplete profile
                 for suffix in SUFFIXES:
                     (self._folder / f"{stem}{suffix}").unlink(missing_ok=True)
             self._give_up(error)
@@ -137,28 +141,22 @@ class Profiler:
 
     def _give_up(self, error: Exception) -> None:
         self._windows = []
-        self._warn(f"no profile on rank {self.rank}, training goes on: {type(error).__name__}: {error}")
+        self._warn(f"no profile on rank {self.rank}, training continues: {type(error).__name__}: {error}")
 
 
 @dataclass
 class Recording:
-    """A profile in the making.
+    """A profile that is being recorded."""
 
-    Attributes:
-        first: its first step.
-        config: what is recorded.
-        device: of this rank.
-        models: whose layers become ranges.
-    """
-
-    first: int
+    first: int  # first step
     config: ProfilingConfig
     device: torch.device
-    models: Sequence[nn.Module]
+    models: Sequence[nn.Module]  # their layers become ranges
 
     def start(self) -> None:
-        """Begin to record, or leave nothing running that records."""
-        config, cuda = self.config, self.device.type == "cuda"
+        """Start recording; on an error, stop everything that was started."""
+        config = self.config
+        cuda = self.device.type == "cuda"
         self.snapshot = config.profile_memory and cuda
         activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * cuda
         self.trace = profile(
@@ -167,7 +165,7 @@ class Recording:
             with_stack=config.pytorch_profiler_collect_callstack,
             profile_memory=config.profile_memory,
         )
-        self._wait()
+        self._synchronize()
         with ExitStack() as undo:
             undo.callback(self.release)
             if self.snapshot:
@@ -178,19 +176,24 @@ class Recording:
             undo.pop_all()
 
     def stop(self) -> None:
-        """Record no more."""
+        """Stop recording."""
         self._hooks.remove()
-        self._wait()  # for the kernels of the last step
+        self._synchronize()  # wait for the kernels of the last step
         self.trace.stop()
 
     def write(self, stem: Path, last: int) -> list[Path]:
-        """Write the trace and the table, on a GPU also a snapshot of its memory if that is asked for.
+        """Write the trace, the table and, if requested, a snapshot of GPU memory.
 
-        Raises:
-            OSError: when the disk refuses.
-            ValueError: when it cut the trace off.
+        Args:
+            stem: path of the files without suffix.
+            last: last step.
+
+        Returns:
+            Paths of the files.
+
         """
-        name, written = str(stem), []
+        name = str(stem)
+        written = []
         if self.snapshot:
             written.append(Path(f"{name}_memory.pickle"))
             torch.cuda.memory._dump_snapshot(str(written[-1]))
@@ -198,50 +201,50 @@ class Recording:
         curve = MemoryCurve()
         try:
             self.trace.export_chrome_trace(str(raw))
-            if not raw.exists():  # it only logs what went wrong
+            if not raw.exists():  # PyTorch logs the error without raising it
                 raise OSError(f"{raw} could not be written; is the disk full?")
-            curved = self.config.profile_memory and not self.snapshot
-            account = Account(curve.along(events_of(raw)) if curved else events_of(raw))
-            table.write_text(account.table(last - self.first + 1, curve.peak if curved else None))
+            with_curve = self.config.profile_memory and not self.snapshot
+            summary = Account(curve.along(events_of(raw)) if with_curve else events_of(raw))
+            table.write_text(summary.table(last - self.first + 1, curve.peak if with_curve else None))
             pack(raw, packed, curve)
         finally:
             raw.unlink(missing_ok=True)
         return [packed, table, *written]
 
     def release(self) -> None:
-        """Let a GPU's allocations go unrecorded again."""
+        """Stop recording GPU allocations."""
         if self.snapshot:
             torch.cuda.memory._record_memory_history(enabled=None)
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
 
 class LayerRanges:
-    """Hooks that mark the forward pass of every numbered layer (also where it is computed anew for backward)."""
+    """Forward hooks that mark every numbered layer as a range, also when it is recomputed in backward."""
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
-        """Mark from now on."""
+        """Register the hooks."""
         self._open: list[record_function] = []
         self._handles = []
         for name, module in (named for model in models for named in model.named_modules()):
             if is_layer(name):
-                self._handles.append(module.register_forward_pre_hook(self._entering(name)))
-                self._handles.append(module.register_forward_hook(self._left, always_call=True))
+                self._handles.append(module.register_forward_pre_hook(self._enter_hook(name)))
+                self._handles.append(module.register_forward_hook(self._exit_hook, always_call=True))
 
-    def _entering(self, name: str) -> Callable[..., None]:
+    def _enter_hook(self, name: str) -> Callable[..., None]:
         def enter(*_: object) -> None:
             self._open.append(record_function(name))
             self._open[-1].__enter__()
 
         return enter
 
-    def _left(self, *_: object) -> None:
+    def _exit_hook(self, *_: object) -> None:
         if self._open:
             self._open.pop().__exit__(None, None, None)
 
     def remove(self) -> None:
-        """Mark no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()

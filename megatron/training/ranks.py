@@ -1,4 +1,4 @@
-"""What every rank has to say of the last steps, in one gather: the fullest, the slowest, and who waited for whom."""
+"""Gather times and memory of all ranks in one collective, and compare them."""
 
 from __future__ import annotations
 
@@ -15,33 +15,28 @@ from megatron.training.records import Timing
 
 @dataclass(frozen=True)
 class RankTimes:
-    """One rank's account.
+    """Times, traffic and memory of one rank."""
 
-    Attributes:
-        seconds: per step, wall clock.
-        waits: seconds per step in which a collective stopped it, by the axes of the grid; as ``BUBBLE``, those in
-            which it waited for others of its pipeline.
-        phases: seconds per step, by timer.
-        memory_bytes: peak use.
-        memory_total_bytes: capacity.
-        sent: bytes per step that it sends, by the axes of the grid.
-    """
-
-    seconds: float
-    waits: Mapping[str, float]
-    phases: Mapping[str, float]
-    memory_bytes: int
-    memory_total_bytes: int
-    sent: Mapping[str, float] = field(default_factory=dict)
+    seconds: float  # wall-clock time per step
+    waits: Mapping[str, float]  # seconds per step blocked in collectives, by mesh axes; in the pipeline as BUBBLE
+    phases: Mapping[str, float]  # seconds per step, by timer
+    memory_bytes: int  # peak
+    memory_total_bytes: int  # capacity
+    sent: Mapping[str, float] = field(default_factory=dict)  # bytes sent per step, by mesh axes
 
     @property
     def own_seconds(self) -> float:
-        """Per step, without what it waited for others."""
+        """Seconds per step without the waits for other ranks."""
         return self.seconds - sum(self.waits.values())
 
 
 def gather(mine: RankTimes, world: Group, device: torch.device) -> list[RankTimes]:
-    """The accounts of all ranks, in rank order; one collective. All have the same axes and phases."""
+    """Return the statistics of all ranks, in rank order. One collective over ``world``.
+
+    All ranks must have the same axes and phases.
+    """
+    if world.size == 1:
+        return [mine]
     numbers = [
         mine.seconds,
         float(mine.memory_bytes),
@@ -50,65 +45,44 @@ def gather(mine: RankTimes, world: Group, device: torch.device) -> list[RankTime
         *mine.phases.values(),
         *mine.sent.values(),
     ]
-    if world.size == 1:
-        return [mine]
-    flat = comm.all_gather(torch.tensor(numbers, dtype=torch.float64, device=device), world)
-    return [_account(row, mine) for row in flat.view(world.size, -1).tolist()]
-
-
-def _account(numbers: Sequence[float], like: RankTimes) -> RankTimes:
-    """An account out of its numbers, under the names that this rank has."""
-    seconds, used, total, *rest = numbers
-    left = iter(rest)
-    waits, phases, sent = (dict(zip(names, left)) for names in (like.waits, like.phases, like.sent))
-    return RankTimes(seconds, waits, phases, int(used), int(total), sent)
+    gathered = comm.all_gather(torch.tensor(numbers, dtype=torch.float64, device=device), world)
+    ranks = []
+    for seconds, used, total, *rest in gathered.view(world.size, -1).tolist():
+        remaining = iter(rest)
+        waits, phases, sent = (dict(zip(names, remaining)) for names in (mine.waits, mine.phases, mine.sent))
+        ranks.append(RankTimes(seconds, waits, phases, int(used), int(total), sent))
+    return ranks
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The ranks beside each other.
+    """Means and extremes over all ranks."""
 
-    Attributes:
-        communication: mean over the ranks of the seconds per step in which collectives stopped them, by axes.
-        communication_share: of the step, 0 to 1.
-        bubble: mean over the ranks of the time in which they waited for others of their pipeline, of the step; None
-            without a pipeline.
-        data_wait: seconds per step of the rank that waited longest for its data.
-        phases: seconds per step of every rank, by timer.
-        fullest_rank: with the largest peak use of memory.
-        memory_bytes: its peak use.
-        memory_total_bytes: its capacity.
-        slowest_rank: with the largest own time.
-        slowest_excess: how much longer its own time is than the median rank's, as a share of that.
-        sent: mean over the ranks of the bytes per step that they send, by axes.
-    """
-
-    communication: Mapping[str, float]
-    communication_share: float
-    bubble: float | None
-    data_wait: float
-    phases: Mapping[str, tuple[float, ...]]
-    fullest_rank: int
-    memory_bytes: int
-    memory_total_bytes: int
-    slowest_rank: int
-    slowest_excess: float
-    sent: Mapping[str, float]
+    communication: Mapping[str, float]  # mean seconds per step blocked in collectives, by mesh axes
+    communication_share: float  # of the step, 0 to 1
+    bubble: float | None  # mean share of the step spent waiting for other pipeline stages; None without a pipeline
+    data_wait: float  # seconds per step of the rank that waited longest for data
+    phases: Mapping[str, tuple[float, ...]]  # seconds per step of every rank, by timer
+    fullest_rank: int  # with the largest peak memory
+    memory_bytes: int  # peak of the fullest rank
+    memory_total_bytes: int  # capacity of the fullest rank
+    slowest_rank: int  # with the largest own time
+    slowest_excess: float  # its own time over the median rank's, less 1
+    sent: Mapping[str, float]  # mean bytes sent per step, by mesh axes
 
     def timings(self, option: str) -> dict[str, Timing]:
-        """What ``--timing-log-option`` asks for of each timer that ran: ``max``, ``minmax`` or ``all``."""
-        return {name: _timing(times, option) for name, times in self.phases.items() if max(times) > 0}
-
-
-def _timing(by_rank: tuple[float, ...], option: str) -> Timing:
-    """One rank alone has nothing but a longest time."""
-    several = len(by_rank) > 1
-    shortest = min(by_rank) if several and option == "minmax" else None
-    return Timing(max(by_rank), shortest, by_rank if several and option == "all" else None)
+        """Return every timer that ran, as ``--timing-log-option`` says: ``max``, ``minmax`` or ``all``."""
+        timings = {}
+        for name, by_rank in self.phases.items():
+            if max(by_rank) > 0:
+                several = len(by_rank) > 1
+                shortest = min(by_rank) if several and option == "minmax" else None
+                timings[name] = Timing(max(by_rank), shortest, by_rank if several and option == "all" else None)
+        return timings
 
 
 def compare(ranks: Sequence[RankTimes]) -> Comparison:
-    """Compare the accounts of all ranks."""
+    """Compare the statistics of all ranks."""
     own = [rank.own_seconds for rank in ranks]
     slowest = max(range(len(ranks)), key=own.__getitem__)
     fullest = max(range(len(ranks)), key=lambda r: ranks[r].memory_bytes)

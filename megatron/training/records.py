@@ -1,4 +1,4 @@
-"""What a run reports, and the stable names under which it is kept."""
+"""Records of training and evaluation, and the metric names they are logged under."""
 
 from __future__ import annotations
 
@@ -11,98 +11,60 @@ from megatron.data.splits import WORDS, kind_of, name_of
 
 @dataclass(frozen=True)
 class Timing:
-    """A timer over all ranks, in seconds per step.
-
-    Attributes:
-        longest: of any rank.
-        shortest: of any rank; None where that is not told.
-        by_rank: of each rank; None where that is not told.
-    """
+    """Time of one timer over all ranks, in seconds per step."""
 
     longest: float
-    shortest: float | None = None
-    by_rank: tuple[float, ...] | None = None
+    shortest: float | None = None  # set for --timing-log-option minmax
+    by_rank: tuple[float, ...] | None = None  # set for --timing-log-option all
 
     def values(self, name: str) -> dict[str, object]:
-        """Under the metric names of the timer ``name``."""
-        low = {} if self.shortest is None else {f"{name}-time-min": self.shortest}
-        each = {} if self.by_rank is None else {f"{name}-time-by-rank": list(self.by_rank)}
-        return {f"{name}-time": self.longest, **low, **each}
+        """Return the metrics of the timer ``name``."""
+        values: dict[str, object] = {f"{name}-time": self.longest}
+        if self.shortest is not None:
+            values[f"{name}-time-min"] = self.shortest
+        if self.by_rank is not None:
+            values[f"{name}-time-by-rank"] = list(self.by_rank)
+        return values
 
 
 @dataclass(frozen=True)
 class TrainRecord:
-    """The steps since the log line before.
+    """Metrics of the steps since the previous log line."""
 
-    Attributes:
-        iteration: number of the last step, from 1.
-        consumed_samples: samples of all steps so far.
-        consumed_tokens: tokens of all steps so far.
-        loss: mean over the steps with a finite loss, skipped updates included; NaN if there is none.
-        grad_norm: of the last step, before clipping.
-        learning_rate: of the last step.
-        weight_decay: of the last step.
-        batch_size: samples of the last step.
-        loss_scale: of the last step.
-        seconds_per_step: mean wall-clock time.
-        tokens_per_second: of all ranks together.
-        skipped: iterations whose update was skipped.
-        memory_bytes: peak allocated on the GPU of the fullest rank; on CPUs the peak resident size of its process.
-        memory_total_bytes: what there is of it.
-        memory_rank: the fullest rank; None where ranks were not compared.
-        world_size: ranks.
-        data_wait: seconds per step in which the rank that waited longest waited for its data.
-        communication: seconds per step in which other ranks kept a rank waiting, by axes of the grid: the ranks' mean.
-        communication_share: all of these, as a share of the step.
-        sent: bytes per step that a rank sends, by axes of the grid: the ranks' mean.
-        bubble: share of the step in which a rank waited for others of its pipeline, the ranks' mean; not in the
-            two before. None without a pipeline.
-        slowest_rank: with the longest own time, which is the step less what it waited for others.
-        slowest_excess: by how much that is longer than the median rank's, as a share.
-        timings: timers by name, seconds per step.
-        goodput: share of the run's life that went into steps it still has.
-        run_seconds: since the run's first start.
-        starts: of the run so far.
-        spikes: iterations among those skipped whose gradient was finite, but out of line.
-        router_losses: of the routers of experts, without their coefficients, by their metric's name: mean as the loss.
-        learning_rate_decoupled: of the embeddings and the output layer in the last step, where they have their own.
-        samples_digest: of all samples consumed so far, as hexadecimal digits.
-    """
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    loss: float
-    grad_norm: float
-    learning_rate: float
-    weight_decay: float
-    batch_size: int
-    loss_scale: float
-    seconds_per_step: float
-    tokens_per_second: float
-    skipped: tuple[int, ...] = ()
-    memory_bytes: int | None = None
-    memory_total_bytes: int | None = None
-    memory_rank: int | None = None
+    iteration: int  # of the last step, counted from 1
+    consumed_samples: int  # of the whole run so far
+    consumed_tokens: int  # of the whole run so far
+    loss: float  # mean over the steps with a finite loss, skipped updates included; NaN without any
+    grad_norm: float  # of the last step, before clipping
+    learning_rate: float  # of the last step
+    weight_decay: float  # of the last step
+    batch_size: int  # samples in the last step
+    loss_scale: float  # of the last step
+    seconds_per_step: float  # mean wall-clock time
+    tokens_per_second: float  # of all ranks together
+    skipped: tuple[int, ...] = ()  # iterations whose update was skipped
+    memory_bytes: int | None = None  # peak on the fullest rank: allocated GPU memory; on CPUs the resident set size
+    memory_total_bytes: int | None = None  # capacity of that rank's device
+    memory_rank: int | None = None  # the fullest rank; None on one rank
     world_size: int = 1
-    data_wait: float | None = None
-    communication: Mapping[str, float] = field(default_factory=dict)
-    communication_share: float | None = None
-    sent: Mapping[str, float] = field(default_factory=dict)
-    bubble: float | None = None
-    slowest_rank: int | None = None
-    slowest_excess: float | None = None
-    timings: Mapping[str, Timing] = field(default_factory=dict)
-    goodput: float | None = None
-    run_seconds: float | None = None
-    starts: int | None = None
-    spikes: tuple[int, ...] = ()
-    samples_digest: str | None = None
-    learning_rate_decoupled: float | None = None
-    router_losses: Mapping[str, float] = field(default_factory=dict)
+    data_wait: float | None = None  # seconds per step spent waiting for data, on the rank that waited longest
+    communication: Mapping[str, float] = field(default_factory=dict)  # waits for other ranks, s/step, by axes
+    communication_share: float | None = None  # all communication as a share of the step, 0 to 1
+    sent: Mapping[str, float] = field(default_factory=dict)  # bytes per step that a rank sends, by axes
+    bubble: float | None = None  # share of the step spent waiting for other pipeline stages; not in communication
+    slowest_rank: int | None = None  # rank with the largest own time: the step less its waits for other ranks
+    slowest_excess: float | None = None  # how much longer that is than the median rank's, as a share
+    timings: Mapping[str, Timing] = field(default_factory=dict)  # by timer name
+    goodput: float | None = None  # share of the run's lifetime spent in steps that were not lost
+    run_seconds: float | None = None  # since the run was first started
+    starts: int | None = None  # of the run so far
+    spikes: tuple[int, ...] = ()  # those skipped whose gradient was finite, but an outlier
+    samples_digest: str | None = None  # hexadecimal digest of all samples consumed so far
+    learning_rate_decoupled: float | None = None  # of embedding and output layer, if they have their own
+    router_losses: Mapping[str, float] = field(default_factory=dict)  # means without coefficients, by metric name
 
     def place(self) -> dict[str, int]:
-        """How far the run is."""
+        """Return the progress of the run."""
         return {
             "iteration": self.iteration,
             "consumed-samples": self.consumed_samples,
@@ -110,9 +72,9 @@ class TrainRecord:
         }
 
     def values(self) -> dict[str, object]:
-        """The record under Megatron-LM's metric names, and names like them for what it does not have.
+        """Return all metrics by name. Names are Megatron-LM's where it has the metric.
 
-        What does not apply, such as communication in a run of one rank, is left out.
+        Metrics that do not apply, such as communication on one rank, are left out.
         """
         return {
             **self.place(),
@@ -130,11 +92,11 @@ class TrainRecord:
             "skipped-iterations-count": len(self.skipped),
             "spikes-skipped": len(self.spikes),
             "mem-max-allocated-bytes": self.memory_bytes,
-            **self._where_it_applies(),
+            **self._optional_values(),
         }
 
-    def _where_it_applies(self) -> dict[str, object]:
-        known: dict[str, object] = {
+    def _optional_values(self) -> dict[str, object]:
+        values: dict[str, object] = {
             "decoupled-learning-rate": self.learning_rate_decoupled,
             "mem-max-rank": self.memory_rank,
             "data-wait": self.data_wait,
@@ -150,55 +112,46 @@ class TrainRecord:
             "samples-digest": self.samples_digest,
         }
         for name, timing in self.timings.items():
-            known |= timing.values(name)
-        return {name: value for name, value in known.items() if value is not None}
+            values |= timing.values(name)
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True)
 class EvaluationRecord:
-    """One evaluation: the mean loss per token on held-out data.
+    """Result of one evaluation: the mean loss per token on held-out data."""
 
-    Attributes:
-        iteration: steps taken before it.
-        consumed_samples: samples of these.
-        consumed_tokens: tokens of these.
-        loss: in nats; NaN where no label counts.
-        split: the data: ``valid``, ``valid:NAME`` of one of several validation sets, or ``test``.
-        average: the loss with the moving average of the weights; None where none is kept.
-    """
-
-    iteration: int
-    consumed_samples: int
-    consumed_tokens: int
-    loss: float
-    split: str = "valid"
-    average: float | None = None
+    iteration: int  # steps taken before the evaluation
+    consumed_samples: int  # in these steps
+    consumed_tokens: int  # in these steps
+    loss: float  # in nats; NaN if all labels are masked
+    split: str = "valid"  # or valid:NAME of one of several validation sets, or test
+    average: float | None = None  # loss with the moving average of the weights, if one is kept
 
     @property
     def kind(self) -> str:
-        """``validation`` or ``test``."""
+        """Either ``validation`` or ``test``."""
         return WORDS[kind_of(self.split)]
 
     @property
     def name(self) -> str:
-        """Of the validation set; empty where there is one only."""
+        """Name of the validation set; empty if there is only one."""
         return name_of(self.split)
 
     @property
     def title(self) -> str:
-        """The kind and the name."""
+        """Kind and name, for display."""
         return f"{self.kind} {self.name}".strip()
 
     @property
     def perplexity(self) -> float:
-        """exp(loss), infinite where that is no longer a float."""
+        """exp(loss); infinite on overflow."""
         try:
             return math.exp(self.loss)
         except OverflowError:
             return math.inf
 
     def values(self) -> dict[str, object]:
-        """The record under Megatron-LM's metric names, with ``validation-set`` where there are several."""
+        """Return all metrics by Megatron-LM's names, with ``validation-set`` if there are several sets."""
         return {
             "iteration": self.iteration,
             "consumed-samples": self.consumed_samples,

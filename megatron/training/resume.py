@@ -1,4 +1,4 @@
-"""Bringing a trainer to where its run begins."""
+"""Load the start state of a trainer: a checkpoint, Hugging Face weights, or none."""
 
 from __future__ import annotations
 
@@ -31,26 +31,28 @@ from megatron.training.together import on_first
 TOKENIZER_JSON = TOKENIZER + "tokenizer.json"
 
 Files = Mapping[str, Path | bytes]
-"""Contents of small files, or what to copy, by their names in a checkpoint."""
+"""Contents or paths of small files, by their names in a checkpoint."""
 
 
 def choose(options: CheckpointConfig, world: Group) -> Origin:
-    """What the run begins with. Rank 0 looks, of the nodes' own disks one rank each; collective, with one answer.
+    """Return what the run starts from, the same on every rank; collective.
+
+    Rank 0 searches ``save`` and ``load``, and one rank per node the node's own disk.
 
     Raises:
-        UserError: as `look`, and as `with_local`.
+        UserError: as :func:`find_resume_source` and :func:`add_local_checkpoints`.
 
     """
     if options.local_save is None:
         return on_first(partial(look, options), world)
-    return with_local(on_first(partial(_origin_or_refusal, options), world), options, world)
+    return with_local(on_first(partial(_source_or_error, options), world), options, world)
 
 
-def _origin_or_refusal(options: CheckpointConfig) -> Origin | UserError:
-    """What the run begins with, or why there is nothing for it in ``save`` and ``load``, which the nodes may mend.
+def _source_or_error(options: CheckpointConfig) -> Origin | UserError:
+    """Return what the run starts from; or the error if ``save`` and ``load`` have nothing usable, but nodes might.
 
     Raises:
-        UserError: for what is no reason to go on from something else: a store that does not answer, a newer version.
+        UserError: for errors that local checkpoints must not hide: an unreachable store, a newer format version.
     """
     try:
         return look(options)
@@ -60,62 +62,65 @@ def _origin_or_refusal(options: CheckpointConfig) -> Origin | UserError:
         return error
 
 
-def begin(trainer: Trainer, origin: Origin) -> list[str]:
-    """Bring a trainer, built ``fresh`` if the origin is, to where the run begins; collective.
+def begin(trainer: Trainer, source: Origin) -> list[str]:
+    """Load what the run starts from into a trainer that was built with ``fresh=source.fresh``; collective.
 
     Returns:
-        Notes: what was loaded, what has changed since, what was passed over.
+        Notes: what was loaded, which options have changed, which checkpoints were passed over.
 
     Raises:
-        UserError: when what has changed does not go together with going on, or no checkpoint can be read.
-        DataError: when the data cannot be opened.
+        UserError: if changed options do not allow resuming, or no checkpoint can be read.
+        DataError: if the data cannot be opened.
 
     """
-    notes, config = list(origin.notes), trainer.config
+    notes = list(source.notes)
+    config = trainer.config
     if config.checkpoint.local_save is not None:
         trainer.local = tier_of(config.checkpoint, trainer.mesh.beside(), trainer.mesh.beside(), trainer.claims.node)
         notes += remarks(trainer.local)
     recorded = recorded_files(config.data, config.model.vocab)
     trainer.files = recorded
-    if origin.fresh:
+    if source.fresh:
         return notes
-    if origin.hf is not None:
-        carried = carried_files(origin.hf)
+    if source.hf is not None:
+        carried = carried_files(source.hf)
         trainer.files = companions(recorded, carried)
-        restore_from_source(trainer, HFSource(origin.hf, config.model))
-        return [*notes, f"weights from {origin.hf}", *other_words(recorded, carried)]
-    for candidate in origin.in_turn:
+        restore_from_source(trainer, HFSource(source.hf, config.model))
+        return [*notes, f"weights from {source.hf}", *other_words(recorded, carried)]
+    for candidate in source.candidates:
         try:
             manifest, files = _opened(trainer, candidate, notes)
-            changes = changes_since(manifest, config, trainer.mesh.world.size, origin.mode, notes)
+            changes = changes_since(manifest, config, trainer.mesh.world.size, source.mode, notes)
             trainer.files = companions(recorded, files)
-            if origin.mode == "weights-only":
+            if source.mode == "weights-only":
                 restore_weights(trainer, manifest)
                 notes += other_words(recorded, files)
+                loaded = f"weights from {manifest.path}"
             else:
                 notes += restore(trainer, manifest, changes.batches_since)
+                loaded = f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"
         except DamagedError as error:
             notes.append(passed_over(_path_of(trainer, candidate), error))
             continue
-        return [*notes, _loaded(trainer, manifest, origin.mode), *changes.lines]
+        return [*notes, loaded, *changes.lines]
     raise UserError([Problem("E811", "\n  ".join(["no checkpoint can be used:", *notes]))])
 
 
 def _opened(trainer: Trainer, candidate: Candidate, notes: list[str]) -> tuple[Manifest, dict[str, bytes]]:
-    """A checkpoint's manifest, and the small files that it carries; what is to be told goes to ``notes``; collective.
+    """Return a checkpoint's manifest and the small files that it carries, and append to ``notes``; collective.
 
     Raises:
-        DamagedError: when it cannot be used, on every rank.
+        DamagedError: on every rank, if it cannot be used.
     """
-    t = trainer
+    world = trainer.mesh.world
     if not isinstance(candidate, LocalCheckpoint):
-        return on_first(partial(_manifest_and_files, candidate), t.mesh.world)
+        return on_first(partial(_manifest_and_files, candidate), world)
     try:
-        manifest, told = bring_together(_tier(t), candidate, to_fill(t, held(t)))
+        manifest, transfer_notes = bring_together(_tier(trainer), candidate, to_fill(trainer, held(trainer)))
     except (OSError, StorageError) as error:
-        raise DamagedError(f"it cannot be brought together: {error}") from error
-    notes += told
-    return manifest, on_first(partial(carried_by, manifest), t.mesh.world)
+        raise DamagedError(f"its files cannot be collected from the nodes: {error}") from error
+    notes += transfer_notes
+    return manifest, on_first(partial(carried_by, manifest), world)
 
 
 def _manifest_and_files(path: Location) -> tuple[Manifest, dict[str, bytes]]:
@@ -136,39 +141,43 @@ def _path_of(trainer: Trainer, candidate: Candidate) -> Location:
 
 
 def recorded_files(data: DataConfig, vocab_size: int) -> dict[str, Path | bytes]:
-    """Files of the tokenizer of the data, by their names in a checkpoint.
+    """Return the files of the data's tokenizer, by their names in a checkpoint.
 
     Raises:
-        DataError: when it cannot be read.
+        DataError: if the tokenizer cannot be read.
     """
     recorded = carried_tokenizer(data, vocab_size)
     return {TOKENIZER + name: content for name, content in recorded.items()}
 
 
 def companions(recorded: Files, carried: Files) -> dict[str, Path | bytes]:
-    """Small files that the run's checkpoints carry: those of its data's tokenizer, and what its origin had besides.
+    """Return the small files for the run's checkpoints: the tokenizer of its data, and the other files it loaded.
+
+    Args:
+        recorded: tokenizer files of the run's data.
+        carried: files of the checkpoint or model that the run starts from.
 
     Raises:
-        DataError: when the origin's generation_config.json cannot be read.
+        DataError: if the generation_config.json in ``carried`` cannot be read.
     """
     if not recorded:
         return dict(carried)
     kept = {name: content for name, content in carried.items() if not name.startswith(TOKENIZER)}
     same = TOKENIZER_JSON in carried and not other_words(recorded, carried)
-    if GENERATION in kept and not same:  # its ids are those of another tokenizer
+    if GENERATION in kept and not same:  # its special token ids belong to another tokenizer
         kept[GENERATION] = _without_special_ids(_bytes(kept[GENERATION]))
     return kept | dict(recorded)
 
 
 def other_words(recorded: Files, carried: Files) -> list[str]:
-    """A note where the data's tokenizer is not the one that the weights were trained with."""
+    """Return a note if the data's tokenizer is not the one that the weights were trained with."""
     if TOKENIZER_JSON not in recorded or TOKENIZER_JSON not in carried:
         return []
     if _bytes(recorded[TOKENIZER_JSON]) == _bytes(carried[TOKENIZER_JSON]):
         return []
     return [
-        "the data's tokenizer is not that of the weights, to which its ids may mean other words: "
-        "tools/preprocess_data.py --tokenizer-model takes the folder of the right one"
+        "the data's tokenizer is not that of the weights, so token ids may have other meanings: "
+        "pass the folder of the right one to tools/preprocess_data.py --tokenizer-model"
     ]
 
 
@@ -177,17 +186,11 @@ def _bytes(content: Path | bytes) -> bytes:
 
 
 def _without_special_ids(generation: bytes) -> bytes:
-    """A generation_config.json that says nothing of the ids of another tokenizer."""
+    """Return a generation_config.json without special token ids."""
     try:
         settings = json.loads(generation)
     except ValueError as error:
-        raise DataError(f"the origin's {GENERATION} is no JSON: {error}") from error
+        raise DataError(f"the {GENERATION} of the loaded model is not valid JSON: {error}") from error
     if not isinstance(settings, dict):
-        raise DataError(f"the origin's {GENERATION} is {type(settings).__name__} in JSON, not an object")
+        raise DataError(f"the {GENERATION} of the loaded model is a JSON {type(settings).__name__}, not an object")
     return json.dumps({name: value for name, value in settings.items() if name not in SPECIAL_IDS}).encode()
-
-
-def _loaded(trainer: Trainer, manifest: Manifest, mode: str) -> str:
-    if mode == "weights-only":
-        return f"weights from {manifest.path}"
-    return f"resumed from {manifest.path}: step {trainer.iteration}, {trainer.consumed_samples:,} samples"

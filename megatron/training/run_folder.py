@@ -1,4 +1,4 @@
-"""The folder a run leaves behind: resolved config, the command to run it again, environment, metrics, pictures."""
+"""The run folder: resolved config, command line, environment, data, metrics and plots."""
 
 from __future__ import annotations
 
@@ -29,33 +29,34 @@ def prepare(
     world_size: int,
     data: Mapping[str, object] | None = None,
 ) -> list[Path]:
-    """Make the folder and write what can be known before the first step, ``data`` as what the run reads.
+    """Create the folder and write config, command, environment, uncommitted changes and a summary of the data.
 
     Returns:
-        Where that is now which an earlier start had written otherwise.
+        New paths of an earlier start's files that were renamed because their content changed.
 
-    Raises:
-        OSError: when the folder cannot be made or written.
     """
     folder.mkdir(parents=True, exist_ok=True)
     commit, diff = git_state(Path(__file__).parent)
-    facts = environment(device_name, world_size) | {"git_commit": commit, "git_uncommitted_changes": bool(diff)}
+    environment_facts = environment(device_name, world_size) | {
+        "git_commit": commit,
+        "git_uncommitted_changes": bool(diff),
+    }
     texts = {
         CONFIG: resolved_config,
         COMMAND: command_line(os.environ, sys.argv, world_size),
-        ENVIRONMENT: json.dumps(facts, indent=2) + "\n",
+        ENVIRONMENT: json.dumps(environment_facts, indent=2) + "\n",
         DIFF: diff,
         DATA: json.dumps(data, indent=2) + "\n" if data else "",
     }
-    kept = _set_aside(folder, texts)
+    renamed = _rename_changed(folder, texts)
     for name, text in texts.items():
         if text:
             (folder / name).write_text(text)
-    return kept
+    return renamed
 
 
-def _set_aside(folder: Path, texts: Mapping[str, str]) -> list[Path]:
-    """Rename the files with another text: to ``name.1.ext``, those of the next start to ``name.2.ext``..."""
+def _rename_changed(folder: Path, texts: Mapping[str, str]) -> list[Path]:
+    """Rename files with different content to ``name.1.ext``; those of the next start to ``name.2.ext``..."""
     paths = [folder / name for name in texts]
     number = 1
     while any(path.with_stem(f"{path.stem}.{number}").exists() for path in paths):
@@ -65,19 +66,20 @@ def _set_aside(folder: Path, texts: Mapping[str, str]) -> list[Path]:
 
 
 def command_line(variables: Mapping[str, str], argv: Sequence[str], world_size: int) -> str:
-    """A shell script that starts this run again, as far as the environment ``variables`` tell how it was launched."""
-    start, hint = [Path(sys.executable).name], ""
+    """Return a shell script that starts this run again. The launcher is guessed from the environment ``variables``."""
+    start = [Path(sys.executable).name]
+    hint = ""
     if world_size > 1 and variables.get("LOCAL_WORLD_SIZE") == str(world_size):
         start = ["torchrun", "--standalone", "--nproc-per-node", str(world_size)]
     elif world_size > 1:
-        hint = f"# on {world_size} processes, by the launcher of the cluster (srun, or torchrun on every node)\n"
+        hint = f"# on {world_size} processes, with the cluster's launcher (srun, or torchrun on every node)\n"
     if path := variables.get("PYTHONPATH"):
         start = ["env", f"PYTHONPATH={path}", *start]
     return f"#!/bin/sh\n{hint}cd {shlex.quote(os.getcwd())} && {shlex.join([*start, *argv])}\n"
 
 
 def environment(device_name: str, world_size: int) -> dict[str, object]:
-    """Versions and hardware."""
+    """Return versions and hardware."""
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -90,20 +92,20 @@ def environment(device_name: str, world_size: int) -> dict[str, object]:
 
 
 def data_facts(data: DataSource) -> dict[str, object]:
-    """What the run reads, by split: how much, out of what, and the fingerprint by which it is known again."""
-    return {split: _facts_of(data, split, samples) for split, samples in data.used.items()}
-
-
-def _facts_of(data: DataSource, split: str, samples: int) -> dict[str, object]:
-    dataset, tokens = data.datasets[split], samples * data.seq_length
-    read = [{"source": r.source, "tokens": r.tokens, "epochs": r.epochs} for r in dataset.readings(samples)]
-    return {
-        "samples": samples,
-        "tokens": tokens,
-        "laid_out_for_samples": list(data.stretches[split]),
-        "fingerprint": data.fingerprints[split],
-        "sources": read or [{"source": dataset.describe(tokens)}],  # none are read where samples are generated
-    }
+    """Return the size, sources and fingerprint of the data of each split."""
+    summary: dict[str, object] = {}
+    for split, samples in data.used.items():
+        dataset = data.datasets[split]
+        tokens = samples * data.seq_length
+        sources = [{"source": r.source, "tokens": r.tokens, "epochs": r.epochs} for r in dataset.readings(samples)]
+        summary[split] = {
+            "samples": samples,
+            "tokens": tokens,
+            "laid_out_for_samples": list(data.stretches[split]),
+            "fingerprint": data.fingerprints[split],
+            "sources": sources or [{"source": dataset.describe(tokens)}],  # generated samples are read from no source
+        }
+    return summary
 
 
 def _version(package: str) -> str | None:
@@ -114,7 +116,7 @@ def _version(package: str) -> str | None:
 
 
 def git_state(source: Path) -> tuple[str | None, str]:
-    """Commit of the checkout that ``source`` lies in and its uncommitted changes; (None, "") outside of one."""
+    """Return the commit and the uncommitted changes of the checkout around ``source``; (None, "") outside of one."""
     commit, diff = _git(source, "rev-parse", "HEAD"), _git(source, "diff", "HEAD")
     return (commit.strip(), diff or "") if commit else (None, "")
 

@@ -1,4 +1,4 @@
-"""The name under which a run is known to others, through all its starts."""
+"""The run ID, which identifies a run across restarts."""
 
 from __future__ import annotations
 
@@ -19,38 +19,40 @@ LENGTH = 8
 
 
 def new_run_id(world: Group, given: str = "") -> str:
-    """A name that no other run has (36^8 of them), or the one ``given`` to rank 0; on every rank alike. Collective.
+    """Return a new random run ID, or the one ``given`` on rank 0; equal on every rank. Collective.
 
-    It does not come from the generators of numbers that the run's seed sets: two runs of one seed are two runs.
+    The ID does not depend on the run's seed: two runs with one seed have two IDs.
     """
     return comm.broadcast_object(given or "".join(secrets.choice(LETTERS) for _ in range(LENGTH)), world)
 
 
 def run_id_of_job(metrics: Path, facts: Facts) -> str:
-    """The name that the start before has had, where it was of the same job; empty where it was not.
+    """Return the run ID of the previous start if it belongs to the same job, else an empty string.
 
-    A start that was ended before its first checkpoint has left its name in the records only.
+    The metrics file is the only record of the ID before the first checkpoint.
 
     Args:
-        metrics: records of the run folder.
-        facts: of this start.
+        metrics: the run folder's ``metrics.jsonl``.
+        facts: job and start numbers of this start.
+
     """
     last: dict[str, Any] = {}
     with suppress(OSError):  # the first start
         for line in metrics.read_text(encoding="utf-8", errors="replace").splitlines():
             if '"start"' in line:
-                with suppress(ValueError):  # a crash cut it off
+                with suppress(ValueError):  # a line cut off by a crash
                     record = json.loads(line)
                     last = record if record.get("event") == "start" else last
-    same = any(name in facts for name in JOB) and all(last.get(name) == facts.get(name) for name in JOB)
-    return str(last.get("run-id", "")) if same else ""
+    same_job = any(name in facts for name in JOB) and all(last.get(name) == facts.get(name) for name in JOB)
+    return str(last.get("run-id", "")) if same_job else ""
 
 
 def kept_run_id(saved: Mapping[str, Any], own: bool) -> str:
-    """The name of the run that a checkpoint's numbers ``saved`` are of; empty where it is another run.
+    """Return the run ID stored in a checkpoint if this run continues it, else an empty string.
 
     Args:
-        saved: state of the checkpoint. Those written before runs had names have none.
-        own: whether it lies in the run's own ``save`` folder, that is, the run goes on.
+        saved: state of the checkpoint; old checkpoints have no run ID.
+        own: whether the checkpoint lies in the run's own ``--save`` folder.
+
     """
     return str(saved.get("run_id", "")) if own else ""

@@ -1,4 +1,4 @@
-"""The picture of several runs side by side."""
+"""Plot the loss curves of several runs in one figure."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ if TYPE_CHECKING:
 
 COLORS = ("#2563eb", "#ea580c", "#15803d", "#be185d", "#7c3aed", "#a16207", "#0e7490", "#4b5563")
 DASHES = ("-", "--", ":", "-.")
-"""Of the runs after as many as there are colours."""
+"""Line styles; the next one is used when the colours repeat."""
 MARKS = "sD^v"
 SIZES = (11.0, 9.0, 7.0, 5.0)
-"""Of the points on validation data: hollow, and ever smaller, so that equal ones of several runs are all seen."""
+"""Marker sizes of validation points: hollow and decreasing, so that equal points of several runs stay visible."""
 WIDTHS = (4.0, 2.2, 1.6, 1.1)
-"""Of the lines, for the same reason."""
+"""Line widths, decreasing for the same reason."""
 
 
 class Look(NamedTuple):
-    """How one run is told from the others."""
+    """Style of one run."""
 
     color: str
     dashes: str
@@ -39,19 +39,16 @@ class Look(NamedTuple):
 def draw_runs(runs: Mapping[str, History], out: Path) -> None:
     """Draw the loss of each run over tokens (raw faint, smoothed bold, validation as points) above its learning rate.
 
-    Runs are named by the keys; the number beside a name is the last of its smoothed loss, of short runs too. ``out`` is
-    replaced only once the picture is complete.
-
-    Raises:
-        ValueError: when matplotlib is missing, or does not know the kind of file ``out`` is named as.
-        OSError: when ``out`` cannot be written.
+    The keys are the names of the runs; the legend adds the last smoothed loss. Raises as :func:`open_figure`.
     """
     columns = 1 if max(map(len, runs)) > 40 else 2
-    with picture(out, 9, 5.2 + 0.22 * (len(runs) / columns)) as figure:  # the legend stands beneath
+    with picture(out, 9, 5.2 + 0.22 * (len(runs) / columns)) as figure:  # the legend is below the axes
         loss, rate = figure.subplots(2, 1, sharex=True, height_ratios=(3.6, 1))
         for (name, history), look in zip(runs.items(), looks()):
             _draw_loss(loss, name, history, look)
-            rate.plot(*_rates(history), color=look.color, linestyle=look.dashes, linewidth=look.width)
+            tokens = [point.tokens for point in history.train]
+            rates = [point.learning_rate for point in history.train]
+            rate.plot(tokens, rates, color=look.color, linestyle=look.dashes, linewidth=look.width)
         scale_loss(loss, [value for history in runs.values() for value in _finite_losses(history)])
         _label(loss, rate, list(runs.values()))
         figure.legend(
@@ -66,29 +63,25 @@ def draw_runs(runs: Mapping[str, History], out: Path) -> None:
 
 
 def looks() -> Iterator[Look]:
-    """One for each run, all different until the dashes run out."""
+    """Yield one style per run; styles repeat after all colours and line styles are used."""
     lines = cycle([(color, dashes) for dashes in DASHES for color in COLORS])
     for (color, dashes), (mark, size, width) in zip(lines, cycle(zip(MARKS, SIZES, WIDTHS))):
         yield Look(color, dashes, mark, size, width)
 
 
 def short_names(folders: Sequence[Path]) -> list[str]:
-    """The ends of the paths that tell the folders apart, as short as possible: usually their last parts.
-
-    Raises:
-        ValueError: when a folder is given twice.
-    """
+    """Return the shortest path suffixes that distinguish the folders. Raise ValueError if a folder is given twice."""
     paths = [folder.resolve() for folder in folders]
-    if twice := [str(folder) for folder, path in zip(folders, paths) if paths.count(path) > 1]:
-        raise ValueError(f"{twice[0]} is given twice: give each run once")
+    if duplicates := [str(folder) for folder, path in zip(folders, paths) if paths.count(path) > 1]:
+        raise ValueError(f"{duplicates[0]} is given twice: give each run once")
     return [_short_name(path, [other for other in paths if other != path]) for path in paths]
 
 
 def _short_name(path: Path, others: Sequence[Path]) -> str:
     for length in range(1, len(path.parts) + 1):
-        end = path.parts[-length:]
-        if not any(other.parts[-length:] == end for other in others):
-            return str(Path(*end))
+        suffix = path.parts[-length:]
+        if not any(other.parts[-length:] == suffix for other in others):
+            return str(Path(*suffix))
     return str(path)
 
 
@@ -107,16 +100,12 @@ def _draw_loss(axes: Axes, name: str, history: History, look: Look) -> None:
 
 
 def _validation(history: History) -> list[tuple[int, float]]:
-    """Tokens and losses on the one validation set; runs with several named ones have none in this picture."""
+    """Return tokens and losses of a run's only validation set; runs with several sets have no points."""
     return [(p.tokens, p.loss) for p in history.evaluations if np.isfinite(p.loss) and p.name == "validation"]
 
 
 def _finite_losses(history: History) -> list[float]:
     return [p.loss for p in history.train if np.isfinite(p.loss)] + [loss for _, loss in _validation(history)]
-
-
-def _rates(history: History) -> tuple[list[int], list[float]]:
-    return [p.tokens for p in history.train], [p.learning_rate for p in history.train]
 
 
 def _label(loss: Axes, rate: Axes, histories: Sequence[History]) -> None:

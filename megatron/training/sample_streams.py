@@ -1,4 +1,4 @@
-"""The samples of two runs side by side: their data are opened anew, from the configurations in the runs' folders."""
+"""Compare the training samples of two runs, reopening their data from the configurations in the run folders."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from megatron.data.loader import DataSource, build_data, source_of
 from megatron.training.differences import DIGEST, RunFolder
 
 BY_CONTENT = 100_000
-"""Samples whose tokens are compared, where data are made from different files and so have no common identities."""
+"""Samples compared by their tokens, if the data come from different files and sample identities differ."""
 
 
 def first_different_sample(a: RunFolder, b: RunFolder, first: int, stop: int) -> str:
-    """A sentence on the training samples ``first .. stop - 1`` of two runs.
+    """Describe the first difference among the training samples ``first .. stop - 1`` of two runs.
 
     Raises:
-        DataError: when data cannot be opened, or what is there is not what a run has read.
-        UserError: when a configuration cannot be understood.
-        OSError: when files cannot be read.
+        DataError: if data cannot be opened, or are not what a run has read.
+        UserError: if a configuration is invalid.
+        OSError: if files cannot be read.
     """
     streams = [open_stream(run) for run in (a, b)]
     found = first_difference(streams[0], streams[1], first, stop)
@@ -35,22 +35,23 @@ def first_different_sample(a: RunFolder, b: RunFolder, first: int, stop: int) ->
 
 
 def open_stream(run: RunFolder) -> DataSource:
-    """The training samples of a run.
+    """Open the training samples of a run.
 
     Raises:
-        DataError: when they cannot be opened, or are not those that its log lines tell of.
-        UserError: when its configuration cannot be understood.
+        DataError: if they cannot be opened, or their digest is not the logged one.
+        UserError: if its configuration is invalid.
     """
     if run.options is None:
         raise DataError(run.missing[0])
     known: dict[str, Any] = {name: value for name, value in run.options.items() if name in SETTINGS}
     config = from_dict(known)
     replicas = config.parallel.data_parallel_size(int(run.facts.get("world_size", 1)))
-    laid_out = run.facts.get("train.laid_out_for_samples")  # in whatever lengths the run was continued
+    laid_out = run.facts.get("train.laid_out_for_samples")  # one length per extension of the run
     stretches = {"train": laid_out} if laid_out else None
     data = build_data(config.data, config.training, config.model.vocab, replicas, ("train",), stretches)
     last = run.lines[max(run.lines)] if run.lines else {}
-    digest, samples = last.get(DIGEST), int(last.get("consumed-samples", 0))
+    digest = last.get(DIGEST)
+    samples = int(last.get("consumed-samples", 0))
     if digest is not None and f"{data.digest('train', 0, samples):016x}" != digest:
         raise DataError(
             f"the training data that {run.folder} names are not those that it has read, or come in another order; "
@@ -60,7 +61,7 @@ def open_stream(run: RunFolder) -> DataSource:
 
 
 def first_difference(a: DataSource, b: DataSource, first: int, stop: int) -> int | None:
-    """The first of the training samples ``first .. stop - 1`` that differs (see ``BY_CONTENT``); None for none."""
+    """Return the index of the first training sample in ``first .. stop - 1`` that differs; None if none does."""
     left, right = a.datasets["train"], b.datasets["train"]
     stop = min(stop, len(left), len(right))
     if left.fingerprint != right.fingerprint:

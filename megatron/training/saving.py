@@ -1,7 +1,4 @@
-"""Saving a run: what is prepared, written, waited for, skipped and told of, and when older checkpoints may go.
-
-What a checkpoint holds is in `checkpointing`.
-"""
+"""Save a run: synchronously or in a background thread, with retention of older checkpoints."""
 
 from __future__ import annotations
 
@@ -34,122 +31,96 @@ from megatron.training.setup import Trainer
 from megatron.training.together import on_first
 
 LINE_SECONDS = 30.0
-"""How often somebody who waits for a save is told so."""
+"""Seconds between log lines while waiting for a save."""
 
 GRACE_SECONDS = 60.0
-"""How long a run that fails waits for a save that is under way."""
+"""Seconds that a failing run waits for a save in progress."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """A checkpoint that was written.
-
-    Attributes:
-        path: its folder.
-        iteration: steps taken when it was begun.
-        bytes: of all tensors.
-        seconds: from its beginning until it was on the disk and older ones were deleted.
-        blocking: those of them in which no step could be taken; None for all.
-        warning: what went wrong afterwards.
-    """
+    """A checkpoint that was written."""
 
     path: Location
-    iteration: int
-    bytes: int
-    seconds: float
-    blocking: float | None
-    warning: str | None
+    iteration: int  # steps taken when the save began
+    bytes: int  # of all tensors
+    seconds: float  # until it was on disk and older checkpoints were deleted
+    blocking: float | None  # seconds in which training was paused; None for all of them
+    warning: str | None  # from deleting older checkpoints
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checkpoint that is to be written, with all that goes into it.
-
-    Attributes:
-        options: of the run.
-        iteration: steps taken.
-        tensors: with this rank's parts.
-        state: how far the run is.
-        config: the run's, as JSON.
-        files: small ones that go with it.
-        bytes: of the tensors of all ranks.
-        started: what ``time.monotonic()`` was.
-        claim: on the run's ``save`` folder.
-    """
+    """A checkpoint to be written, with all its contents."""
 
     options: CheckpointConfig
-    iteration: int
-    tensors: Mapping[str, GlobalTensor]
-    state: Mapping[str, Any]
-    config: dict[str, Any]
-    files: Mapping[str, Path | bytes]
-    bytes: int
-    started: float
-    claim: Claim | None = None
+    iteration: int  # steps taken
+    tensors: Mapping[str, GlobalTensor]  # this rank's parts
+    state: Mapping[str, Any]  # progress of the run
+    config: dict[str, Any]  # of the run, as JSON
+    files: Mapping[str, Path | bytes]  # small files that the checkpoint carries
+    bytes: int  # of the tensors of all ranks
+    started: float  # on the clock of ``time.monotonic()``
+    lease: Claim | None = None  # on the run's ``save`` folder
 
     def run(self, group: Group, blocking: float | None = None) -> Saved:
-        """Write it, if there is room, and then delete those that need not be kept; collective over ``group``.
+        """Write the checkpoint if it fits, then delete the ones that need not be kept; collective over ``group``.
 
-        Only here is the disk asked for anything, so that one that does not answer stops nobody else.
+        All disk access is in here, so with ``async_save`` a hanging disk does not block training.
 
-        Older ones are deleted by rank 0, after the new one was opened as a start of the run opens it: marker and
-        manifest as they were written, every file there and as long as it should be. Where it cannot be, none is.
+        Rank 0 deletes older checkpoints after it has opened the new one as a start would: valid marker and manifest,
+        every file present and of the right size. If that fails, none is deleted.
 
         Raises:
-            StorageError: when there is no room for it or it cannot be written, on every rank alike; the older ones are
-                as they were.
-            SupersededError: when a later start has the folder.
+            StorageError: on every rank, if it does not fit or cannot be written; older checkpoints are unchanged.
+            SupersededError: if a later start owns the folder.
 
         """
-        if problem := _shortage(self.options, self.bytes, group, self.claim):
+        if problem := _shortage(self.options, self.bytes, group, self.lease):
             raise StorageError(str(problem))
         folder = Checkpoints(location(str(self.options.save)))
         path = folder.path(self.iteration)
-        write(path, self.tensors, self.state, self.config, group, self.files, self.claim)
-        warning = self._make_room(folder, path) if group.rank == 0 else None
+        write(path, self.tensors, self.state, self.config, group, self.files, self.lease)
+        warning = self._delete_old(folder, path) if group.rank == 0 else None
         return Saved(path, self.iteration, self.bytes, time.monotonic() - self.started, blocking, warning)
 
-    def _make_room(self, folder: Checkpoints, path: Location) -> str | None:
-        """Delete what need not be kept; what speaks against it, which is no reason to end a run.
-
-        Raises:
-            SupersededError: when a later start has the folder.
-        """
+    def _delete_old(self, folder: Checkpoints, path: Location) -> str | None:
+        """Delete checkpoints that need not be kept; return a warning if that fails."""
         try:
             Manifest.open(path)
-            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, claim=self.claim)
+            folder.retain(self.options.keep_last, self.options.keep_every, newest=self.iteration, claim=self.lease)
         except SupersededError:
             raise
         except (CheckpointError, OSError) as error:
-            blame(self.claim)
+            blame(self.lease)
             return f"older checkpoints are not deleted: {error}"
         return None
 
 
 def save(trainer: Trainer) -> Saved:
-    """Write a checkpoint into the run's ``save`` folder and delete those that need not be kept; collective.
+    """Write a checkpoint into the run's ``save`` folder and delete the ones that need not be kept; collective.
 
     Raises:
-        StorageError: when it cannot be written, on every rank alike; the older ones are as they were.
-        RuntimeError: when the samples that the ranks have read are not those of the stream.
+        StorageError: on every rank, if it cannot be written; older checkpoints are unchanged.
+        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
 
     """
     return prepare(trainer).run(trainer.mesh.world)
 
 
 def begin_save(trainer: Trainer, staging: Staging, group: Group) -> Future[Saved]:
-    """Copy what a checkpoint holds, and write it in a thread; collective.
+    """Copy the contents of a checkpoint, and write them in a background thread; collective.
 
     Args:
-        trainer: which may take steps as soon as the call returns.
-        staging: memory for the copy, which nobody else touches until the result is there.
-        group: all ranks, with communicators that nothing else uses meanwhile.
+        trainer: may take steps as soon as the call returns.
+        staging: memory for the copy; in use until the result is available.
+        group: all ranks, with communicators that are used for nothing else meanwhile.
 
     Returns:
-        What came of it, in time: what :func:`save` returns or raises.
+        A future of what :func:`save` returns or raises.
 
     Raises:
-        RuntimeError: when the samples that the ranks have read are not those of the stream.
+        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
 
     """
     job = prepare(trainer)
@@ -159,23 +130,32 @@ def begin_save(trainer: Trainer, staging: Staging, group: Group) -> Future[Saved
 
 
 def prepare(trainer: Trainer) -> Job:
-    """Gather what goes into a checkpoint; collective.
+    """Gather the contents of a checkpoint; collective.
 
     Raises:
-        RuntimeError: when the samples that the ranks have read are not those of the stream.
+        RuntimeError: if the samples that the ranks have read are not those of the sample stream.
 
     """
-    t, started = trainer, time.monotonic()
-    tensors, options = to_write(t), t.config.checkpoint
-    size = _size_of(tensors, t)
-    return Job(options, t.iteration, tensors, state(t), to_dict(t.config), t.files, size, started, t.claims.save)
+    started = time.monotonic()
+    tensors = to_write(trainer)
+    return Job(
+        options=trainer.config.checkpoint,
+        iteration=trainer.iteration,
+        tensors=tensors,
+        bytes=_total_bytes(tensors, trainer),
+        state=state(trainer),
+        config=to_dict(trainer.config),
+        files=trainer.files,
+        started=started,
+        lease=trainer.claims.save,
+    )
 
 
 def refuse_full_disk(trainer: Trainer) -> None:
-    """Do not begin a run whose first checkpoint would not find room; collective.
+    """Refuse to start a run whose first checkpoint would not fit on the disk; collective.
 
     Raises:
-        UserError: on every rank, when its disk has less room than one takes.
+        UserError: on every rank, if there is less free space than one checkpoint needs.
 
     """
     if trainer.config.checkpoint.save is None or trainer.iteration >= trainer.total_steps:
@@ -185,22 +165,22 @@ def refuse_full_disk(trainer: Trainer) -> None:
 
 
 def size_of(trainer: Trainer) -> int:
-    """Bytes of all tensors of a checkpoint; collective."""
-    return _size_of(to_write(trainer), trainer)
+    """Return the bytes of all tensors of a checkpoint; collective."""
+    return _total_bytes(to_write(trainer), trainer)
 
 
-def _size_of(tensors: Mapping[str, GlobalTensor], trainer: Trainer) -> int:
+def _total_bytes(tensors: Mapping[str, GlobalTensor], trainer: Trainer) -> int:
     return sum(comm.all_gather_objects(bytes_of(tensors), trainer.mesh.world))
 
 
-def _shortage(options: CheckpointConfig, size: int, group: Group, claim: Claim | None) -> Problem | None:
-    """What is wrong where a checkpoint of that size does not fit, as rank 0 sees the disk; collective."""
-    return on_first(lambda: shortage(location(str(options.save)), size, claim), group)
+def _shortage(options: CheckpointConfig, size: int, group: Group, lease: Claim | None) -> Problem | None:
+    """Return the problem if rank 0 finds that a checkpoint of ``size`` bytes does not fit; collective."""
+    return on_first(lambda: shortage(location(str(options.save)), size, lease), group)
 
 
 @dataclass(frozen=True)
 class UnderWay:
-    """A save that a thread is at."""
+    """A save that runs in a background thread."""
 
     iteration: int
     outcome: Future[Saved]
@@ -208,20 +188,21 @@ class UnderWay:
 
     @property
     def seconds(self) -> float:
-        """Since it was begun."""
+        """Seconds since the save began."""
         return time.monotonic() - self.since
 
 
 class Saver:
-    """Saves a run: at once, or with ``async_save`` by a thread of each rank, one save at a time.
+    """Saves a run synchronously, or with ``async_save`` in a thread of each rank, one save at a time.
 
-    A context: a run that fails inside waits for ``GRACE_SECONDS`` at most for the save that is under way.
+    As a context manager it waits up to ``GRACE_SECONDS`` for a save in progress when the run fails inside.
     """
 
     def __init__(self, trainer: Trainer, log: RunLog) -> None:
-        """Take what saving in threads needs, where it is asked for; collective."""
-        self._trainer, self._log = trainer, log
-        self._under_way: UnderWay | None = None
+        """Allocate staging memory and communicators for ``async_save``; collective."""
+        self._trainer = trainer
+        self._log = log
+        self._pending: UnderWay | None = None
         self._lost_contact = False
         options = trainer.config.checkpoint
         self._staging: Staging | None = None
@@ -230,99 +211,89 @@ class Saver:
             self._group = trainer.mesh.beside()
 
     def save(self, needed: bool) -> None:
-        """Save; collective. Where the disk refuses, training goes on with the checkpoints there are.
+        """Save; collective. If the disk refuses, training goes on with the existing checkpoints.
 
         Args:
-            needed: nothing comes after it: it is waited for, and so is one that is under way.
+            needed: True if the run ends after this save; waits for it, and for one in progress.
 
         Raises:
-            StorageError: for a checkpoint that is needed and cannot be written.
-            RuntimeError: when the samples that the ranks have read are not those of the stream.
+            StorageError: if a needed checkpoint cannot be written.
+            RuntimeError: if the samples that the ranks have read are not those of the sample stream.
 
         """
-        self._log.flush()  # what was reported up to here must survive a crash of a run that goes on from here
+        self._log.flush()  # a run that resumes from this checkpoint must still have all records before it
         if needed:
-            self._finish()
+            self._wait()
         try:
             if self._staging is None:
-                self._tell(save(self._trainer))
+                self._report(save(self._trainer))
             elif not self._is_busy():
                 outcome = begin_save(self._trainer, self._staging, self._group)
-                self._under_way = UnderWay(self._trainer.iteration, outcome)
+                self._pending = UnderWay(self._trainer.iteration, outcome)
         except StorageError as error:
-            self._refused(self._trainer.iteration, error, needed)
+            if needed:
+                raise
+            self._log.warning(f"step {self._trainer.iteration} is not saved: {error}")
         if needed:
-            self._finish(needed=True)
+            self._wait(needed=True)
 
-    def look(self) -> None:
-        """Tell what came of the save under way, once that is known.
-
-        Raises:
-            Exception: what nobody expects of a disk.
-
-        """
-        if self._under_way is not None and self._under_way.outcome.done():
-            self._settle(self._under_way)
+    def poll(self) -> None:
+        """Report the outcome of a finished background save; raise its error unless it is the disk's."""
+        if self._pending is not None and self._pending.outcome.done():
+            self._finish(self._pending)
 
     def _is_busy(self) -> bool:
-        """Whether any rank is still at a save, which then is told; collective."""
-        self.look()
-        under_way, world = self._under_way, self._trainer.mesh.world
-        states = comm.all_gather_objects((under_way is not None, self._lost_contact), world)
+        """Return True, with a warning, if any rank is still writing; collective."""
+        self.poll()
+        pending = self._pending
+        states = comm.all_gather_objects((pending is not None, self._lost_contact), self._trainer.mesh.world)
         if any(busy for busy, _ in states):
-            self._skipped(under_way)
+            last = "the last save"  # finished on this rank, but not on another
+            if pending is not None:
+                last = f"the save of step {pending.iteration}, begun {pending.seconds:.0f}s ago,"
+            interval = self._trainer.config.checkpoint.save_interval or 1
+            self._log.warning(
+                f"step {self._trainer.iteration} is not saved: {last} is still being written\n"
+                f"  fix: --save-interval {2 * interval}"
+            )
             return True
         if any(lost for _, lost in states):
-            self._group, self._lost_contact = self._trainer.mesh.beside(), False
+            self._group = self._trainer.mesh.beside()
+            self._lost_contact = False
         return False
 
-    def _skipped(self, under_way: UnderWay | None) -> None:
-        """Tell that there is no save because of another one, which may be over on this rank."""
-        last = "the last save"
-        if under_way is not None:
-            last = f"the save of step {under_way.iteration}, begun {under_way.seconds:.0f}s ago,"
-        interval = self._trainer.config.checkpoint.save_interval or 1
-        self._log.warning(
-            f"step {self._trainer.iteration} is not saved: {last} is still being written\n"
-            f"  fix: --save-interval {2 * interval}"
-        )
-
-    def _finish(self, needed: bool = False, at_most: float = float("inf")) -> None:
-        """Wait for the save under way, and say so from time to time."""
-        under_way = self._under_way
-        if under_way is None:
+    def _wait(self, needed: bool = False, at_most: float = float("inf")) -> None:
+        """Wait up to ``at_most`` seconds for the save in progress, with a log line from time to time."""
+        pending = self._pending
+        if pending is None:
             return
         deadline = time.monotonic() + at_most
         while (left := deadline - time.monotonic()) > 0:
-            if wait([under_way.outcome], min(LINE_SECONDS, left)).done:
+            if wait([pending.outcome], min(LINE_SECONDS, left)).done:
                 break
-            self._log.note(f"waiting for the checkpoint of step {under_way.iteration}: {under_way.seconds:.0f}s so far")
-        if under_way.outcome.done():
-            self._settle(under_way, needed)
+            self._log.note(f"waiting for the checkpoint of step {pending.iteration}: {pending.seconds:.0f}s so far")
+        if pending.outcome.done():
+            self._finish(pending, needed)
 
-    def _settle(self, under_way: UnderWay, needed: bool = False) -> None:
-        """Tell what came of a save."""
-        self._under_way = None
+    def _finish(self, pending: UnderWay, needed: bool = False) -> None:
+        """Report the outcome of a finished background save."""
+        self._pending = None
         try:
-            self._tell(under_way.outcome.result())
+            self._report(pending.outcome.result())
         except StorageError as error:
-            self._refused(under_way.iteration, error, needed)
+            if needed:
+                raise
+            self._log.warning(f"step {pending.iteration} is not saved: {error}")
         except Exception as error:
             if needed or not is_lost_contact(error):
                 raise
             self._lost_contact = True
-            self._log.warning(f"step {under_way.iteration} is not saved: the ranks lost contact while writing: {error}")
+            self._log.warning(f"step {pending.iteration} is not saved: the ranks lost contact while writing: {error}")
 
-    def _tell(self, saved: Saved) -> None:
+    def _report(self, saved: Saved) -> None:
         self._log.checkpoint(saved.path, saved.bytes, saved.seconds, saved.blocking)
         if saved.warning:
             self._log.warning(saved.warning)
-
-    def _refused(self, iteration: int, error: StorageError, needed: bool) -> None:
-        """A disk refused a save: no reason to end, unless the checkpoint is ``needed``."""
-        if needed:
-            raise error
-        self._log.warning(f"step {iteration} is not saved: {error}")
 
     def __enter__(self) -> Self:
         return self
@@ -330,10 +301,10 @@ class Saver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing is under way after a run that ended well. One that failed must tell of its own failure."""
-        if not isinstance(error, Exception) or self._under_way is None:
+        """Wait for a save in progress after a failure, without hiding that failure."""
+        if not isinstance(error, Exception) or self._pending is None:
             return
         try:
-            self._finish(at_most=GRACE_SECONDS)
+            self._wait(at_most=GRACE_SECONDS)
         except Exception as other:
-            self._log.warning(f"the save under way failed, too: {other}")
+            self._log.warning(f"the save in progress failed, too: {other}")

@@ -1,4 +1,4 @@
-"""From a validated configuration to everything a training step needs."""
+"""Build everything that a training step needs from a validated configuration."""
 
 from __future__ import annotations
 
@@ -45,88 +45,59 @@ from megatron.training.startup import StartUp
 from megatron.training.timers import Timers
 
 DIGESTS = 2**64
-"""Digests of samples are numbers below this."""
+"""Digests of samples are added modulo this number."""
 
 
 @dataclass(frozen=True)
 class Ahead:
-    """Micro-batches that are read before their step begins.
+    """This rank's micro-batches of the next step, read before the step begins."""
 
-    Attributes:
-        place: the first sample of the global batch, and how many it has.
-        batches: this rank's.
-        digest: of their samples.
-    """
-
-    place: tuple[int, int]
+    place: tuple[int, int]  # first sample of the global batch, and its number of samples
     batches: list[MicroBatch]
-    digest: int
+    digest: int  # of the samples in ``batches``
 
 
 @dataclass
 class Trainer:
-    """The parts of a run and how far it is. Schedule and data are there once :meth:`begin_at` has said where it begins.
-
-    Attributes:
-        chunks: this rank's parts of the model, by the number of their stage.
-        pipeline: runs them.
-        specs: place of every parameter of this rank, by global name.
-        params: the parameters themselves.
-        timers: of the phases of a step.
-        goodput: of the run, all its starts together.
-        startup: of this start.
-        iteration: steps taken.
-        consumed_samples: samples they used.
-        batches_since: steps and samples after which the batches began that are those of now.
-        evaluated: by split, steps taken before the last evaluation on it.
-        digest: digest of the first ``digested_samples`` samples that the run has consumed.
-        digest_read: digest of those that this rank has read since.
-        ahead: what :meth:`read_ahead` has read.
-        digest_told: samples of which :meth:`samples_digest` told last, and that digest.
-        run_id: name of the run through all its starts; empty until one is given.
-        notes: what the start of the run is to say of how it computes.
-        files: what its checkpoints carry besides, by name: those of the tokenizer, for whoever uses the model.
-        local: the nodes' folders of checkpoints.
-        claims: on the folders that the run's checkpoints are written to.
-    """
+    """The parts of a run on this rank, and its progress. :meth:`start_at` sets ``schedule`` and ``data``."""
 
     config: RunConfig
     mesh: Mesh
     device: torch.device
-    chunks: Mapping[int, GPTChunk]
+    chunks: Mapping[int, GPTChunk]  # this rank's model chunks, by stage number
     pipeline: Pipeline
-    specs: Mapping[str, ShardSpec]
+    specs: Mapping[str, ShardSpec]  # of this rank's parameters, by global name
     params: Mapping[str, nn.Parameter]
     buckets: GradBuckets
     optimizer: Optimizer
     scaler: LossScaler
     timers: Timers
-    goodput: Goodput = field(default_factory=Goodput)
+    goodput: Goodput = field(default_factory=Goodput)  # over all starts of the run
     startup: StartUp = field(default_factory=StartUp)
     schedule: Schedule = field(init=False)
     data: DataSource = field(init=False)
-    iteration: int = 0
+    iteration: int = 0  # steps taken
     consumed_samples: int = 0
-    batches_since: tuple[int, int] = (0, 0)
-    evaluated: dict[str, int] = field(default_factory=dict)
-    digest: int = 0
+    batches_since: tuple[int, int] = (0, 0)  # steps and samples at which the current batch size options took effect
+    evaluated: dict[str, int] = field(default_factory=dict)  # by split: steps taken before the last evaluation on it
+    digest: int = 0  # of the first ``digested_samples`` samples that the run has consumed
     digested_samples: int = 0
-    digest_read: int = 0
-    digest_told: tuple[int, int] = (0, 0)
-    ahead: Ahead | None = None
-    run_id: str = ""
-    notes: tuple[str, ...] = ()
-    files: Mapping[str, Path | bytes] = field(default_factory=dict)
-    local: Tier | None = None
-    claims: Claims = field(default_factory=Claims)
+    digest_read: int = 0  # of the samples that this rank has read since
+    logged_digest: tuple[int, int] = (0, 0)  # number of samples and digest of the last :meth:`samples_digest`
+    prefetched: Ahead | None = None
+    run_id: str = ""  # the same through all starts of the run
+    notes: tuple[str, ...] = ()  # on kernels; the start of the run logs them
+    files: Mapping[str, Path | bytes] = field(default_factory=dict)  # tokenizer etc. that checkpoints carry, by name
+    local: Tier | None = None  # checkpoints on the nodes' own disks
+    claims: Claims = field(default_factory=Claims)  # leases on the folders that checkpoints are written to
 
     def compute(self, batches: Sequence[MicroBatch], seed: Tensor | None, program: Program | None = None) -> None:
         """Run the pipeline over this rank's micro-batches.
 
         Args:
-            batches: of a step, or of an evaluation.
-            seed: factor of the summed losses in the global objective, 0-d; None to go forward only.
-            program: in place of the run's own.
+            batches: micro-batches of a step, or of an evaluation.
+            seed: gradient of the objective with respect to the summed losses, 0-d; None for forward only.
+            program: schedule to use instead of the run's own.
 
         """
         program = program or program_for(self.config.parallel, len(batches), evaluation=seed is None)
@@ -134,29 +105,35 @@ class Trainer:
             chunk.train(seed is not None)
         self.pipeline.run(program.ranks[self.mesh.coordinate["pp"]], batches, seed, self.timers)
 
-    def begin_at(
+    def start_at(
         self,
         iteration: int,
         consumed_samples: int,
         stretches: Mapping[str, Sequence[int]] | None = None,
         batches_since: tuple[int, int] = (0, 0),
     ) -> None:
-        """Take the run's schedule and data up from here; collective.
+        """Set the position of the run, and build its learning-rate schedule and data from there; collective.
 
         Args:
             iteration: steps taken.
-            consumed_samples: samples they used.
-            stretches: how the data were laid out for them; None for a run that begins.
-            batches_since: steps and samples after which the batches began that are those of now.
+            consumed_samples: samples used by them.
+            stretches: segments in which the data were laid out, by split; None for a new run.
+            batches_since: steps and samples at which the current batch size options took effect.
 
         Raises:
-            DataError: when the data cannot be opened, or are not the same on all ranks.
+            DataError: if the data cannot be opened, or are not the same on all ranks.
 
         """
-        config, dp, begin = self.config, self.mesh.data_size, (iteration, consumed_samples)
+        config = self.config
+        dp = self.mesh.data_size
+        begin = iteration, consumed_samples
         self.iteration, self.consumed_samples = begin
-        self.digest, self.digested_samples, self.digest_read, self.digest_told = 0, consumed_samples, 0, (0, 0)
-        self.batches_since, self.ahead = batches_since, None
+        self.digest = 0
+        self.digested_samples = consumed_samples
+        self.digest_read = 0
+        self.logged_digest = (0, 0)
+        self.batches_since = batches_since
+        self.prefetched = None
         self.schedule = Schedule.from_config(config.optimizer, lengths(config, dp, *batches_since))
         with self.startup("data"):
             vocab = config.model.vocab
@@ -174,36 +151,38 @@ class Trainer:
         return batch_at(self.config.training, self.mesh.data_size, self.consumed_samples)
 
     def samples_digest(self) -> str:
-        """Digest of the samples that the run has consumed, as the sample stream has them, in hexadecimal."""
-        known, digest = max(self.digest_told, (self.digested_samples, self.digest))
+        """Return the digest of all consumed samples, computed from the sample order, in hexadecimal."""
+        known, digest = max(self.logged_digest, (self.digested_samples, self.digest))
         digest = (digest + self.data.digest("train", known, self.consumed_samples)) % DIGESTS
-        self.digest_told = self.consumed_samples, digest
+        self.logged_digest = self.consumed_samples, digest
         return f"{digest:016x}"
 
     def next_batches(self) -> list[MicroBatch]:
-        """This rank's micro-batches of the next step."""
-        place, (ahead, self.ahead) = (self.consumed_samples, self.next_batch_size), (self.ahead, None)
-        if ahead is None or ahead.place != place:
+        """Return this rank's micro-batches of the next step, prefetched or read now."""
+        place = self.consumed_samples, self.next_batch_size
+        prefetched, self.prefetched = self.prefetched, None
+        if prefetched is None or prefetched.place != place:
             return self._read("train", *place)
-        self.digest_read += ahead.digest
-        return [replace(batch, step=self.iteration) for batch in ahead.batches]
+        self.digest_read += prefetched.digest
+        return [replace(batch, step=self.iteration) for batch in prefetched.batches]
 
-    def read_ahead(self) -> None:
-        """Read for the step after the next one already, while a GPU is at that; to be called before it is counted."""
+    def prefetch(self) -> None:
+        """Read the batch of the step after the current one, which a GPU is computing and which is not counted yet."""
         if self.iteration + 1 >= self.total_steps:
             return
-        first, counted = self.consumed_samples + self.next_batch_size, self.digest_read
+        first = self.consumed_samples + self.next_batch_size
         place = first, batch_at(self.config.training, self.mesh.data_size, first)
+        digest_before = self.digest_read
         try:
-            with self.timers("batch-generator"):  # a device that is done with its step stands still for this, too
+            with self.timers("batch-generator"):  # a GPU that finishes its step meanwhile idles during this
                 batches = self._read("train", *place)
-            self.ahead = Ahead(place, batches, self.digest_read - counted)
-        except (DataError, OSError):  # told when their turn comes, and the steps before are safe
-            self.ahead = None
-        self.digest_read = counted
+            self.prefetched = Ahead(place, batches, self.digest_read - digest_before)
+        except (DataError, OSError):  # :meth:`next_batches` will raise it, after the current step is counted
+            self.prefetched = None
+        self.digest_read = digest_before
 
     def evaluation_batches(self, split: str, index: int) -> list[MicroBatch]:
-        """This rank's micro-batches of global batch ``index`` of a validation or test split."""
+        """Return this rank's micro-batches of global batch ``index`` of a validation or test split."""
         size = global_batch(self.config.training, self.mesh.data_size)
         return self._read(split, index * size, size)
 
@@ -215,30 +194,27 @@ class Trainer:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this rank; ``auto`` takes a GPU when there is one.
+    """Return the device of this rank and make it current; ``auto`` takes a GPU if there is one.
 
     Raises:
-        UserError: when this machine has fewer GPUs than ranks, or ``cuda`` none.
+        UserError: if this machine has fewer GPUs than ranks, or none for ``cuda``.
 
     """
     gpus = torch.cuda.device_count() if name != "cpu" and torch.cuda.is_available() else 0
     if gpus == 0 and name != "cuda":
         return torch.device("cpu")
     launch = Launch.read(os.environ)
-    alone = launch.launcher == "srun" and gpus == 1  # srun --gpus-per-task shows each rank nothing but its own GPU
-    if not alone and launch.local_size > gpus:
-        raise UserError([_too_few_gpus(gpus, launch)])
-    device = torch.device("cuda", 0 if alone else launch.local_rank)
+    only_own_gpu = launch.launcher == "srun" and gpus == 1  # srun --gpus-per-task hides the GPUs of other ranks
+    if not only_own_gpu and launch.local_size > gpus:
+        if gpus == 0:
+            sentence = f"--device cuda, but torch {torch.__version__} finds no GPU"
+            raise UserError([Problem("E207", sentence, ("--device cpu",))])
+        found = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
+        sentence = f"this machine runs at least {launch.local_size} ranks, but has {found}"
+        raise UserError([Problem("E207", sentence, (f"torchrun --nproc-per-node {gpus}", "--device cpu"))])
+    device = torch.device("cuda", 0 if only_own_gpu else launch.local_rank)
     torch.cuda.set_device(device)
     return device
-
-
-def _too_few_gpus(gpus: int, launch: Launch) -> Problem:
-    if gpus == 0:
-        return Problem("E207", f"--device cuda, but torch {torch.__version__} finds no GPU", ("--device cpu",))
-    fixes = (f"torchrun --nproc-per-node {gpus}", "--device cpu")
-    seen = "1 GPU" if gpus == 1 else f"{gpus} GPUs"
-    return Problem("E207", f"this machine runs at least {launch.local_size} ranks, but has {seen}", fixes)
 
 
 def build(
@@ -252,16 +228,16 @@ def build(
     """Build the model and everything around it on this rank; collective over all ranks.
 
     Args:
-        config: validated and resolved (no derived value left open).
+        config: validated and resolved (derived values are filled in).
         rank: global rank.
-        world_size: number of ranks; more than one needs torch.distributed to be started.
-        fresh: a run that begins. Otherwise the weights are left zero and the place open, for a checkpoint to say.
-        device: in place of the one that is configured; on ``meta`` nothing is allocated.
-        clock: measures the parts: ``groups``, ``kernels``, ``model``, ``optimizer``, ``data``.
+        world_size: number of ranks; more than one requires torch.distributed to be initialised.
+        fresh: True initialises the weights and starts at step 0; False leaves both for a checkpoint to set.
+        device: device to use instead of the configured one; on ``meta`` nothing is allocated.
+        clock: times the phases ``groups``, ``kernels``, ``model``, ``optimizer`` and ``data``.
 
     Raises:
-        UserError: when the device, a kernel, or a parameter that was asked for is not there.
-        DataError: when the data of a run that begins cannot be opened.
+        UserError: if the device or a kernel is not available, or an option names a parameter that does not exist.
+        DataError: if the data of a fresh run cannot be opened.
 
     """
     device = device or choose_device(config.training.device)
@@ -276,16 +252,18 @@ def build(
     context = BuildContext(
         mesh, sink, dtype, device, training.seed, parallel.sequence_parallel, initialised=fresh, kernels=kernels
     )
-    layers, here = stage_layers(model, parallel), mesh.coordinate["pp"]
-    held = {stage: layers[stage] for stage, pp in enumerate(mesh.placement) if pp == here}
+    layers = stage_layers(model, parallel)
+    pp_rank = mesh.coordinate["pp"]
+    own_layers = {stage: layers[stage] for stage, pp in enumerate(mesh.placement) if pp == pp_rank}
     with clock("model"):
-        chunks = build_chunks(model, training, context, held)
+        chunks = build_chunks(model, training, context, own_layers)
     specs, params = context.specs, context.params
     with clock("optimizer"):
         buckets, optimizer = _optimizer(config, context)
     for chunk in chunks.values():
         optimizer.weights.awaited_by(chunk.parts)
-    pipeline = Pipeline(chunks, mesh.placement, here, mesh.channels, partial(hidden_state, config, dtype, device), sink)
+    buffer = partial(hidden_state, config, dtype, device)
+    pipeline = Pipeline(chunks, mesh.placement, pp_rank, mesh.channels, buffer, sink)
     scaler = LossScaler.from_config(config.precision, device)
     timers = Timers(config.logging.timing_log_level, device)
     trainer = Trainer(
@@ -293,24 +271,27 @@ def build(
     )
     if fresh:
         with clock("data"):
-            trainer.begin_at(0, 0)
+            trainer.start_at(0, 0)
     return trainer
 
 
 def _optimizer(config: RunConfig, context: BuildContext) -> tuple[GradBuckets, Optimizer]:
-    """The gradients of what was built in the context, and who moves it along them."""
-    model, parallel, mesh, specs, params = config.model, config.parallel, context.mesh, context.specs, context.params
+    """Build the gradient buckets and the optimizer of the parameters in ``context``."""
+    parallel, mesh = config.parallel, context.mesh
+    specs, params = context.specs, context.params
     ranks = range(parallel.pipeline_model_parallel_size)
-    check_patterns(config.optimizer, dict.fromkeys(p.name for pp in ranks for p in parameters(model, parallel, pp)))
+    names = dict.fromkeys(p.name for pp in ranks for p in parameters(config.model, parallel, pp))
+    check_patterns(config.optimizer, names)
     dtypes = {name: p.dtype for name, p in params.items()}
     uncut = {name for name, spec in specs.items() if rule_of(name, spec, config.optimizer) == "muon"}
     buckets = GradBuckets(specs, dtypes, mesh, context.sink, context.device, parallel, uncut)
-    kernel, overlap = context.kernels.adam, parallel.overlap_param_gather
-    return buckets, Optimizer(params, specs, buckets, mesh, config.optimizer, context.seed, kernel, overlap)
+    overlap = parallel.overlap_param_gather
+    optimizer = Optimizer(params, specs, buckets, mesh, config.optimizer, context.seed, context.kernels.adam, overlap)
+    return buckets, optimizer
 
 
 def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
-    """The ranks and their groups; collective. The stages lie where the program of the full batch has them."""
+    """Create the process groups; collective. The schedule of the full batch says which rank holds which stage."""
     model, parallel = config.model, config.parallel
     layout = Layout.from_config(parallel, world_size)
     program = program_for(parallel, microbatches(config.training, layout.sizes["dp"]))
@@ -323,17 +304,17 @@ def _mesh(config: RunConfig, rank: int, world_size: int) -> Mesh:
 
 
 def hidden_state(config: RunConfig, dtype: torch.dtype, device: torch.device, batch: MicroBatch) -> Tensor:
-    """Room for what one stage hands to the next: ``[S(/tp), B, H]``, not filled."""
+    """Allocate the receive buffer for a stage's input, ``[S(/tp), B, H]``."""
     samples, length = batch.tokens.shape
     rows = length // config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else length
     return torch.empty((rows, samples, config.model.hidden_size), dtype=dtype, device=device)
 
 
 def join(config: RunConfig) -> tuple[int, int]:
-    """Start torch.distributed as the launcher's environment says; returns ``(rank, world size)``.
+    """Initialise torch.distributed from the launcher's environment; return ``(rank, world size)``.
 
     Raises:
-        UserError: when the device is not there, its backend is another, or nothing says where rank 0 is.
+        UserError: if the device is not available, its backend is another, or the address of rank 0 is missing.
 
     """
     launch = Launch.read(os.environ)

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go besides the console, and what keeps a place that fails from stopping the run."""
+"""Interface of metric loggers, and wrappers that keep a failing or slow logger from stopping the run."""
 
 from __future__ import annotations
 
@@ -8,107 +8,103 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 Values = Mapping[str, object]
-"""Numbers and words by name, as the records give them."""
+"""Metrics or event fields by name."""
 
-PATIENCE_SECONDS = 30.0
-CAPACITY = 10_000  # records that wait for a sink; some megabytes
+PATIENCE_SECONDS = 30.0  # that flush and close wait for a logger
+CAPACITY = 10_000  # queued calls per logger, a few megabytes
 
 
 class Sink(Protocol):
-    """A place that keeps the numbers of a run. All methods may raise; `Sinks` and `Background` see to that."""
+    """Receives the metrics and events of a run. Methods may raise: `LoggerCollection` handles errors."""
 
     def record(self, values: Values) -> None:
-        """Keep numbers of training or evaluation; ``iteration`` is among them."""
+        """Log metrics of training or evaluation; ``iteration`` is one of them."""
 
     def event(self, values: Values) -> None:
-        """Keep what happened, named by ``event``: a start, a warning, an error; ``iteration`` is among them too."""
+        """Log an event of the kind ``event``: a start, a warning, an error. ``iteration`` is given too."""
 
     def flush(self) -> None:
-        """Bring what was recorded to where it outlives this process."""
+        """Make everything logged so far durable."""
 
     def close(self, failed: bool) -> None:
-        """Finish; ``failed`` says that the run ended by an error."""
+        """Finish; ``failed`` if the run ended with an error."""
 
 
 class BehindError(Exception):
-    """A sink does not take what it is given."""
+    """A logger cannot keep up, or did not finish in time."""
 
 
 class NotOpenedError(Exception):
-    """A sink could not be made; the words are those of the error that kept it from it."""
-
-
-def always() -> bool:
-    """Nothing speaks against writing."""
-    return True
+    """A logger could not be opened."""
 
 
 class Sinks:
-    """Many sinks as one. One that raises is warned of and gets no more until the run is started again."""
+    """Forwards metrics and events to many loggers. A logger that raises is removed with a warning."""
 
-    def __init__(self, warn: Callable[[str], None], may_write: Callable[[], bool] = always) -> None:
-        """Begin without any.
+    def __init__(self, warn: Callable[[str], None], may_write: Callable[[], bool] = lambda: True) -> None:
+        """Start without loggers.
 
         Args:
-            warn: is told of those that fail, and may itself report to this one.
-            may_write: asked each time; from the first no on, nothing is handed on, and no sink is closed.
+            warn: called when a logger fails; it may log to this collection.
+            may_write: called before every use. Once it returns False, all loggers are dropped without closing them.
+
         """
-        self._warn, self._may_write = warn, may_write
+        self._warn = warn
+        self._may_write = may_write
         self._sinks: dict[str, Sink] = {}
 
     def add(self, name: str, make: Callable[[], Sink]) -> None:
-        """Take in the sink that ``make`` makes, or warn where that raises."""
+        """Add the logger that ``make`` returns; warn if it raises."""
         try:
             self._sinks[name] = make()
-        except Exception as error:  # whatever it is, the run can do without
-            self._lost(name, NotOpenedError(said(error)))
+        except Exception as error:  # no logger is worth the run
+            self._remove(name, NotOpenedError(said(error)))
 
     def record(self, values: Values) -> None:
-        """Hand numbers to every sink."""
-        self._each(lambda sink: sink.record(values))
+        """Log metrics to every logger."""
+        self._for_each(lambda sink: sink.record(values))
 
     def event(self, values: Values) -> None:
-        """Hand an event to every sink."""
-        self._each(lambda sink: sink.event(values))
+        """Log an event to every logger."""
+        self._for_each(lambda sink: sink.event(values))
 
     def flush(self) -> None:
-        """Have every sink write out what it holds."""
-        self._each(lambda sink: sink.flush())
+        """Flush every logger."""
+        self._for_each(lambda sink: sink.flush())
 
     def close(self, failed: bool) -> None:
-        """Close every sink, in the opposite order of their opening, so that the first can still take warnings."""
+        """Close every logger, the last one first, so that the first still receives warnings."""
         for name in reversed(list(self._sinks)):
-            self._use(name, lambda sink: sink.close(failed))
+            self._call(name, lambda sink: sink.close(failed))
         self._sinks.clear()
 
-    def _each(self, act: Callable[[Sink], None]) -> None:
+    def _for_each(self, call: Callable[[Sink], None]) -> None:
         for name in list(self._sinks):
-            self._use(name, act)
+            self._call(name, call)
 
-    def _use(self, name: str, act: Callable[[Sink], None]) -> None:
-        """Do something with a sink, unless it was lost meanwhile, by the warning of another one's loss."""
+    def _call(self, name: str, call: Callable[[Sink], None]) -> None:
         if name in self._sinks and not self._may_write():
             self._sinks.clear()
-        if name not in self._sinks:
+        if name not in self._sinks:  # the warning about another logger may have removed this one
             return
         try:
-            act(self._sinks[name])
-        except Exception as error:  # as above
-            self._lost(name, error)
+            call(self._sinks[name])
+        except Exception as error:  # no logger is worth the run
+            self._remove(name, error)
 
-    def _lost(self, name: str, error: Exception) -> None:
+    def _remove(self, name: str, error: Exception) -> None:
         self._sinks.pop(name, None)
-        what = "nothing" if isinstance(error, NotOpenedError) else "no more"
-        self._warn(f"{name} gets {what} of this run: {said(error)}; training goes on")
+        what = "no data" if isinstance(error, NotOpenedError) else "no further data"
+        self._warn(f"{name} receives {what} from this run: {said(error)}; training continues")
 
 
 def said(error: BaseException) -> str:
-    """The error's own words in one line, or its kind where it has none."""
-    return " ".join(str(error).split()).rstrip(".") or f"it ended by {type(error).__name__}"
+    """Return the error's message in one line, or its type if there is none."""
+    return " ".join(str(error).split()).rstrip(".") or f"it raised {type(error).__name__}"
 
 
 class Background:
-    """A sink that works in a thread of its own, so that a network or a disk that hangs does not hold up a step."""
+    """Runs a logger in its own thread, so that a network or disk that hangs does not delay training."""
 
     def __init__(
         self,
@@ -117,94 +113,95 @@ class Background:
         patience: float = PATIENCE_SECONDS,
         capacity: int = CAPACITY,
     ) -> None:
-        """Begin to make the sink.
+        """Start the thread, which opens the logger.
 
         Args:
-            make: called in the thread; may raise.
-            flushes: whether a flush is waited for; not where something else has all that the sink is given.
-            patience: seconds that `flush` and `close` wait for the thread.
-            capacity: calls that may wait for it.
+            make: opens the logger; called in the thread, may raise.
+            flushes: whether `flush` waits; False if the data is also kept elsewhere.
+            patience: seconds that `flush` and `close` wait.
+            capacity: maximum number of queued calls.
+
         """
-        self._flushes, self._patience = flushes, patience
-        self._jobs: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(capacity)
+        self._flushes = flushes
+        self._timeout = patience
+        self._queue: queue.Queue[Callable[[Sink], None] | None] = queue.Queue(capacity)
         self._error: Exception | None = None
-        self._late = False
+        self._flush_timed_out = False
         self._thread = threading.Thread(target=self._work, args=(make,), daemon=True)
         self._thread.start()
 
     def record(self, values: Values) -> None:
-        """Hand on. Raises what the sink raised at an earlier call, or `BehindError` when too much waits."""
-        self._hand_on(lambda sink: sink.record(values))
+        """Queue the metrics. Raises the error of an earlier call, or `LoggerStalledError` if the queue is full."""
+        self._put(lambda sink: sink.record(values))
 
     def event(self, values: Values) -> None:
-        """Hand on, as `record`."""
-        self._hand_on(lambda sink: sink.event(values))
+        """Queue the event; raises as `record`."""
+        self._put(lambda sink: sink.event(values))
 
     def flush(self) -> None:
-        """Have it written out, and wait for that; not again for a sink that is late, until it has caught up."""
+        """Flush the logger and wait for it. After a timeout, do not wait again until it has caught up."""
         done = threading.Event()
 
-        def write_out(sink: Sink) -> None:
+        def flush_sink(sink: Sink) -> None:
             sink.flush()
             done.set()
-            self._late = False
+            self._flush_timed_out = False
 
-        self._hand_on(write_out)
-        if self._flushes and not self._late and self._thread.is_alive():
-            self._late = not self._wait(done)
-        self._check()
+        self._put(flush_sink)
+        if self._flushes and not self._flush_timed_out and self._thread.is_alive():
+            self._flush_timed_out = not self._wait(done)
+        self._raise_error()
 
     def close(self, failed: bool) -> None:
-        """Have it closed, and wait for that. Raises as `record`, and `BehindError` when it takes too long."""
-        self._hand_on(lambda sink: sink.close(failed))
-        self._hand_on(None)
-        self._thread.join(self._patience)
-        self._check()
+        """Close the logger and wait for it. Raises as `record`, and `LoggerStalledError` after the timeout."""
+        self._put(lambda sink: sink.close(failed))
+        self._put(None)
+        self._thread.join(self._timeout)
+        self._raise_error()
         if self._thread.is_alive():
-            raise BehindError(f"it did not finish within {self._patience:.0f} s")
+            raise BehindError(f"it did not finish within {self._timeout:.0f} s")
 
     def _wait(self, done: threading.Event) -> bool:
-        """Whether ``done`` is set, or the thread has ended, in time."""
+        """Wait until ``done`` is set or the thread has ended; return False on timeout."""
         waited, step = 0.0, 0.05
         while not done.wait(step) and self._thread.is_alive():
             waited += step
-            if waited >= self._patience:
+            if waited >= self._timeout:
                 return False
         return True
 
-    def _hand_on(self, job: Callable[[Sink], None] | None) -> None:
-        self._check()
+    def _put(self, job: Callable[[Sink], None] | None) -> None:
+        self._raise_error()
         try:
-            self._jobs.put_nowait(job)
+            self._queue.put_nowait(job)
         except queue.Full:
-            raise BehindError(f"it has not taken the last {self._jobs.maxsize:,} records") from None
+            raise BehindError(f"it is {self._queue.maxsize:,} records behind") from None
 
-    def _check(self) -> None:
+    def _raise_error(self) -> None:
         if self._error is not None:
             raise self._error
 
     def _work(self, make: Callable[[], Sink]) -> None:
         try:
             sink = make()
-        except BaseException as error:  # told to the run at its next call, which no library shall end by sys.exit
+        except BaseException as error:  # raised at the next call; a library's sys.exit must not end the run
             self._error = NotOpenedError(said(error))
             return
         try:
-            while (job := self._jobs.get()) is not None:
+            while (job := self._queue.get()) is not None:
                 job(sink)
         except BaseException as error:  # as above
             self._error = error if isinstance(error, Exception) else BehindError(said(error))
 
 
 def scalars(values: Values) -> dict[str, float]:
-    """The numbers among ``values``, as one curve each.
+    """Return the numeric values, without text and lists.
 
-    Words and lists are left out. The name of one of several validation sets goes into the names of its values, after
-    ``validation``, as in Megatron-LM.
+    The name of a validation set is inserted into its metric names after ``validation``, as in Megatron-LM.
     """
-    of = values.get("validation-set")
-    found: dict[str, float] = {}
+    validation_set = values.get("validation-set")
+    numbers: dict[str, float] = {}
     for name, value in values.items():
         if isinstance(value, int | float) and not isinstance(value, bool):
-            found[name.replace("validation", f"validation-{of}") if of else name] = value
-    return found
+            numbers[name.replace("validation", f"validation-{validation_set}") if validation_set else name] = value
+    return numbers

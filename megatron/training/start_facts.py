@@ -1,4 +1,4 @@
-"""Which start of which job this is, for the records: what a person looks for who reads a run's history by its jobs."""
+"""Identify this start (job, restart, nodes) for the run's records."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from megatron.config.launch import Start
 Facts = Mapping[str, object]
 
 JOB = "slurm-job", "torchrun-run"
-"""Facts that all starts of a job have in common."""
+"""Facts shared by all starts of a job."""
 
 LONGEST = 60
-"""Characters of a list of nodes in a sentence."""
+"""Longer node lists, in characters, are cut in notes."""
 
 
 def start_facts(environ: Mapping[str, str], epoch: int | None) -> Facts:
-    """What the launcher says of this start, by the names of the event; what it does not say is left out.
+    """Return what the launcher's environment reveals about this start, keyed as in the run's ``start`` event.
 
     Args:
-        environ: its variables.
+        environ: environment variables.
         epoch: number of this start among those that have written to the ``save`` folder; None without one.
     """
     start = Start.read(environ)
@@ -35,16 +35,13 @@ def start_facts(environ: Mapping[str, str], epoch: int | None) -> Facts:
 
 
 def in_words(facts: Facts) -> str:
-    """The facts as a part of a sentence; empty where there are none."""
-    words = [f"start {facts['epoch']} of this run"] if "epoch" in facts else []
+    """Return the facts as one comma-separated phrase; empty if there are none."""
+    phrases = [f"start {facts['epoch']} of this run"] if "epoch" in facts else []
     if "slurm-job" in facts:
-        words.append(f"Slurm job {facts['slurm-job']} restart {facts['slurm-restart']}")
+        phrases.append(f"Slurm job {facts['slurm-job']} restart {facts['slurm-restart']}")
     if "torchrun-restart" in facts:
-        words.append(f"torchrun restart {facts['torchrun-restart']}")
+        phrases.append(f"torchrun restart {facts['torchrun-restart']}")
     if "nodes" in facts:
-        words.append(f"on {_short(str(facts['nodes']))}")
-    return ", ".join(words)
-
-
-def _short(nodes: str) -> str:
-    return nodes if len(nodes) <= LONGEST else f"{nodes[: LONGEST - 3]}..."
+        nodes = str(facts["nodes"])
+        phrases.append(f"on {nodes if len(nodes) <= LONGEST else nodes[: LONGEST - 3] + '...'}")
+    return ", ".join(phrases)

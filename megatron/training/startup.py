@@ -1,7 +1,7 @@
-"""Where the time of a start goes, from the process' own beginning to the end of the first step; without torch.
+"""Time the phases of a start, from the creation of the process to the end of the first step. Does not import torch.
 
-Phases lie inside each other, as data are opened while a checkpoint is read: each has what none inside it has, so that
-their sum is the whole.
+Phases nest: data are opened while a checkpoint is loaded. The time of an inner phase does not count for the outer one,
+so the phases add up to the whole.
 """
 
 from __future__ import annotations
@@ -17,90 +17,86 @@ PHASES: dict[str, str] = {
     "python": "the interpreter, and what `pretrain_gpt.py` imports before it reads a flag",
     "flags": "reading and checking flags, looking for checkpoints and tokenizer",
     "imports": "PyTorch and the rest of the program",
-    "joining": "finding the device and the other ranks: waiting for the one that comes last",
+    "joining": "choosing the device and joining torch.distributed, which waits for the last rank",
     "groups": "opening process groups and channels",
-    "kernels": "choosing and proving kernels",
+    "kernels": "choosing kernels and checking them against PyTorch",
     "model": "building the model",
-    "optimizer": "its gradients' and optimizer's memory",
+    "optimizer": "allocating gradients and optimizer state",
     "data": "opening the data, building or reading tables of samples",
-    "checkpoint": "claiming the folder, choosing a checkpoint and reading it",
-    "first step": "the first step, with all that is compiled, tuned and connected in it",
-    "other": "the rest: opening the places that the run reports to, an evaluation that is made up for",
+    "checkpoint": "acquiring the checkpoint folder, choosing a checkpoint and loading it",
+    "first step": "the first step, including compilation, tuning and first connections",
+    "other": "the rest: opening loggers, an evaluation that the previous start missed",
 }
-"""Every phase there is, in the order in which they begin, and what happens in it."""
+"""All phases, in the order in which they begin, with what each covers."""
 
 SHORTEST = 0.05
-"""Seconds from which on a phase is named in the line on the console."""
+"""Shorter phases, in seconds, are left out of the console line."""
 
 MUCH_LONGER = 1.0
-"""Seconds that another rank must take more than the one that tells to be named."""
+"""The console line also names phases that took the slowest rank this many seconds longer than rank 0."""
 
 
 class StartUp:
-    """A watch that always counts for some phase: ``with startup("data"): ...``, else ``other``.
-
-    Attributes:
-        began: what ``time.monotonic()`` was when the process began.
-        seconds: of every phase that was.
-        running: until the first step is taken.
-    """
+    """Stopwatch whose time always counts for one phase: ``with startup("data"): ...``."""
 
     def __init__(self, began: float | None = None, phase: str = "other") -> None:
-        """Begin to count.
+        """Start the watch.
 
         Args:
-            began: what ``time.monotonic()`` was then; None for now.
-            phase: the first.
+            began: start time on the clock of ``time.monotonic()``; None for now.
+            phase: the first phase.
 
         """
         self.began = time.monotonic() if began is None else began
         self.seconds = dict.fromkeys(PHASES, 0.0)
-        self.running, self._phase, self._since = True, phase, self.began
+        self.running = True  # until the first step has been taken
+        self._phase = phase
+        self._since = self.began
 
     @classmethod
     def of_process(cls) -> Self:
-        """Of this process, which has been in its phase ``python`` since it began."""
+        """Return a watch that started, in phase ``python``, when this process did."""
         return cls(process_began(), "python")
 
     def enter(self, phase: str) -> None:
-        """What follows is ``phase``."""
+        """Count the time from now on for ``phase``."""
         now = time.monotonic()
         self.seconds[self._phase] += now - self._since
         self._phase, self._since = phase, now
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Inside is ``phase``, afterwards what was before."""
-        before = self._phase
+        """Count the time inside the context for ``phase``, and after it for the previous one again."""
+        previous = self._phase
         self.enter(phase)
         try:
             yield
         finally:
-            self.enter(before)
+            self.enter(previous)
 
     def stop(self) -> None:
-        """The first step is taken."""
+        """Stop the watch, after the first step."""
         self.enter("other")
         self.running = False
 
 
 def process_began() -> float:
-    """What ``time.monotonic()`` was when this process began, to 10 ms; now, where the system does not say."""
+    """Return the value of ``time.monotonic()`` when this process began, to 10 ms; outside Linux the current value."""
     now = time.monotonic()
     try:
-        words = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # proc_pid_stat(5), from field 3 on
-        since_boot = int(words[19]) / os.sysconf("SC_CLK_TCK")
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()  # proc_pid_stat(5), from field 3 on
+        since_boot = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return min(now, now - (time.clock_gettime(time.CLOCK_BOOTTIME) - since_boot))
     except (OSError, ValueError, IndexError, AttributeError):  # not Linux
         return now
 
 
 def start_up_line(mine: Mapping[str, float], longest: Mapping[str, float]) -> str:
-    """A line on this rank's seconds by phase, and on the phases that took another rank much longer."""
+    """Return the log line with this rank's seconds by phase, and the phases that took the slowest rank much longer."""
     late = {name: seconds for name, seconds in longest.items() if seconds > mine[name] + MUCH_LONGER}
-    others = f"; longest on any rank: {_shown(late)}" if late else ""
-    return f"start-up {sum(mine.values()):.1f}s: {_shown(mine)}{others}"
+    others = f"; longest on any rank: {_format_phases(late)}" if late else ""
+    return f"start-up {sum(mine.values()):.1f}s: {_format_phases(mine)}{others}"
 
 
-def _shown(phases: Mapping[str, float]) -> str:
+def _format_phases(phases: Mapping[str, float]) -> str:
     return " ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= SHORTEST)

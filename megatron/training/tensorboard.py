@@ -1,4 +1,4 @@
-"""The numbers of a run as TensorBoard shows them. Imported only where it is asked for."""
+"""TensorBoard logger."""
 
 from __future__ import annotations
 
@@ -13,26 +13,21 @@ FLUSH_SECONDS = 30
 
 
 class TensorBoard:
-    """Event files in ``folder``, over steps, and in its folder ``samples`` the same over consumed samples.
+    """Writes event files over steps to ``folder``, and over consumed samples to its subfolder ``samples``.
 
-    The latter are called "... vs samples", as in Megatron-LM. They have a folder of their own because a start tells
-    TensorBoard from which place on what earlier starts wrote does not count any more, and a folder has one such place.
+    The latter are named "... vs samples", as in Megatron-LM. They need their own folder because a restart discards the
+    points from a step on (``purge_step``), and a folder has one such step.
     """
 
     def __init__(self, folder: Path, resolved_config: str, iteration: int, consumed_samples: int) -> None:
-        """Go on after ``iteration`` steps and ``consumed_samples``.
-
-        Raises:
-            ModuleNotFoundError: when the package is missing.
-            OSError: when the folder cannot be written.
-        """
+        """Open the event files; points after ``iteration`` steps and ``consumed_samples`` are discarded."""
         self._by_step = _writer(folder, iteration + 1)
         self._by_samples = _writer(folder / BY_SAMPLES, consumed_samples + 1)
         self._by_step.add_text("config", _as_code(resolved_config), iteration)
         self.flush()
 
     def record(self, values: Values) -> None:
-        """Add a point to the curve of every number."""
+        """Add a point to the curve of every metric."""
         numbers = scalars(values)
         step, samples = int(numbers["iteration"]), int(numbers["consumed-samples"])
         for name, number in numbers.items():
@@ -41,23 +36,23 @@ class TensorBoard:
                 self._by_samples.add_scalar(f"{name} vs samples", number, samples)
 
     def event(self, values: Values) -> None:
-        """Show errors and warnings among the texts."""
+        """Add errors and warnings as text."""
         if values.get("event") in ("warning", "error"):
             self._by_step.add_text(str(values["event"]), str(values.get("text", "")), int(str(values["iteration"])))
 
     def flush(self) -> None:
-        """Write what waits."""
+        """Write buffered points."""
         self._by_step.flush()
         self._by_samples.flush()
 
     def close(self, failed: bool) -> None:
-        """Write what waits, and close the files."""
+        """Close the event files."""
         self._by_step.close()
         self._by_samples.close()
 
 
 def _writer(folder: Path, purge_step: int) -> Any:
-    """A writer to ``folder``; what lies there from ``purge_step`` on does not count any more."""
+    """Open a writer that discards earlier points from ``purge_step`` on."""
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ModuleNotFoundError as error:
@@ -72,5 +67,5 @@ def _writer(folder: Path, purge_step: int) -> Any:
 
 
 def _as_code(text: str) -> str:
-    """Markdown that shows ``text`` as it is."""
+    """Return Markdown that shows ``text`` verbatim."""
     return "\n".join(f"    {line}" for line in text.splitlines())

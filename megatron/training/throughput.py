@@ -1,4 +1,4 @@
-"""What share of the hardware's peak a run reaches, and when it will be done."""
+"""Throughput in FLOP/s, model FLOPs utilisation (MFU) and remaining time of a run."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from megatron.config.flops import FlopsPerToken
 from megatron.config.run import RunConfig
 from megatron.training.records import TrainRecord
 
-# Dense peak of bf16 and fp16 with fp32 accumulation in FLOP/s, from the makers' data sheets (their figures "with
-# sparsity" halved), by words of the name the driver reports; the first row that matches counts. Products that the
-# name does not tell apart are left out: no MFU is better than a wrong one. A rank of an MI250X is half of the product.
+# Dense peak of bf16 and fp16 with fp32 accumulation in FLOP/s, from the vendors' data sheets (figures "with sparsity"
+# halved), by words in the device name that the driver reports. The first matching row is used. Products that share a
+# name are left out, because no MFU is better than a wrong one. A rank on an MI250X has half of the product.
 PEAK_FLOPS: tuple[tuple[str, float], ...] = (
     ("GB200", 2500e12),
     ("B200", 2250e12),
@@ -37,9 +37,9 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 def peak_flops(device_name: str, params_dtype: str) -> float | None:
-    """Dense peak of one device in FLOP/s; None for devices, device slices and dtypes that are not in the table.
+    """Return the dense peak of one device in FLOP/s, or None for unknown devices, device slices and other dtypes.
 
-    A name with a slash is that of several products: AMD's driver says ``MI250X / MI250`` for either.
+    A name with a slash is ambiguous: AMD's driver reports ``MI250X / MI250`` for both products.
     """
     if params_dtype not in ("bf16", "fp16") or re.search(r"\bMIG\b|/", device_name):
         return None
@@ -48,35 +48,34 @@ def peak_flops(device_name: str, params_dtype: str) -> float | None:
 
 @dataclass(frozen=True)
 class Yardstick:
-    """What a run's records are measured against: its length, its ranks and its hardware.
+    """Converts tokens per second into FLOP/s, utilisation and remaining time."""
 
-    Attributes:
-        total_iterations: steps of the whole run.
-        total_samples: samples of the whole run.
-        seq_length: tokens of a sample.
-        world_size: ranks.
-        flops: per token, by convention.
-        peak_flops: of one device in FLOP/s; None where it is not known.
-        on_gpu: whether a rank is a GPU.
-    """
-
-    total_iterations: int
-    total_samples: int
-    seq_length: int
+    total_iterations: int  # of the whole run
+    total_samples: int  # of the whole run
+    seq_length: int  # tokens per sample
     world_size: int
     flops: FlopsPerToken
-    peak_flops: float | None
+    peak_flops: float | None  # of one device in FLOP/s, if known
     on_gpu: bool
 
     @classmethod
     def from_config(
         cls, config: RunConfig, world_size: int, device_name: str, iteration: int = 0, consumed_samples: int = 0
     ) -> Yardstick:
-        """For a run on ``world_size`` devices called ``device_name`` (``cpu`` on CPUs), from where it goes on."""
-        data_parallel_size, begin = world_size // config.parallel.model_ranks, (iteration, consumed_samples)
+        """Create the model of a run.
+
+        Args:
+            config: resolved configuration.
+            world_size: number of ranks.
+            device_name: product name, or ``cpu``.
+            iteration: steps taken before this start.
+            consumed_samples: samples used in these steps.
+
+        """
+        data_parallel_size = world_size // config.parallel.model_ranks
         return cls(
-            total_iterations=total_steps(config.training, data_parallel_size, *begin),
-            total_samples=trained_samples(config.training, data_parallel_size, *begin),
+            total_iterations=total_steps(config.training, data_parallel_size, iteration, consumed_samples),
+            total_samples=trained_samples(config.training, data_parallel_size, iteration, consumed_samples),
             seq_length=config.training.seq_length,
             world_size=world_size,
             flops=FlopsPerToken.from_config(config),
@@ -85,10 +84,10 @@ class Yardstick:
         )
 
     def values(self, record: TrainRecord) -> dict[str, float | None]:
-        """Speed under the names it is logged by; shares are 0 to 1, and None where the peak is not known.
+        """Return throughput and utilisation by metric name. Utilisations are 0 to 1, or None for an unknown peak.
 
-        ``throughput`` is in TFLOP/s of one rank, counted as Megatron-LM does; ``mfu`` counts every score of attention
-        (6N + 12Lhs), ``mfu-causal`` those that are not masked, and ``hfu`` is ``mfu`` with what is recomputed.
+        ``throughput`` is TFLOP/s per rank as Megatron-LM counts it. ``mfu`` counts all attention scores
+        (6N + 12Lhs), ``mfu-causal`` only the unmasked ones, and ``hfu`` adds recomputation to ``mfu``.
         """
         return {
             "throughput": self._flops_per_second(record, self.flops.megatron) / 1e12,
@@ -98,17 +97,17 @@ class Yardstick:
         }
 
     def mfu(self, record: TrainRecord) -> float | None:
-        """Model FLOPs utilisation by 6N + 12Lhs, 0 to 1; None where the peak is not known."""
+        """Return the model FLOPs utilisation by 6N + 12Lhs, 0 to 1, or None for an unknown peak."""
         return self._utilisation(record, self.flops.full)
 
     def _utilisation(self, record: TrainRecord, flops_per_token: float) -> float | None:
         return None if self.peak_flops is None else self._flops_per_second(record, flops_per_token) / self.peak_flops
 
     def _flops_per_second(self, record: TrainRecord, flops_per_token: float) -> float:
-        """Of one rank."""
+        """Return FLOP/s of one rank."""
         return record.tokens_per_second / self.world_size * flops_per_token
 
     def seconds_left(self, record: TrainRecord) -> float:
-        """Time the remaining samples take at this speed."""
+        """Return the time that the remaining samples take at this speed."""
         samples_left = max(0, self.total_samples - record.consumed_samples)
         return samples_left * self.seq_length / record.tokens_per_second

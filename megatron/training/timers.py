@@ -1,4 +1,4 @@
-"""Timers of the phases of a step, by the names of Megatron-LM."""
+"""Timers of the phases of a training step, with Megatron-LM's names."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from megatron.parallel.stopwatch import NOTHING, Stopwatch
 
 @dataclass(frozen=True)
 class Phase:
-    """A stretch of a step: the ``--timing-log-level`` from which on it is timed, and what happens in it."""
+    """A timed part of a step."""
 
-    level: int
+    level: int  # lowest --timing-log-level at which it is timed
     meaning: str
 
 
@@ -37,36 +37,32 @@ PHASES: dict[str, Phase] = {
     "forward-compute": Phase(2, "the forward passes of the micro-batches"),
     "backward-compute": Phase(2, "the backward passes of the micro-batches"),
 }
-"""Every timer there is; a new one begins here. All ranks have the same, so that they can compare them."""
+"""All timers; add new ones here. They are the same on every rank, so that ranks can be compared."""
 
 RECORDED: dict[str, tuple[str, ...]] = {
     "none": (),
     "optimizer": ("optimizer-clip-main-grad", "optimizer-inner-step", "optimizer-copy-main-to-model-params"),
     "step": tuple(name for name in PHASES if name != "batch-generator"),
 }
-"""Phases that nobody times where a CUDA graph is replayed, by ``--cuda-graph``; the few eager steps would mislead."""
+"""Phases inside the replayed graph, by ``--cuda-graph``. They are not logged: times of the few eager steps mislead."""
 
 
 class Timers:
-    """Times the phases of a step up to a level; those above it cost a look into a table.
+    """Times the phases of a step up to a level; phases above it cost one dictionary lookup.
 
-    ``with timers("optimizer"): ...``. Times are those of the device (see :class:`Stopwatch`); a phase may run inside
-    another one, and several times in a step.
+    Use ``with timers("optimizer"): ...``. Times are device times (see :class:`Stopwatch`). Phases may nest, and may run
+    several times per step.
     """
 
     def __init__(self, level: int, device: torch.device) -> None:
-        """Time the phases of ``level`` and below, on ``device``."""
+        """Time the phases up to ``level`` on ``device``."""
         self.watch = Stopwatch(name for name, phase in PHASES.items() if phase.level <= level)
         self.level, self._cuda = level, device.type == "cuda"
 
     def __call__(self, name: str) -> AbstractContextManager[None]:
-        """Time what is inside as ``name``; in a profile it is a range, whatever its level.
-
-        Raises:
-            KeyError: when there is no such phase.
-        """
+        """Time the context as the phase ``name`` of `PHASES`; in a profile it is a range at every level."""
         return span(name, NOTHING if PHASES[name].level > self.level else self.watch.span(name, self._cuda))
 
     def read(self, steps: int) -> dict[str, float]:
-        """Seconds per step of each phase that is timed, over the ``steps`` since the last call. Waits for the GPU."""
+        """Return seconds per step of each timed phase over the ``steps`` since the last call. Waits for the GPU."""
         return {name: seconds / steps for name, seconds in self.watch.take().items()}

@@ -1,4 +1,4 @@
-"""What one rank does for all: the others hear what came of it."""
+"""Run a function on rank 0 and broadcast its result or error to all ranks."""
 
 from __future__ import annotations
 
@@ -20,44 +20,43 @@ T = TypeVar("T")
 
 
 def on_first(act: Callable[[], T], world: Group) -> T:
-    """What ``act`` returns on the first rank, which alone calls it; collective.
+    """Call ``act`` on rank 0 only, and return its result on every rank; collective.
 
     Raises:
-        CheckpointError: on every rank, when ``act`` raises one.
+        CheckpointError: on every rank, if ``act`` raises it.
         UserError: likewise.
         OSError: likewise.
 
     """
-    outcome = comm.broadcast_object(_outcome(act) if world.rank == 0 else None, world)
+    outcome: tuple[tuple[T, ...], Exception | None] | None = None
+    if world.rank == 0:
+        try:
+            outcome = (act(),), None
+        except (CheckpointError, UserError, OSError) as error:
+            outcome = (), error
+    outcome = comm.broadcast_object(outcome, world)
     if outcome is None:
-        raise TypeError("nothing came from the first rank")
-    value, error = outcome
-    if error is not None:
-        raise error
+        raise TypeError("rank 0 has broadcast no result")
+    value, failure = outcome
+    if failure is not None:
+        raise failure
     return value[0]
-
-
-def _outcome(act: Callable[[], T]) -> tuple[tuple[T, ...], Exception | None]:
-    """What is returned, alone, or what is raised."""
-    try:
-        return (act(),), None
-    except (CheckpointError, UserError, OSError) as error:
-        return (), error
 
 
 @contextmanager
 def claimed(save: str | None, world: Group) -> Iterator[Claim | None]:
-    """Keep the ``save`` folder for this run, and make it, so that one that cannot be written is found before a step.
+    """Create the ``save`` folder and hold its lease for this run; every rank gets the lease.
 
-    An earlier start of the same job that still has it is superseded. All ranks get the claim that the first has.
+    An unwritable folder is found before the first step. An earlier start of the same job that still holds the lease
+    is superseded.
 
     Raises:
-        CheckpointError: when another run has it, or it cannot be written; on every rank.
+        CheckpointError: on every rank, if another run holds the lease, or the folder cannot be written.
 
     """
     with ExitStack() as stack:
-        claim = None
+        lease = None
         if save is not None:
             start = Start.read(os.environ)
-            claim = on_first(lambda: stack.enter_context(hold(location(save), start=start)), world)
-        yield claim
+            lease = on_first(lambda: stack.enter_context(hold(location(save), start=start)), world)
+        yield lease

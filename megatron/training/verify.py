@@ -1,7 +1,7 @@
-"""Comparing a run with its one-process twin: loss, gradient norm, every gradient and every weight.
+"""Compare a parallel run with the same run on one process: loss, gradient norm, every gradient and every weight.
 
-Each rank notes what it holds (:func:`trace_step`), the notes travel to one place outside the collectives under test,
-and :func:`join` puts them together to global tensors without a trace of the layout.
+Each rank traces what it holds (:func:`trace_step`). The traces are collected without the collectives under test, and
+:func:`join_traces` assembles them to global tensors, independent of the layout.
 """
 
 from __future__ import annotations
@@ -24,101 +24,87 @@ from megatron.training.step import train_step
 
 @dataclass(frozen=True)
 class Held:
-    """A piece of a parameter's gradient or weight.
+    """A rank's part of a gradient or weight."""
 
-    Attributes:
-        shape: global stored shape.
-        view: the same elements as the view that ``place`` refers to.
-        place: where the piece lies in the view.
-        digest: checksum of its bits, to compare copies.
-        values: the piece; None on all ranks but the one that answers for it.
-    """
-
-    shape: tuple[int, ...]
-    view: tuple[int, ...]
-    place: Box
-    digest: str
-    values: Tensor | None
+    shape: tuple[int, ...]  # global shape
+    view: tuple[int, ...]  # global shape of the view that `place` refers to
+    place: Box  # in the view
+    digest: str  # checksum of its bits, to compare copies
+    values: Tensor | None  # only on one of the ranks that hold a copy
 
 
 @dataclass(frozen=True)
 class RankTrace:
-    """What one step computed on one rank; gradients are as the update rule saw them, weights after the update."""
+    """Results of one step on one rank."""
 
     loss: float
     grad_norm: float
-    grads: dict[str, list[Held]]
-    weights: dict[str, list[Held]]
+    grads: dict[str, list[Held]]  # as used by the update
+    weights: dict[str, list[Held]]  # after the update
 
 
 @dataclass(frozen=True)
 class StepTrace:
-    """What one step computed, free of the layout that computed it.
+    """Results of one step as global tensors, independent of the layout."""
 
-    Attributes:
-        loss: mean over the global batch's unmasked tokens.
-        grad_norm: before clipping.
-        grads: global, by name in forward order.
-        weights: global, by name in forward order.
-        drifted: what should be the same on several ranks and is not, to the bit.
-    """
-
-    loss: float
-    grad_norm: float
-    grads: dict[str, Tensor]
-    weights: dict[str, Tensor]
-    drifted: list[str]
+    loss: float  # mean over the global batch's unmasked tokens
+    grad_norm: float  # before clipping
+    grads: dict[str, Tensor]  # global, by name in forward order
+    weights: dict[str, Tensor]  # global, by name in forward order
+    drifted: list[str]  # quantities that are not bitwise equal on all ranks that hold them
 
 
 @dataclass(frozen=True)
 class Difference:
-    """One compared quantity: ``loss``, ``grad_norm``, or ``gradient``/``weight`` of the parameter ``name``.
-
-    Attributes:
-        error: distance from the reference, relative to its size (or to a floor, where that is larger).
-    """
+    """Error of one compared quantity."""
 
     step: int
-    kind: str
-    name: str
-    error: float
+    kind: str  # loss, grad_norm, gradient or weight
+    name: str  # of the parameter
+    error: float  # relative to the size of the reference, or to a floor if that is larger
 
 
 def trace_steps(trainer: Trainer, steps: int) -> list[RankTrace]:
-    """Take the run's first ``steps`` steps at its peak learning rate (a warm-up would start without a change)."""
-    t, traces = trainer, []
+    """Take and trace ``steps`` steps at the peak learning rate, since warm-up would start with a rate of 0."""
+    traces = []
     for _ in range(steps):
-        samples = t.next_batch_size
-        rates = replace(t.schedule.rates(t.consumed_samples), lr=t.config.optimizer.lr)
-        metrics = train_step(t, t.next_batches(), rates)
-        traces.append(trace_step(t, metrics))
-        t.iteration += 1
-        t.consumed_samples += samples
+        samples = trainer.next_batch_size
+        rates = replace(trainer.schedule.rates(trainer.consumed_samples), lr=trainer.config.optimizer.lr)
+        metrics = train_step(trainer, trainer.next_batches(), rates)
+        traces.append(trace_step(trainer, metrics))
+        trainer.iteration += 1
+        trainer.consumed_samples += samples
     return traces
 
 
 def trace_step(trainer: Trainer, metrics: StepMetrics) -> RankTrace:
-    """Note the step just taken. No communication."""
-    t = trainer
+    """Trace the step just taken, without communication."""
 
-    def held(tensors: Mapping[str, Tensor]) -> dict[str, list[Held]]:
-        firsts = {name: t.mesh.copies(*t.specs[name].reduce_axes).rank == 0 for name in tensors}
-        return {name: hold(t.specs[name], t.buckets.shares[name], x, firsts[name]) for name, x in tensors.items()}
+    def trace(tensors: Mapping[str, Tensor]) -> dict[str, list[Held]]:
+        pieces = {}
+        for name, tensor in tensors.items():
+            spec = trainer.specs[name]
+            first = trainer.mesh.copies(*spec.reduce_axes).rank == 0
+            pieces[name] = hold(spec, trainer.buckets.shares[name], tensor, first)
+        return pieces
 
-    return RankTrace(metrics.loss.item(), metrics.grad_norm.item(), held(t.buckets.grads), held(t.optimizer.masters))
+    grads = trace(trainer.buckets.grads)
+    weights = trace(trainer.optimizer.masters)
+    return RankTrace(metrics.loss.item(), metrics.grad_norm.item(), grads, weights)
 
 
 def hold(spec: ShardSpec, share: Share, tensor: Tensor, first: bool) -> list[Held]:
-    """What a rank has of a parameter's gradient or weight, with the values where this rank answers for them.
+    """Return a rank's parts of a gradient or weight; values are kept on one rank per part.
 
     Args:
-        spec: of the parameter.
-        share: what of it this rank updates.
-        tensor: the values of that share.
-        first: of the ranks that have the same share.
+        spec: sharding of the parameter.
+        share: element range that this rank updates.
+        tensor: values of that range.
+        first: whether this is the first of the ranks with the same range.
 
     """
-    flat, out = tensor.detach().cpu(), []
+    flat = tensor.detach().cpu()
+    out = []
     for slot in slots(spec, share):
         values = slot.of(flat).clone()
         digest = hashlib.blake2b(values.flatten().view(torch.uint8).numpy().tobytes(), digest_size=16).hexdigest()
@@ -128,16 +114,12 @@ def hold(spec: ShardSpec, share: Share, tensor: Tensor, first: bool) -> list[Hel
 
 
 def join(ranks: Sequence[RankTrace]) -> StepTrace:
-    """Put the notes of all ranks together.
-
-    Raises:
-        ValueError: when some element of a parameter is held by no rank, or answered for by two.
-    """
+    """Assemble the traces of all ranks. Raise ValueError if an element is held by no rank, or counted twice."""
     grads, weights = [r.grads for r in ranks], [r.weights for r in ranks]
     of_grads, of_weights = in_forward_order(grads), in_forward_order(weights)
     drifted = [what for what in ("loss", "grad_norm") if len({float(getattr(r, what)).hex() for r in ranks}) > 1]
-    drifted += [f"gradient of {name}" for name in of_grads if _differ(_pieces(grads, name))]
-    drifted += [f"weight {name}" for name in of_weights if _differ(_pieces(weights, name))]
+    drifted += [f"gradient of {name}" for name in of_grads if _copies_differ(_pieces(grads, name))]
+    drifted += [f"weight {name}" for name in of_weights if _copies_differ(_pieces(weights, name))]
     return StepTrace(
         ranks[0].loss,
         ranks[0].grad_norm,
@@ -148,7 +130,7 @@ def join(ranks: Sequence[RankTrace]) -> StepTrace:
 
 
 def in_forward_order(ranks: Iterable[Iterable[str]]) -> list[str]:
-    """The names that any rank has, by layers, which the ranks of a pipeline have in turns."""
+    """Return the names of all ranks sorted by layer, since interleaved pipeline ranks hold layers in turn."""
 
     def layer(name: str) -> int:
         first, *rest = name.split(".")
@@ -161,8 +143,7 @@ def _pieces(ranks: Sequence[Mapping[str, list[Held]]], name: str) -> list[Held]:
     return [held for rank in ranks for held in rank.get(name, ())]
 
 
-def _differ(pieces: Sequence[Held]) -> bool:
-    """Whether copies of the same piece are not the same."""
+def _copies_differ(pieces: Sequence[Held]) -> bool:
     digests: dict[Box, set[str]] = {}
     for held in pieces:
         digests.setdefault(held.place, set()).add(held.digest)
@@ -183,25 +164,25 @@ def _assemble(name: str, pieces: Sequence[Held]) -> Tensor:
 
 
 def compare(step: int, got: StepTrace, reference: StepTrace, gradient_floor: float, lr: float) -> list[Difference]:
-    """Every quantity of a step against its reference; errors are ``|d|/|ref|``, for tensors in the 2-norm.
+    """Compare every quantity of a step with its reference; errors are ``|d|/|ref|``, for tensors in the 2-norm.
 
-    A gradient that is zero in exact arithmetic (a key bias, say) has no relative error, and Adam makes such noise
-    visible in the weights. Hence the floors.
+    A gradient that is zero in exact arithmetic, such as that of a key bias, has no relative error, and Adam amplifies
+    such noise in the weights. The floors prevent this.
 
     Args:
-        step: number to report.
-        got: the run.
-        reference: its twin.
-        gradient_floor: a reference gradient counts as at least this share of the norm of all gradients.
-        lr: learning rate; a reference weight counts as at least this in the root mean square.
+        step: step number to report.
+        got: trace of the run.
+        reference: trace of the run on one process.
+        gradient_floor: lower bound of a reference gradient's norm, as a share of the norm of all gradients.
+        lr: learning rate; lower bound of a reference weight's root mean square.
 
-    Raises:
-        ValueError: when one of them has a parameter that the other has not.
+    Returns:
+        One entry per quantity. Raises ValueError if the models have different parameters.
 
     """
-    apart = sorted(got.grads.keys() ^ reference.grads.keys())
-    if apart:
-        raise ValueError(f"{', '.join(apart)}: not in both models")
+    unmatched = sorted(got.grads.keys() ^ reference.grads.keys())
+    if unmatched:
+        raise ValueError(f"{', '.join(unmatched)}: not in both models")
     total = math.sqrt(sum(_norm(g) ** 2 for g in reference.grads.values()))
     out = [
         Difference(step, "loss", "", _relative(got.loss - reference.loss, abs(reference.loss))),
@@ -221,6 +202,6 @@ def _norm(x: Tensor) -> float:
 
 
 def _relative(difference: float, size: float) -> float:
-    """``|difference| / size``, where NaN, which no comparison would notice, counts as infinite."""
+    """Return ``|difference| / size``; NaN becomes infinity, because comparisons with NaN are false."""
     error = abs(difference) / size if size else abs(difference)
     return math.inf if math.isnan(error) else error

@@ -1,10 +1,10 @@
-"""Ends a rank that was told to end while it waits for one that is gone, which no signal handler of Python's can.
+"""Exit on SIGTERM even while blocked in a collective with a dead peer.
 
-When a rank dies, its launcher tells the others on its machine to end (SIGTERM), and torchrun starts nobody again before
-they have. A rank that waits in a collective for the dead one may wait long: gloo notices within milliseconds, NCCL
-after ``--distributed-timeout-minutes``; and a handler of Python's runs only once the collective returns. The
-launcher would kill it in the end (torchrun after 30 s). So a thread of its own sees the signal, and looks whether the
-others are still there: if so, the step can be finished and saved, as SIGTERM asks for elsewhere.
+When a rank dies, its launcher sends SIGTERM to the other ranks of the machine, and torchrun restarts none of them
+before all have exited. A rank blocked in a collective may stay blocked: gloo notices a dead peer within milliseconds,
+NCCL only after ``--distributed-timeout-minutes``, and Python runs signal handlers only once the collective returns.
+The launcher would finally kill the rank (torchrun after 30 s). A separate thread therefore receives the signal and
+checks whether all peers are alive; if so, the run finishes its step and saves, as usual after SIGTERM.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from megatron.parallel.mesh import first_to_fail, has_anyone_failed
 from megatron.training.failure import LOST_CONTACT
 
 LOOK_EVERY = 0.25
-"""Seconds between two looks for a rank that is gone."""
+"""Seconds between two checks for a dead peer."""
 
 PATIENCE = 2.0
-"""Seconds for a rank to notice by itself, and to say what it knows, before it is ended."""
+"""Seconds that a rank gets to report the lost peer itself before it is ended."""
 
 PROCESSES = Path("/proc")
 OWN = PROCESSES / "self"
@@ -36,38 +36,40 @@ STATUS = 128 + signal.SIGTERM
 
 @contextmanager
 def vigil(world: Group, gone: Callable[[], bool] | None = None) -> Iterator[None]:
-    """Inside, SIGTERM ends this process within seconds where a rank of ``world`` is gone; for the main thread.
+    """End this process within seconds of SIGTERM if a peer is dead. Use in the main thread.
 
     Args:
-        world: all ranks; one alone waits for nobody.
-        gone: whether one is; None to look for its process on this machine, and for its last words elsewhere.
+        world: all ranks; with a single rank nothing is watched.
+        gone: returns True if a peer is dead; None checks the processes of this machine and the failure messages of
+            the other ranks.
     """
     if world.size == 1:
         yield
         return
-    ours, theirs = socket.socketpair()
-    theirs.setblocking(False)
-    before, over = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False), threading.Event()
-    arguments = (ours, over, world.rank, gone or Peers().gone)
-    threading.Thread(target=_watch, args=arguments, name="vigil", daemon=True).start()
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
+    previous = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    stopped = threading.Event()
+    arguments = (receiver, stopped, world.rank, gone or Peers().gone)
+    threading.Thread(target=_watch, args=arguments, name="peer watchdog", daemon=True).start()
     try:
         yield
     finally:
-        over.set()
-        signal.set_wakeup_fd(before)
-        theirs.close()
+        stopped.set()
+        signal.set_wakeup_fd(previous)
+        sender.close()
 
 
-def _watch(signals: socket.socket, over: threading.Event, rank: int, gone: Callable[[], bool]) -> None:
-    """Wait for SIGTERM, then until a rank is gone, then end the process; until it is ``over``."""
+def _watch(signals: socket.socket, stopped: threading.Event, rank: int, gone: Callable[[], bool]) -> None:
+    """Wait for SIGTERM, then for a dead peer, then end the process; return early once ``stopped`` is set."""
     with signals:
-        while signal.SIGTERM not in (got := signals.recv(1)):
-            if not got:
+        while signal.SIGTERM not in (received := signals.recv(1)):
+            if not received:
                 return
     while not gone():
-        if over.wait(LOOK_EVERY):
+        if stopped.wait(LOOK_EVERY):
             return
-    if over.wait(PATIENCE):
+    if stopped.wait(PATIENCE):
         return
     if first_to_fail():
         print(f"error on rank {rank}: {LOST_CONTACT}", file=sys.stderr, flush=True)
@@ -75,28 +77,28 @@ def _watch(signals: socket.socket, over: threading.Event, rank: int, gone: Calla
 
 
 class Peers:
-    """The processes that were started beside this one on its machine, and the ranks elsewhere."""
+    """The other ranks: those of this machine by their processes, all of them by the failures they publish."""
 
     def __init__(self) -> None:
-        """Note who is there, which all are."""
-        self._beside = _beside()
+        """Record the peers on this machine; all of them must be running."""
+        self._local = _local_peers()
 
     def gone(self) -> bool:
-        """Whether one has ended, or says that it fails, or cannot be asked."""
-        return not self._beside <= _beside() or has_anyone_failed()
+        """Return True if a local peer has exited, a rank has published a failure, or the store does not answer."""
+        return not self._local <= _local_peers() or has_anyone_failed()
 
 
-def _beside() -> set[int]:
-    """Numbers of the running processes with this one's parent and command line; none where the system does not tell."""
+def _local_peers() -> set[int]:
+    """Return the ids of running processes with this one's parent and command line; empty without ``/proc``."""
     found = set()
     for path in PROCESSES.glob("[0-9]*"):
-        with suppress(OSError):  # it has just ended
+        with suppress(OSError):  # the process has just ended
             parent = int((path / "stat").read_text().rpartition(")")[2].split()[1])
-            if parent == os.getppid() and _command(path) == _command(OWN):
+            if parent == os.getppid() and _command_line(path) == _command_line(OWN):
                 found.add(int(path.name))
     return found
 
 
-def _command(process: Path) -> bytes:
-    """Its command line; empty of one that has ended and was not waited for."""
+def _command_line(process: Path) -> bytes:
+    """Return the command line; empty for a zombie."""
     return (process / "cmdline").read_bytes()

@@ -1,4 +1,4 @@
-"""What a run has to report to Weights & Biases, on this disk, whatever becomes of the client and its server."""
+"""Journal of all rows for Weights & Biases, kept on disk in case the client or its server fails."""
 
 from __future__ import annotations
 
@@ -19,44 +19,35 @@ Row = dict[str, float]
 
 @dataclass
 class Past:
-    """What a journal tells of the starts before.
+    """Content of the journal before this start."""
 
-    Attributes:
-        starts: how many there were.
-        rows: by step, as the last start that took the step wrote them.
-    """
-
-    starts: int = 0
-    rows: dict[int, Row] = field(default_factory=dict)
+    starts: int = 0  # number of earlier starts
+    rows: dict[int, Row] = field(default_factory=dict)  # by step, from the latest start that took the step
 
 
 class Journal:
-    """A line of JSON for each record. Not the client's own file: that has only what it wrote before it died."""
+    """Writes one line of JSON per record. The client's own file lacks the rows that it had not written at a crash."""
 
     def __init__(self, path: Path, iteration: int, warn: Callable[[str], None]) -> None:
-        """Read what is there, and go on below it with a start after ``iteration`` steps.
-
-        Raises:
-            OSError: when the file cannot be read or written.
-        """
+        """Read the existing journal and append a start after ``iteration`` steps."""
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             self.past = read_past(path)
             self._file = JsonLines(path, warn)
         except OSError as error:
-            reason = f"{path} cannot be written ({error.strerror}), and without it nothing is reported"
+            reason = f"{path} cannot be written ({error.strerror}), and logging requires it"
             raise OSError(f"{reason}: --wandb-save-dir ANOTHER_FOLDER") from error
         self._file.write({"start": iteration})
 
     def record(self, values: Values) -> None:
-        """Write numbers down."""
+        """Append the metrics."""
         self._file.write(scalars(values))
 
     def event(self, values: Values) -> None:
-        """Events are no part of the curves."""
+        """Do nothing: events are not part of the curves."""
 
     def flush(self) -> None:
-        """Nothing waits to be written."""
+        """Do nothing: lines are not buffered."""
 
     def close(self, failed: bool) -> None:
         """Close the file."""
@@ -64,22 +55,27 @@ class Journal:
 
 
 def read_past(path: Path) -> Past:
-    """What the journal says so far."""
-    past, begin, written_in = Past(), 0, dict[int, int]()
+    """Read the journal."""
+    past = Past()
+    first_step = 0
+    start_of_row: dict[int, int] = {}
     for line in _lines(path):
         if "start" in line:
-            past.starts, begin = past.starts + 1, int(line["start"])
+            past.starts += 1
+            first_step = int(line["start"])
             continue
-        step, row = int(line["iteration"]), row_of(line)
-        # an evaluation before a start's first step belongs to the last step of the start before
-        if written_in.get(step) == past.starts or step == begin:
+        step = int(line["iteration"])
+        row = row_of(line)
+        # an evaluation before a start's first step belongs to the last step of the previous start
+        if start_of_row.get(step) == past.starts or step == first_step:
             row = past.rows.get(step, {}) | row
-        past.rows[step], written_in[step] = row, past.starts
+        past.rows[step] = row
+        start_of_row[step] = past.starts
     return past
 
 
 def row_of(numbers: dict[str, Any]) -> Row:
-    """What is reported of a record's numbers."""
+    """Return the metrics that are sent to W&B."""
     return {name: number for name, number in numbers.items() if number is not None and name not in ROW_HAS_ANYWAY}
 
 
@@ -87,7 +83,7 @@ def _lines(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
     for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-        with suppress(ValueError):  # a crash cut it off
+        with suppress(ValueError):  # a line cut off by a crash
             line = json.loads(text)
             if isinstance(line, dict) and {"start", "iteration"} & line.keys():
                 yield line

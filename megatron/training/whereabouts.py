@@ -1,4 +1,4 @@
-"""Where in the pipeline every rank was when one failed: what it did mostly tells what it was waiting for."""
+"""Report each rank's current pipeline action when a rank fails, to show what it was waiting for."""
 
 from __future__ import annotations
 
@@ -15,40 +15,42 @@ from megatron.parallel.stopwatch import NOTHING
 from megatron.pipeline.runtime import Pipeline
 
 LOOK_EVERY = 1.0
-"""Seconds between two looks for a rank that has failed."""
+"""Seconds between two checks for a failed rank."""
 
 PATIENCE = 2.0
-"""Seconds that the first rank to fail gives the others to say where they are."""
+"""Seconds that the first rank to fail waits for the positions of the others."""
 
 ELSEWHERE = "other work"
-"""The place of a rank that is not in its pipeline."""
+"""Position of a rank outside its pipeline."""
 
 MOST_RANKS = 16
-"""Ranks that are listed for one place."""
+"""Ranks listed per position."""
 
 
 def whereabouts(mesh: Mesh, pipeline: Pipeline) -> AbstractContextManager[object]:
-    """Say where in ``pipeline`` this rank is, should a rank fail inside; nothing where it runs on one rank."""
+    """Publish this rank's position in ``pipeline`` if a rank fails inside; without pipeline parallelism do nothing."""
     if len(set(mesh.placement)) == 1:
         return NOTHING
     return Whereabouts(mesh.rank, lambda: str(pipeline.at or ELSEWHERE))
 
 
 class Whereabouts:
-    """Says where this rank is, to the one that tells of a failure: at once when it fails itself, else when asked.
+    """Publish this rank's position: at once when this rank fails, else as soon as another one has failed.
 
-    A rank that waits for one that has failed cannot do anything else, so that a thread of its own looks.
+    A thread checks for failed ranks, because the main thread may be blocked in a collective.
     """
 
     def __init__(self, rank: int, place: Callable[[], str]) -> None:
-        """Begin to look.
+        """Start the thread.
 
         Args:
-            rank: this one, of all.
-            place: where it is.
+            rank: global rank of this process.
+            place: returns its current position.
         """
-        self._rank, self._place, self._over = rank, place, threading.Event()
-        self._thread = threading.Thread(target=self._look, name="whereabouts", daemon=True)
+        self._rank = rank
+        self._place = place
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="position reporter", daemon=True)
         self._thread.start()
 
     def __enter__(self) -> Whereabouts:
@@ -57,55 +59,56 @@ class Whereabouts:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._over.set()
-        self._thread.join(LOOK_EVERY)  # it may be asking for a word where nobody answers any more
+        self._stopped.set()
+        self._thread.join(LOOK_EVERY)  # at most: it may be blocked on a store that no longer answers
         if error is not None:
-            self._tell()
+            self._publish()
 
-    def _look(self) -> None:
-        while not self._over.wait(LOOK_EVERY):
+    def _watch(self) -> None:
+        while not self._stopped.wait(LOOK_EVERY):
             if words_left([FAILED]):
-                self._tell()
+                self._publish()
                 return
 
-    def _tell(self) -> None:
-        leave_word(_word(self._rank), self._place())
+    def _publish(self) -> None:
+        leave_word(_key(self._rank), self._place())
 
 
 @contextmanager
 def spared() -> Iterator[None]:
-    """Not ended inside by the launcher, whose SIGTERM goes to all ranks as soon as one is gone; for the main thread."""
-    before = signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    """Ignore SIGTERM, which launchers send to all ranks as soon as one has exited. Use in the main thread."""
+    previous = signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 def where_all_are(rank: int, world_size: int) -> str:
-    """A line that names the place of each rank, for the one that tells of a failure; empty where none is in a pipeline.
+    """Return a line with the position of each rank, for a failure report; empty if none is in a pipeline.
 
-    Waits up to ``PATIENCE`` for ranks that are still at work; those that are gone are unknown.
+    Waits a few seconds for ranks that have not published theirs; the position of dead ranks stays unknown.
     """
-    if not words_left([_word(rank)]):
+    if not words_left([_key(rank)]):
         return ""
-    names, until = [_word(r) for r in range(world_size)], time.monotonic() + PATIENCE
-    found = words_left(names)
-    while len(found) < world_size and time.monotonic() < until:
+    keys = [_key(r) for r in range(world_size)]
+    deadline = time.monotonic() + PATIENCE
+    found = words_left(keys)
+    while len(found) < world_size and time.monotonic() < deadline:
         time.sleep(0.05)
-        found = words_left(names)
+        found = words_left(keys)
     ranks_at: dict[str, list[int]] = defaultdict(list)
-    for r, name in enumerate(names):
-        ranks_at[found.get(name, "no answer")].append(r)
+    for r, key in enumerate(keys):
+        ranks_at[found.get(key, "no answer")].append(r)
     if [*ranks_at] == [ELSEWHERE]:
         return ""
-    return "the ranks were at: " + ", ".join(f"{place} ({_listed(ranks)})" for place, ranks in ranks_at.items())
+    return "the ranks were at: " + ", ".join(f"{place} ({_list_ranks(ranks)})" for place, ranks in ranks_at.items())
 
 
-def _listed(ranks: list[int]) -> str:
+def _list_ranks(ranks: list[int]) -> str:
     more = f" and {len(ranks) - MOST_RANKS} more" if len(ranks) > MOST_RANKS else ""
     return f"rank{'s' * (len(ranks) > 1)} {' '.join(map(str, ranks[:MOST_RANKS]))}{more}"
 
 
-def _word(rank: int) -> str:
+def _key(rank: int) -> str:
     return f"place of rank {rank}"

@@ -205,8 +205,8 @@ class Before:
         found = []
         if self.newest and f": step {self.newest}, " not in said:
             found.append(f"does not say that it goes on from step {self.newest}")
-        if not self.newest and "starts from nothing" not in said:
-            found.append("does not say that it starts from nothing")
+        if not self.newest and "starts from scratch" not in said:
+            found.append("does not say that it starts from scratch")
         for path in self.broken:
             told = any(words in said for words in (f"passed over {path}:", f"  {path.name}: ", f"removed {path.name}:"))
             if step_of(path) > self.newest and not told:

@@ -169,7 +169,7 @@ class Trials:
         """Start the run, and hold what it says at its beginning against what is there."""
         before = Before.look(trial.setup, folder) if folder.exists() else Before(set(), ())
         ended = start(trial.setup, folder, fault)
-        began = any(words in ended.said for words in ("resumed from ", "starts from nothing"))
+        began = any(words in ended.said for words in ("resumed from ", "starts from scratch"))
         if fault is None or began:
             trial.wrong += before.complaints(ended.said)
         if fault is not None and fault.kind == "full disk":

@@ -75,8 +75,8 @@ def ask_for_a_stop(rank: int, world_size: int) -> int:
     mesh = Mesh(Layout.from_config(ParallelConfig(), world_size), rank)
     request = StopRequest(mesh.world, torch.device("cpu"))
     request.restore()
-    request._got = 15 if rank == world_size - 1 else 0
-    return request.agreed()
+    request._signal = 15 if rank == world_size - 1 else 0
+    return request.poll()
 
 
 def tell_of_the_start(rank: int, world_size: int, case: Case) -> float:

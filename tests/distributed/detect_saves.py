@@ -39,13 +39,17 @@ def act_together(rank: int, world_size: int) -> list[int]:
 
 def is_busy(rank: int, world_size: int) -> bool:
     """The last rank is still at a save; everyone must hear of it."""
-    under_way = SimpleNamespace(outcome=Future()) if rank == world_size - 1 else None
+    writing = SimpleNamespace(outcome=Future(), iteration=1, seconds=0.0)
     saver: Any = SimpleNamespace(
-        look=lambda: None,
-        _under_way=under_way,
+        poll=lambda: None,
+        _pending=writing if rank == world_size - 1 else None,
         _lost_contact=False,
-        _skipped=lambda save: None,
-        _trainer=SimpleNamespace(mesh=SimpleNamespace(world=everyone(rank, world_size))),
+        _log=SimpleNamespace(warning=lambda text: None),
+        _trainer=SimpleNamespace(
+            mesh=SimpleNamespace(world=everyone(rank, world_size)),
+            config=SimpleNamespace(checkpoint=SimpleNamespace(save_interval=1)),
+            iteration=2,
+        ),
     )
     return Saver._is_busy(saver)
 
@@ -103,7 +107,7 @@ def find_damage(rank: int, world_size: int, case: Case) -> list[tuple[int, str]]
         content = damaged.read_bytes()
         damaged.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
         needs = dict.fromkeys(range(world_size), frozenset(files))
-        _, bad = local_loading._proved(tier, found[0], manifest, needs)
+        _, bad = local_loading._choose_verified(tier, found[0], manifest, needs)
         return sorted((node, str(files.index(file))) for node, file in bad)
 
 

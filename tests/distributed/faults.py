@@ -32,13 +32,13 @@ from megatron.training.setup import Trainer
 
 def bias_added_by_every_rank() -> AbstractContextManager[Any]:
     """A row-parallel bias inside the sum over ranks."""
-    original = linear._Row.forward
+    original = linear._RowParallelFunction.forward
 
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, wiring: Any) -> Tensor:
         y = original(ctx, x, weight, bias, wiring)
         return y if bias is None else y + (wiring.tp.size - 1) * bias
 
-    return patch.object(linear._Row, "forward", staticmethod(forward))
+    return patch.object(linear._RowParallelFunction, "forward", staticmethod(forward))
 
 
 def replicas_counted_in_the_norm() -> AbstractContextManager[Any]:

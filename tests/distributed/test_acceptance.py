@@ -150,7 +150,7 @@ def test_a_launcher_that_starts_nothing(tmp_path: Path) -> None:
 def test_all_of_it_on_four_ranks(tmp_path: Path) -> None:
     status, told, page = accept(tmp_path, "--nproc", "4")
     assert (status, told["failed"]) == (0, False), page
-    assert "losses as undisturbed: equal to the bit" in page
+    assert "losses as undisturbed: bitwise equal" in page
 
 
 @pytest.mark.parametrize(

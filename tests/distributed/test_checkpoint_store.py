@@ -147,9 +147,9 @@ def not_a_partition(rank: int, world: int, path: Path, fault: str) -> tuple[str,
 @pytest.mark.parametrize(
     ("fault", "sentence"),
     [
-        ("hole", "a: nothing holds [0:2, 6:12, 0:5]"),
+        ("hole", "a: [0:2, 6:12, 0:5] is not covered"),
         ("overlap", "overlap in [0:2, 0:6, 0:5]"),
-        ("type", "a: rank 1 says"),
+        ("type", " on rank 1, "),
     ],
 )
 def test_parts_that_are_no_partition_are_not_written(pool: Pool, tmp_path: Path, fault: str, sentence: str) -> None:

@@ -100,7 +100,7 @@ def test_the_judge_takes_each_file_from_any_node(kept: Path) -> None:
         ("passed over {}/iter_0000004: cut off\nresumed from {}/iter_0000002: step 2, 8 samples", 0),
         ("resumed from {}/iter_0000002: step 2, 8 samples", 1),
         ("passed over {}/iter_0000004: cut off\nresumed from {}/iter_0000001: step 1, 4 samples", 1),
-        ("starts from nothing", 2),
+        ("starts from scratch", 2),
     ],
 )
 def test_the_judge_wants_to_be_told(kept: Path, said: str, complaints: int) -> None:

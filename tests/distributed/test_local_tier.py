@@ -223,7 +223,7 @@ def test_a_durable_one_that_rots_unseen_has_its_like_on_the_nodes(pool: Pool, tm
 def test_the_newest_comes_first_wherever_it_is() -> None:
     local = tuple(LocalCheckpoint(step, "", None, {}) for step in (8, 6))
     paths = tuple(Path("saved", name) for name in ("iter_0000008", "iter_0000007", "iter_0000004.tmp", "iter_0000004"))
-    turn = Origin(paths, local=local).in_turn
+    turn = Origin(paths, local=local).candidates
     assert turn == (paths[0], local[0], paths[1], local[1], *paths[2:])
 
 

@@ -27,11 +27,11 @@ DETECTORS = detect.DETECTORS | SAVES
 
 EQUIVALENT: dict[tuple[str, str, str, str], str] = {
     ("megatron/training/health.py", "report", "max", "doubled"): "the maximum of equal numbers is theirs",
-    ("megatron/layers/loss.py", "_sum_over_vocabulary", "max", "doubled"): "the maximum of equal numbers is theirs",
-    ("megatron/training/stop.py", "agreed", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/layers/loss.py", "_chunk_loss", "max", "doubled"): "the maximum of equal numbers is theirs",
+    ("megatron/training/stop.py", "poll", "max", "doubled"): "the maximum of equal numbers is theirs",
     ("megatron/training/loop.py", "tell_start_up", "max", "doubled"): "the maximum of equal numbers is theirs",
-    ("megatron/training/metrics.py", "_meet", "sum", "doubled"): "ranks that meet twice have met",
-    ("megatron/training/metrics.py", "_meet", "sum", "mis-scaled"): "nobody looks at the number",
+    ("megatron/training/metrics.py", "_barrier", "sum", "doubled"): "ranks that meet twice have met",
+    ("megatron/training/metrics.py", "_barrier", "sum", "mis-scaled"): "nobody looks at the number",
 }
 """By file, function, reduction and mutation."""
 

@@ -79,4 +79,4 @@ def test_a_timeline_that_cannot_be_kept_is_a_warning(pool: Pool, tmp_path: Path)
     (status, told), other = pool.run(ranks, run_rank, tiny_run(tmp_path, f"{flags} {CHOSEN}", ranks))
     assert (status, other) == (0, (0, ""))
     assert told.count("warning: no timeline of step") == 2
-    assert "training goes on: " in told
+    assert "training continues: " in told

@@ -118,4 +118,4 @@ def test_a_store_that_cannot_be_written_or_read_ends_the_run_before_a_step(
     address[1].fault = lambda r: "503" if r.kind != "PUT" and "iter_" in r.key else None
     told = start(tiny_run(tmp_path, FLAGS))
     assert told.status == 2
-    assert "E811 checkpoints cannot be looked for: " in told.err
+    assert "E811 cannot search for checkpoints: " in told.err

@@ -50,9 +50,9 @@ def told(rank: int, world_size: int, case: Case, name: str, at: int, master: boo
 CASES: dict[str, tuple[Case, str, int, bool, int, str]] = {
     "a replica's weight": (TP2_DP2, FC1, 3, False, 5, f"{FC1} is not the same on ranks 1, 3\n"),
     "its master": (TP2_DP2, FC1, 0, True, 5, f"the master of {FC1} is not the same on ranks 0, 2\n"),
-    "most are equal": (DP4, FC1, 2, False, 0, f"{FC1} on rank 2 is not what it is on ranks 0, 1, 3\n"),
-    "a norm inside a replica": (TP4, NORM, 1, False, 3, f"{NORM} on rank 1 is not what it is on ranks 0, 2, 3\n"),
-    "a norm among replicas": (TP2_DP2, NORM, 1, False, 3, f"{NORM} on rank 1 is not what it is on ranks 0, 3\n"),
+    "most are equal": (DP4, FC1, 2, False, 0, f"{FC1} on rank 2 differs from ranks 0, 1, 3\n"),
+    "a norm inside a replica": (TP4, NORM, 1, False, 3, f"{NORM} on rank 1 differs from ranks 0, 2, 3\n"),
+    "a norm among replicas": (TP2_DP2, NORM, 1, False, 3, f"{NORM} on rank 1 differs from ranks 0, 3\n"),
     "a copy of a key": (TP4, QKV, 3, False, -1, f"{QKV} is not the same on ranks 2, 3\n"),
     "a tied weight's copy": (PP4, WORDS, 3, False, 40, f"{WORDS} is not the same on ranks 0, 3\n"),
     "its first": (PP4, WORDS, 0, False, 40, f"{WORDS} is not the same on ranks 0, 3\n"),
@@ -63,7 +63,7 @@ CASES: dict[str, tuple[Case, str, int, bool, int, str]] = {
         3,
         False,
         0,
-        f"{WORDS} on rank 3 is not what it is on ranks 1, 2\n",
+        f"{WORDS} on rank 3 differs from ranks 1, 2\n",
     ),
     "a stage's own": (PP2_DP2, FC1, 3, False, 5, f"{FC1} is not the same on ranks 2, 3\n"),
     "queries that nobody shares": (TP4, QKV, 3, False, 0, ""),
@@ -79,4 +79,4 @@ def test_a_flipped_bit_is_named(pool: Pool, name: str) -> None:
         return
     assert set(texts) == {texts[0]}
     assert texts[0].startswith(f"E707 copies of the weights differ after step 6: {expected}")
-    assert "--ckpt-step N, a checkpoint of step 4 at most" in texts[0]
+    assert "--ckpt-step N, N at most 4" in texts[0]

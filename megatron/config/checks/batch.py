@@ -1,4 +1,4 @@
-"""Whether every step of the run has a batch that the ranks can share, and the run an end."""
+"""Checks of batch sizes, the batch ramp, the length of the run and recomputation."""
 
 from __future__ import annotations
 
@@ -12,49 +12,53 @@ from megatron.config.run import RunConfig
 PADDED = "--pad-global-batch"
 
 
-def share(config: RunConfig, world_size: int) -> int:
-    """A micro-batch on every data-parallel rank, in samples: by them every global batch divides, or is padded."""
+def batch_multiple(config: RunConfig, world_size: int) -> int:
+    """Return micro-batch size x DP, in samples: every global batch is a multiple of it, or padded to one."""
     return config.training.micro_batch_size * config.parallel.data_parallel_size(world_size)
 
 
-def full_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Every data-parallel rank gets the same number of whole micro-batches, or they are filled up."""
-    t, unit = config.training, share(config, world_size)
-    if t.pad_global_batch and t.global_batch_size is None:
-        sentence = "--pad-global-batch fills up the batch that is given, and would follow the ranks where none is"
+def check_global_batch(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that micro-batch size x DP divides the global batch, unless it is padded."""
+    training = config.training
+    unit = batch_multiple(config, world_size)
+    if training.pad_global_batch and training.global_batch_size is None:
+        sentence = "--pad-global-batch needs --global-batch-size"
         yield Problem("E307", sentence, (f"--global-batch-size {unit}", f"drop {PADDED}"))
-    if t.global_batch_size is None or t.global_batch_size % unit == 0 or t.pad_global_batch:
+    if training.global_batch_size is None or training.global_batch_size % unit == 0 or training.pad_global_batch:
         return
-    micro, ranks = t.micro_batch_size, unit // t.micro_batch_size
-    fixes = offers("--global-batch-size", multiples_beside(t.global_batch_size, unit))
-    if t.global_batch_size % ranks == 0:
-        fixes += offers("--micro-batch-size", beside(micro, divisors(t.global_batch_size // ranks))[:1])
-    sentence = f"global batch {t.global_batch_size} is not a multiple of micro-batch {micro} x DP {ranks}"
+    micro = training.micro_batch_size
+    ranks = unit // training.micro_batch_size
+    fixes = offers("--global-batch-size", multiples_beside(training.global_batch_size, unit))
+    if training.global_batch_size % ranks == 0:
+        fixes += offers("--micro-batch-size", beside(micro, divisors(training.global_batch_size // ranks))[:1])
+    sentence = f"global batch {training.global_batch_size} is not a multiple of micro-batch {micro} x DP {ranks}"
     yield Problem("E301", sentence, (*fixes, PADDED))
 
 
-def ramp(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """A ramp rises in whole increments to the full batch, and the ranks can share every batch on the way."""
-    t, ranks = config.training, config.parallel.data_parallel_size(world_size)
-    if t.rampup_batch_size is None:
+def check_ramp(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the ramp reaches the full batch in whole increments, and that the ranks can divide every batch."""
+    training = config.training
+    ranks = config.parallel.data_parallel_size(world_size)
+    if training.rampup_batch_size is None:
         return
-    start, increment, samples = t.rampup_batch_size
-    full, unit = global_batch(t, ranks), share(config, world_size)
-    uneven = [size for _, size in batch_stages(t, ranks)[:-1] if size % unit]
+    start, increment, samples = training.rampup_batch_size
+    full = global_batch(training, ranks)
+    unit = batch_multiple(config, world_size)
+    uneven = [size for _, size in batch_stages(training, ranks)[:-1] if size % unit]
     if start >= full:
         sentence = f"the batch cannot grow from {start} to {full}"
         yield Problem("E302", sentence, (f"--global-batch-size {start + increment}", "drop --rampup-batch-size"))
     elif (full - start) % increment:
         sentence = f"the batch cannot grow from {start} to {full} in steps of {increment}"
-        yield Problem("E302", sentence, _ramps(start, increment, samples, full, unit))
-    elif uneven and full % unit == 0 and not t.pad_global_batch:
+        yield Problem("E302", sentence, _suggest_ramps(start, increment, samples, full, unit))
+    elif uneven and full % unit == 0 and not training.pad_global_batch:
         shown = ", ".join(map(str, uneven[:3])) + (", ..." if len(uneven) > 3 else "")
-        sentence = f"the ramp passes batches that are no multiple of micro-batch x DP = {unit}: {shown}"
-        yield Problem("E303", sentence, (*_ramps(start, increment, samples, full, unit), PADDED))
+        sentence = f"batches of the ramp must be multiples of micro-batch x DP = {unit}: {shown}"
+        yield Problem("E303", sentence, (*_suggest_ramps(start, increment, samples, full, unit), PADDED))
 
 
-def _ramps(start: int, increment: int, samples: int, full: int, unit: int) -> tuple[str, ...]:
-    """Ramps near the one asked for whose batches are all multiples of ``unit``."""
+def _suggest_ramps(start: int, increment: int, samples: int, full: int, unit: int) -> tuple[str, ...]:
+    """Return similar ramps whose batches are all multiples of ``unit``."""
     first = max(unit, start // unit * unit)
     if full % unit or first >= full:
         return ("drop --rampup-batch-size",)
@@ -63,38 +67,46 @@ def _ramps(start: int, increment: int, samples: int, full: int, unit: int) -> tu
     return tuple(f"--rampup-batch-size {first} {step} {samples}" for step in near)
 
 
-def length(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The run's length is said once, and is at least a step."""
-    t, ranks = config.training, config.parallel.data_parallel_size(world_size)
-    if t.train_iters is None and t.train_samples is None:
+def check_length(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the length of the run is given once, and is at least one step."""
+    training = config.training
+    ranks = config.parallel.data_parallel_size(world_size)
+    if training.train_iters is None and training.train_samples is None:
         yield Problem("E304", "the run has no length", ("--train-iters 1000", "--train-samples 1000000"))
-    elif t.train_iters is not None and t.train_samples is not None:
+    elif training.train_iters is not None and training.train_samples is not None:
         fixes = ("drop --train-iters", "drop --train-samples")
-        yield Problem("E304", "both train_iters and train_samples say how long the run is", fixes)
-    elif t.train_samples is not None and total_steps(t, ranks) == 0:
-        first = batch_stages(t, ranks)[0][1]
-        sentence = f"{t.train_samples} samples do not fill one step of {first}"
+        yield Problem("E304", "train_iters and train_samples both set the length of the run", fixes)
+    elif training.train_samples is not None and total_steps(training, ranks) == 0:
+        first = batch_stages(training, ranks)[0][1]
+        sentence = f"{training.train_samples} samples do not fill one step of {first}"
         yield Problem("E305", sentence, (f"--train-samples {first}",))
 
 
-def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A line on samples that were asked for and are not trained on."""
-    t, ranks = config.training, config.parallel.data_parallel_size(world_size)
-    left = total_samples(t, ranks) - trained_samples(t, ranks)
-    if left:
-        last = batch_at(t, ranks, trained_samples(t, ranks))
-        yield f"--train-samples {t.train_samples:,}: the last {left:,} do not fill a step of {last:,} and are left out"
+def batch_notes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a note about samples at the end of the run that do not fill a batch."""
+    training = config.training
+    ranks = config.parallel.data_parallel_size(world_size)
+    left_over = total_samples(training, ranks) - trained_samples(training, ranks)
+    if left_over:
+        last = batch_at(training, ranks, trained_samples(training, ranks))
+        unused = f"the last {left_over:,} are not used, because they do not fill a step of {last:,}"
+        yield f"--train-samples {training.train_samples:,}: {unused}"
 
 
-def recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What is recomputed exists, and is something."""
-    t, layers = config.training, config.model.num_layers
-    if t.recompute_granularity == "full" and t.recompute_num_layers is not None and t.recompute_num_layers > layers:
-        sentence = f"{t.recompute_num_layers} layers cannot be recomputed: the model has {layers}"
+def check_recomputation(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check the options of activation recomputation."""
+    training = config.training
+    layers = config.model.num_layers
+    if (
+        training.recompute_granularity == "full"
+        and training.recompute_num_layers is not None
+        and training.recompute_num_layers > layers
+    ):
+        sentence = f"{training.recompute_num_layers} layers cannot be recomputed: the model has {layers}"
         yield Problem("E306", sentence, (f"--recompute-num-layers {layers}",))
-    if t.recompute_granularity == "selective" and not t.recompute_modules:
+    if training.recompute_granularity == "selective" and not training.recompute_modules:
         fixes = ("--recompute-modules layernorm activation", "drop --recompute-granularity")
-        yield Problem("E306", "selective recomputation of no modules", fixes)
+        yield Problem("E306", "--recompute-granularity selective needs --recompute-modules", fixes)
 
 
-CHECKS = (full_batch, ramp, length, recomputation)
+BATCH_CHECKS = (check_global_batch, check_ramp, check_length, check_recomputation)

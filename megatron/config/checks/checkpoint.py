@@ -1,11 +1,11 @@
-"""Whether checkpoints can be written and found, and what is taken over from them makes sense."""
+"""Checks of the folders that checkpoints are loaded from and saved to."""
 
 from __future__ import annotations
 
 import os
 import re
 from collections.abc import Iterator
-from os.path import exists, isdir, isfile  # unlike pathlib's they answer for a name of any length
+from os.path import exists, isdir, isfile  # unlike pathlib's they do not raise for a very long name
 from pathlib import Path
 
 from megatron.checkpoint.remote import Location, RemotePath, location, missing_library
@@ -13,129 +13,145 @@ from megatron.config.problems import Problem, did_you_mean
 from megatron.config.run import HUGGING_FACE, RunConfig
 
 MEGATRON_LM = "latest_checkpointed_iteration.txt"
-"""The file that Megatron-LM keeps in every folder of checkpoints."""
+"""The file that marks a checkpoint folder of Megatron-LM."""
 
 
-def load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What to start from is there, and is ours. The folder that checkpoints are saved to may still have to be made.
+def check_load_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that ``--load`` exists and holds checkpoints of this format, unless ``--save`` holds some to resume from.
 
-    A run that has checkpoints of its own goes on from those, whatever has become of the place it began with.
+    ``--load`` may be the folder of ``--save``, which need not exist yet.
     """
-    c = config.checkpoint
-    if c.load in ("", HUGGING_FACE):
-        yield Problem("E801", f"--load '{c.load}' names no folder", ("drop --load",))
+    checkpoint = config.checkpoint
+    if checkpoint.load in ("", HUGGING_FACE):
+        yield Problem("E801", f"--load '{checkpoint.load}' has no folder name", ("drop --load",))
         return
-    if c.load is None or str(c.load).startswith(HUGGING_FACE) or _one_folder(config) or holds_checkpoints(c.save):
+    if (
+        checkpoint.load is None
+        or str(checkpoint.load).startswith(HUGGING_FACE)
+        or _same_folder(config)
+        or holds_checkpoints(checkpoint.save)
+    ):
         return
-    folder = location(str(c.load))
+    folder = location(str(checkpoint.load))
     if isinstance(folder, RemotePath):
-        yield from _store("E801", "--load", folder, world_size)
+        yield from _store_problems("E801", "--load", folder, world_size)
     elif not isdir(folder):
-        beside = folder.parent.iterdir() if isdir(folder.parent) else ()
-        guess = did_you_mean(folder.name, sorted(path.name for path in beside if isdir(path)))
+        siblings = folder.parent.iterdir() if isdir(folder.parent) else ()
+        guess = did_you_mean(folder.name, sorted(path.name for path in siblings if isdir(path)))
         fixes = (f"--load {folder.parent / guess}",) if guess else ("drop --load",)
-        yield Problem("E801", f"--load {folder}: there is no such folder", fixes)
+        yield Problem("E801", f"--load {folder}: the folder does not exist", fixes)
     elif isfile(folder / MEGATRON_LM):
-        sentence = f"--load {folder} holds checkpoints of Megatron-LM, which are not read"
-        yield Problem("E801", sentence, ("convert them to Hugging Face's form and --load hf:DIR",))
+        sentence = f"--load {folder} holds checkpoints of Megatron-LM, which cannot be loaded"
+        yield Problem("E801", sentence, ("convert them to the Hugging Face format and --load hf:DIR",))
     elif isfile(folder / "config.json"):
         fixes = (f"--load {HUGGING_FACE}{folder}",)
-        yield Problem("E801", f"--load {folder} is a Hugging Face model, no folder of checkpoints", fixes)
+        yield Problem("E801", f"--load {folder} is a Hugging Face model, not a folder of checkpoints", fixes)
 
 
-def save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Checkpoints can be written, each into a folder of its own."""
+def check_save_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that checkpoints can be written, and that the folder is not itself a checkpoint."""
     if config.checkpoint.save is None:
         return
     if config.checkpoint.save == "":
-        yield Problem("E802", "--save '' names no folder", ("--save checkpoints", "drop --save"))
+        yield Problem("E802", "--save '' is empty", ("--save checkpoints", "drop --save"))
         return
     folder = location(str(config.checkpoint.save))
     if isinstance(folder, RemotePath):
-        yield from _store("E802", "--save", folder, world_size)
+        yield from _store_problems("E802", "--save", folder, world_size)
         return
-    there = next(path for path in (folder, *folder.parents) if exists(path))
-    if not isdir(there):
-        yield Problem("E802", f"--save {folder}: {there} is no folder", (f"--save {there}-checkpoints",))
-    elif not os.access(there, os.W_OK | os.X_OK):
-        yield Problem("E802", f"--save {folder}: {there} cannot be written to")
+    existing = next(path for path in (folder, *folder.parents) if exists(path))
+    if not isdir(existing):
+        yield Problem("E802", f"--save {folder}: {existing} is not a folder", (f"--save {existing}-checkpoints",))
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        yield Problem("E802", f"--save {folder}: {existing} is not writable")
     elif _step(folder) is not None:
-        sentence = f"--save {folder} names one checkpoint; the folder of all is wanted"
+        sentence = f"--save {folder} is one checkpoint; give the folder that contains it"
         yield Problem("E802", sentence, (f"--save {folder.parent}",))
     elif isfile(folder / MEGATRON_LM):
         sentence = f"--save {folder} holds checkpoints of Megatron-LM"
         yield Problem("E802", sentence, (f"--save {folder}-new",))
 
 
-def _store(code: str, option: str, place: RemotePath, world_size: int) -> Iterator[Problem]:
-    """What speaks against a place in an object store, as far as it can be said without asking the store."""
+def _store_problems(code: str, option: str, place: RemotePath, world_size: int) -> Iterator[Problem]:
+    """Yield problems of a place in an object store that can be found without a request to the store."""
     missing = missing_library(place)
     if missing is not None:
         yield Problem(code, f"{option} {missing[0]}", (missing[1],))
     elif not place.bucket:
-        yield Problem(code, f"{option} {place.scheme}:// names no bucket", (f"{option} {place.scheme}://BUCKET/RUN",))
+        yield Problem(code, f"{option} {place.scheme}:// has no bucket", (f"{option} {place.scheme}://BUCKET/RUN",))
     elif place.scheme == "memory" and world_size > 1:
-        sentence = f"{option} {place}: {world_size} ranks have no memory in common"
+        sentence = f"{option} {place}: {world_size} ranks do not share memory"
         yield Problem(code, sentence, (f"{option} A_FOLDER_THAT_ALL_RANKS_SHARE",))
     elif code == "E802" and _step(place) is not None:
-        sentence = f"{option} {place} names one checkpoint; the folder of all is wanted"
+        sentence = f"{option} {place} is one checkpoint; give the folder that contains it"
         yield Problem(code, sentence, (f"{option} {place.parent}",))
 
 
-def local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Checkpoints on the nodes' own disks come between those in ``save``, and have another place."""
-    c = config.checkpoint
-    if c.local_save is None:
+def check_local_folder(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that local checkpoints complement those in ``--save``, on disks of the nodes."""
+    checkpoint = config.checkpoint
+    if checkpoint.local_save is None:
         return
-    if c.local_save == "":
-        yield Problem(
-            "E804", "--local-save '' names no folder", ("--local-save /dev/shm/checkpoints", "drop --local-save")
-        )
+    if checkpoint.local_save == "":
+        yield Problem("E804", "--local-save '' is empty", ("--local-save /dev/shm/checkpoints", "drop --local-save"))
         return
-    if c.save is None:
-        sentence = "--local-save without --save: what is on the nodes' own disks is lost with them"
+    if checkpoint.save is None:
+        sentence = "--local-save needs --save, because checkpoints on a node's disk are lost with the node"
         yield Problem("E804", sentence, ("--save checkpoints", "drop --local-save"))
-    elif Path(c.local_save).resolve() == location(c.save).resolve():
-        sentence = f"--local-save {c.local_save} is the --save folder"
+    elif Path(checkpoint.local_save).resolve() == location(checkpoint.save).resolve():
+        sentence = f"--local-save {checkpoint.local_save} is the --save folder"
         yield Problem("E804", sentence, ("--local-save /dev/shm/checkpoints", "drop --local-save"))
-    if c.local_save_interval is None:
-        sentence = "--local-save without --local-save-interval: nothing would be written there"
+    if checkpoint.local_save_interval is None:
+        sentence = "--local-save needs --local-save-interval"
         yield Problem("E804", sentence, ("--local-save-interval 50", "drop --local-save"))
-    if isinstance(location(c.local_save), RemotePath):
-        sentence = f"--local-save {c.local_save} is in an object store, which is no node's own disk"
-        yield Problem("E804", sentence, (f"--save {c.local_save}", "--local-save /dev/shm/checkpoints"))
-    for name in sorted({*re.findall(r"{[^{}]*}", c.local_save)} - {"{node}"}):
-        sentence = f"--local-save {c.local_save}: {name} stands for nothing; {{node}} is the node's number"
-        yield Problem("E804", sentence, (f"--local-save {c.local_save.replace(name, '{node}')}",))
+    if isinstance(location(checkpoint.local_save), RemotePath):
+        sentence = f"--local-save {checkpoint.local_save} is in an object store; give a folder on the nodes' disks"
+        yield Problem("E804", sentence, (f"--save {checkpoint.local_save}", "--local-save /dev/shm/checkpoints"))
+    for name in sorted({*re.findall(r"{[^{}]*}", checkpoint.local_save)} - {"{node}"}):
+        sentence = (
+            f"--local-save {checkpoint.local_save}: {name} is not a placeholder; only {{node}}, the node's number, is"
+        )
+        yield Problem("E804", sentence, (f"--local-save {checkpoint.local_save.replace(name, '{node}')}",))
 
 
-def resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """What is taken over goes with where it comes from."""
-    c = config.checkpoint
-    if c.load is not None and str(c.load).startswith(HUGGING_FACE):
-        yield from _hugging_face(config)
-    elif c.resume_mode == "weights-only" and c.save is not None and (c.load is None or _one_folder(config)):
-        sentence = f"weights-only starts a new run, and --save {c.save} would be the old one's folder"
-        yield Problem("E803", sentence, (f"--load {c.load or c.save} --save {c.save}-new", "--resume-mode exact"))
-    elif c.load is not None and c.ckpt_step is not None and _step(location(c.load)) not in (None, c.ckpt_step):
-        sentence = f"--load {c.load} and --ckpt-step {c.ckpt_step} name two checkpoints"
-        yield Problem("E803", sentence, (f"--load {location(c.load).parent}", "--set checkpoint.ckpt_step=null"))
-
-
-def _hugging_face(config: RunConfig) -> Iterator[Problem]:
-    c = config.checkpoint
-    if c.resume_mode == "new-schedule":
-        sentence = f"--load {c.load}: a Hugging Face model has weights and nothing else to take over"
-        yield Problem("E803", sentence, ("--resume-mode weights-only",))
-    if c.ckpt_step is not None:
-        sentence = f"--load {c.load}: a Hugging Face model has no --ckpt-step {c.ckpt_step}"
-        yield Problem("E803", sentence, ("--set checkpoint.ckpt_step=null",))
+def check_resume(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that ``--resume-mode`` and ``--ckpt-step`` fit ``--load``."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is not None and str(checkpoint.load).startswith(HUGGING_FACE):
+        if checkpoint.resume_mode == "new-schedule":
+            sentence = f"--load {checkpoint.load}: a Hugging Face model has only weights, no schedule to continue"
+            yield Problem("E803", sentence, ("--resume-mode weights-only",))
+        if checkpoint.ckpt_step is not None:
+            sentence = f"--load {checkpoint.load}: a Hugging Face model has no --ckpt-step {checkpoint.ckpt_step}"
+            yield Problem("E803", sentence, ("--set checkpoint.ckpt_step=null",))
+    elif (
+        checkpoint.resume_mode == "weights-only"
+        and checkpoint.save is not None
+        and (checkpoint.load is None or _same_folder(config))
+    ):
+        sentence = (
+            f"weights-only starts a new run, which cannot save to the folder of the old one, --save {checkpoint.save}"
+        )
+        yield Problem(
+            "E803",
+            sentence,
+            (f"--load {checkpoint.load or checkpoint.save} --save {checkpoint.save}-new", "--resume-mode exact"),
+        )
+    elif (
+        checkpoint.load is not None
+        and checkpoint.ckpt_step is not None
+        and _step(location(checkpoint.load)) not in (None, checkpoint.ckpt_step)
+    ):
+        sentence = f"--load {checkpoint.load} and --ckpt-step {checkpoint.ckpt_step} name different checkpoints"
+        yield Problem(
+            "E803", sentence, (f"--load {location(checkpoint.load).parent}", "--set checkpoint.ckpt_step=null")
+        )
 
 
 def holds_checkpoints(folder: str | None) -> bool:
-    """Whether a folder holds one called like a checkpoint, or is one.
+    """Return True if a folder contains a checkpoint, by its name, or is one.
 
-    A store that does not answer may hold some; whoever looks for them next says what is wrong.
+    True for an object store that cannot be listed: the error is reported when the checkpoint is read.
     """
     if folder is None or str(folder).startswith(HUGGING_FACE):
         return False
@@ -148,31 +164,32 @@ def holds_checkpoints(folder: str | None) -> bool:
     return isdir(path) and any(_step(each) is not None for each in (path, *path.iterdir()))
 
 
-def _one_folder(config: RunConfig) -> bool:
-    """Whether checkpoints are saved to where they are loaded from."""
-    c = config.checkpoint
-    if c.load is None or c.save is None:
+def _same_folder(config: RunConfig) -> bool:
+    """Return True if checkpoints are saved to the folder they are loaded from."""
+    checkpoint = config.checkpoint
+    if checkpoint.load is None or checkpoint.save is None:
         return False
-    load = location(str(c.load)).resolve()
-    return location(str(c.save)).resolve() == (load if _step(load) is None else load.parent)
+    load = location(str(checkpoint.load)).resolve()
+    return location(str(checkpoint.save)).resolve() == (load if _step(load) is None else load.parent)
 
 
 def _step(folder: Location) -> int | None:
-    """The step of a folder that is one checkpoint, by its name."""
+    """Return the step of a checkpoint folder, by its name; None for other folders."""
     match = re.fullmatch(r"iter_(\d+)", folder.name)
     return int(match[1]) if match else None
 
 
-def remarks(config: RunConfig) -> Iterator[str]:
-    """A line where a run that crashes would have saved nothing, or where nodes save in vain."""
-    c = config.checkpoint
-    if c.save is not None and c.save_interval is None:
+def checkpoint_notes(config: RunConfig) -> Iterator[str]:
+    """Yield notes about save intervals that lose more steps in a crash than expected."""
+    checkpoint = config.checkpoint
+    if checkpoint.save is not None and checkpoint.save_interval is None:
         yield "--save without --save-interval: checkpoints are written only when the run ends or is stopped"
-    if c.local_save is not None and c.save_interval is None:
-        yield "--local-save without --save-interval: when more than one node is lost at once, so are all steps"
-    if c.local_save_interval and c.save_interval and c.local_save_interval % c.save_interval == 0:
-        sentence = f"--local-save-interval {c.local_save_interval}: each of these steps is saved to --save as well"
-        yield f"{sentence} (--save-interval {c.save_interval}), so a crash loses no fewer steps"
+    if checkpoint.local_save is not None and checkpoint.save_interval is None:
+        yield "--local-save without --save-interval: if two nodes fail at once, all steps since the start are lost"
+    local, durable = checkpoint.local_save_interval, checkpoint.save_interval
+    if local and durable and local % durable == 0:
+        sentence = f"--local-save-interval {local} is a multiple of --save-interval {durable}"
+        yield f"{sentence}: local checkpoints do not reduce the steps lost in a crash"
 
 
-CHECKS = (load_folder, save_folder, local_folder, resume)
+CHECKPOINT_CHECKS = (check_load_folder, check_save_folder, check_local_folder, check_resume)

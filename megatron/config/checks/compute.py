@@ -1,4 +1,4 @@
-"""Whether the implementations asked for exist."""
+"""Check of ``--kernels``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 
 
-def kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Every word of ``--kernels`` names something."""
+def check_kernels(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that every word of ``--kernels`` names an operation or an implementation."""
     yield from word_problems(config.compute.kernels)
 
 
-CHECKS = (kernels,)
+KERNEL_CHECKS = (check_kernels,)

@@ -1,9 +1,9 @@
-"""Whether a run can be told to stop as was asked for, and whether there is something to evaluate without training."""
+"""Checks of the stop file and of evaluation without training."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from os.path import isdir  # unlike pathlib's it answers for a name of any length
+from os.path import isdir  # unlike pathlib's it does not raise for a very long name
 
 from megatron.checkpoint.remote import RemotePath, location
 from megatron.config.checks.checkpoint import holds_checkpoints
@@ -11,8 +11,8 @@ from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 
 
-def stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Somebody can put a file there, and it is quick to look for: rank 0 does after every step."""
+def check_stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the stop file can be created and is cheap to poll: rank 0 looks for it after every step."""
     name = config.training.stop_file
     if name is None:
         return
@@ -21,28 +21,28 @@ def stop_file(config: RunConfig, world_size: int) -> Iterator[Problem]:
         return
     path = location(str(name))
     if isinstance(path, RemotePath):
-        sentence = f"--stop-file {path} is in an object store, which is not asked after every step"
+        sentence = f"--stop-file {path} must be on a disk, because it is polled after every step"
         yield Problem("E311", sentence, ("--stop-file runs/mine/stop",))
     elif isdir(path):
         sentence = f"--stop-file {path} is a folder, so the run would stop at once"
         yield Problem("E311", sentence, (f"--stop-file {path / 'stop'}",))
     elif not isdir(path.parent):
-        sentence = f"--stop-file {path}: there is no folder {path.parent}, so nobody could put the file there"
+        sentence = f"--stop-file {path}: the folder {path.parent} does not exist"
         yield Problem("E311", sentence, (f"mkdir -p {path.parent}",))
 
 
-def skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """An evaluation alone has weights and batches to evaluate."""
+def check_skip_train(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that ``--skip-train`` has weights and batches to evaluate."""
     if not config.training.skip_train:
         return
-    c = config.checkpoint
+    checkpoint = config.checkpoint
     if config.training.eval_iters == 0:
-        sentence = "--skip-train evaluates and nothing else, and --eval-iters 0 turns evaluation off"
+        sentence = "--skip-train only evaluates, and --eval-iters 0 turns evaluation off"
         yield Problem("E312", sentence, ("--eval-iters 100", "drop --skip-train"))
-    if c.load is None and not holds_checkpoints(c.save):
-        there = "nothing is said to load" if c.save is None else f"--save {c.save} holds no checkpoint"
-        sentence = f"--skip-train: {there}, so there is nothing to evaluate"
+    if checkpoint.load is None and not holds_checkpoints(checkpoint.save):
+        reason = "" if checkpoint.save is None else f"; --save {checkpoint.save} contains none"
+        sentence = f"--skip-train needs a checkpoint to evaluate{reason}"
         yield Problem("E312", sentence, ("--load RUN", "drop --skip-train"))
 
 
-CHECKS = (stop_file, skip_train)
+STOPPING_CHECKS = (check_stop_file, check_skip_train)

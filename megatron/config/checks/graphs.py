@@ -1,4 +1,4 @@
-"""Whether what is recorded as a CUDA graph can be repeated as it was recorded."""
+"""Checks of ``--cuda-graph``: whatever is captured must be the same in every step."""
 
 from __future__ import annotations
 
@@ -11,72 +11,80 @@ from megatron.config.run import RunConfig
 EAGERLY = "--cuda-graph none"
 
 
-def device(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """CUDA graphs are recorded on GPUs."""
+def check_cuda_graph_device(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that CUDA graphs run on a GPU."""
     if config.compute.cuda_graph != "none" and config.training.device == "cpu":
         yield no_gpu(config.compute.cuda_graph)
 
 
 def no_gpu(recorded: str) -> Problem:
-    """What a run on CPUs is told that shall record ``recorded``."""
-    return Problem("E906", f"--cuda-graph {recorded} records on a GPU, and this run computes on a CPU", (EAGERLY,))
+    """Return the problem of a run that captures ``recorded`` on a CPU."""
+    return Problem("E906", f"--cuda-graph {recorded} needs a GPU, and this run uses a CPU", (EAGERLY,))
 
 
-def dropout(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Dropout is keyed by the step's number, which a recorded step would repeat."""
+def check_cuda_graph_dropout(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject dropout: its counter is the step number, which a captured step would not update."""
     model = config.model
     if config.compute.cuda_graph != "step" or not (model.hidden_dropout or model.attention_dropout):
         return
     fixes = ("--hidden-dropout 0 --attention-dropout 0", "--cuda-graph optimizer", EAGERLY)
-    yield Problem("E907", "--cuda-graph step would drop the same elements in every step", fixes)
+    yield Problem("E907", "--cuda-graph step does not support dropout: every step would drop the same elements", fixes)
 
 
-def weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Weight decay is recorded as a number."""
-    o = config.optimizer
-    if config.compute.cuda_graph != "none" and o.weight_decay_incr_style != "constant":
+def check_cuda_graph_weight_decay(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject a changing weight decay: it is captured as a constant."""
+    optimizer = config.optimizer
+    if config.compute.cuda_graph != "none" and optimizer.weight_decay_incr_style != "constant":
         sentence = (
-            f"--cuda-graph {config.compute.cuda_graph} records one weight decay, "
-            f"and --weight-decay-incr-style {o.weight_decay_incr_style} moves it"
+            f"--cuda-graph {config.compute.cuda_graph} needs a constant weight decay, "
+            f"and --weight-decay-incr-style {optimizer.weight_decay_incr_style} changes it"
         )
         yield Problem("E908", sentence, ("--weight-decay-incr-style constant", EAGERLY))
 
 
-def communication(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """gloo communicates from the CPU, which a graph leaves out."""
-    parallel, recorded = config.parallel, config.compute.cuda_graph
+def check_cuda_graph_backend(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject gloo: it communicates from the CPU, which a graph does not capture."""
+    parallel = config.parallel
+    recorded = config.compute.cuda_graph
     communicates = {"none": False, "optimizer": parallel.model_ranks > 1, "step": world_size > 1}[recorded]
     if communicates and parallel.distributed_backend == "gloo":
-        sentence = f"--cuda-graph {recorded} records communication, which --distributed-backend gloo does on the CPU"
+        sentence = f"--cuda-graph {recorded} cannot capture the communication of --distributed-backend gloo"
         yield Problem("E909", sentence, ("--distributed-backend nccl", EAGERLY))
 
 
-def documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """flash-attn is called with as many sequences as there are documents: other ones in every step."""
+def check_cuda_graph_documents(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject flash-attn with documents: their number is an argument of its call and differs in every step."""
     words = config.compute.kernels
     if config.compute.cuda_graph != "step" or not config.data.reset_attention_mask or any(word_problems(words)):
         return
     if wishes(words)["attention"].name in ("auto", "flash_attn"):
         sentence = (
-            "--cuda-graph step would repeat the documents of one step in flash-attn, "
-            f"which --kernels {' '.join(words)} takes where it is installed"
+            "--cuda-graph step cannot capture flash-attn on documents, "
+            f"which --kernels {' '.join(words)} selects where it is installed"
         )
-        masked = " ".join([*(word for word in words if not word.startswith("attention=")), "attention=torch"])
-        yield Problem("E910", sentence, (f"--kernels {masked}", "--cuda-graph optimizer", EAGERLY))
+        without = " ".join([*(word for word in words if not word.startswith("attention=")), "attention=torch"])
+        yield Problem("E910", sentence, (f"--kernels {without}", "--cuda-graph optimizer", EAGERLY))
 
 
-def pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """A recorded step that sends to other pipeline ranks was never tried."""
+def check_cuda_graph_pipeline(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject capturing a step with several pipeline ranks, which is untested."""
     ranks = config.parallel.pipeline_model_parallel_size
     if config.compute.cuda_graph == "step" and ranks > 1:
-        sentence = f"--cuda-graph step has not been tried on a pipeline, and there are {ranks} pipeline ranks"
+        sentence = f"--cuda-graph step is untested with pipeline parallelism; there are {ranks} pipeline ranks"
         yield Problem("E912", sentence, ("--cuda-graph optimizer", EAGERLY))
 
 
-def remarks(config: RunConfig) -> Iterator[str]:
-    """A line where every step is watched, and so none repeated."""
+def cuda_graph_notes(config: RunConfig) -> Iterator[str]:
+    """Yield a note if health reports keep every step from using the graph."""
     if config.compute.cuda_graph == "step" and config.logging.log_health_interval == 1:
-        yield "--log-health-interval 1: steps of a health report run eagerly, so --cuda-graph step repeats none"
+        yield "--log-health-interval 1: --cuda-graph step has no effect, because steps with a health report run eagerly"
 
 
-CHECKS = (device, dropout, weight_decay, communication, documents, pipeline)
+CUDA_GRAPH_CHECKS = (
+    check_cuda_graph_device,
+    check_cuda_graph_dropout,
+    check_cuda_graph_weight_decay,
+    check_cuda_graph_backend,
+    check_cuda_graph_documents,
+    check_cuda_graph_pipeline,
+)

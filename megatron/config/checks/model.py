@@ -1,4 +1,4 @@
-"""Whether the model's shape is one that can be built."""
+"""Checks of the model's shape."""
 
 from __future__ import annotations
 
@@ -10,89 +10,99 @@ from megatron.config.problems import Problem
 from megatron.config.run import RunConfig
 
 
-def head_width(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Without kv_channels the heads share the hidden size evenly."""
-    m = config.model
-    if m.kv_channels is None and m.hidden_size % m.num_attention_heads:
-        heads = offers("--num-attention-heads", beside(m.num_attention_heads, divisors(m.hidden_size)))
-        sizes = offers("--hidden-size", multiples_beside(m.hidden_size, m.num_attention_heads))
-        width = f"--kv-channels {max(1, m.hidden_size // m.num_attention_heads)}"
+def check_head_width(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Without ``kv_channels``, check that the heads divide the hidden size."""
+    model = config.model
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        heads = offers("--num-attention-heads", beside(model.num_attention_heads, divisors(model.hidden_size)))
+        sizes = offers("--hidden-size", multiples_beside(model.hidden_size, model.num_attention_heads))
+        width = f"--kv-channels {max(1, model.hidden_size // model.num_attention_heads)}"
         yield Problem(
             "E101",
-            f"hidden size {m.hidden_size} does not divide into {m.num_attention_heads} heads",
+            f"hidden size {model.hidden_size} does not divide into {model.num_attention_heads} heads",
             (*heads, *sizes, width),
         )
 
 
-def groups(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Every key/value head serves the same number of query heads."""
-    m = config.model
-    if m.num_attention_heads % m.kv_groups:
+def check_query_groups(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that every key/value head serves the same number of query heads."""
+    model = config.model
+    if model.num_attention_heads % model.kv_groups:
         yield Problem(
             "E102",
-            f"{m.num_attention_heads} query heads cannot share {m.kv_groups} key/value heads evenly",
-            offers("--num-query-groups", beside(m.kv_groups, divisors(m.num_attention_heads))),
+            f"{model.num_attention_heads} query heads cannot share {model.kv_groups} key/value heads evenly",
+            offers("--num-query-groups", beside(model.kv_groups, divisors(model.num_attention_heads))),
         )
 
 
-def mlp_width(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The default width of a gated MLP is rounded down to a multiple of 64, which a very small model does not reach."""
-    m = config.model
-    if m.ffn < 1:
-        sentence = f"hidden size {m.hidden_size} with swiglu has an MLP of width 0: 8/3 of it, rounded down to 64s"
-        yield Problem("E103", sentence, (f"--ffn-hidden-size {4 * m.hidden_size}", "--hidden-size 24"))
+def check_mlp_width(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the MLP has a width: the default of a gated MLP is rounded down to a multiple of 64."""
+    model = config.model
+    if model.ffn < 1:
+        sentence = f"hidden size {model.hidden_size} with swiglu: the MLP's width, 8/3 of it rounded down to 64s, is 0"
+        yield Problem("E103", sentence, (f"--ffn-hidden-size {4 * model.hidden_size}", "--hidden-size 24"))
 
 
-def vocabulary(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The vocabulary's size is given, or a tokenizer knows it."""
-    m, data = config.model, config.data
-    if m.vocab_size is not None:
+def check_vocab_size(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the size of the vocabulary is given or known from a tokenizer."""
+    model, data = config.model, config.data
+    if model.vocab_size is not None:
         return
     if data.tokenizer_type == "NullTokenizer":
-        yield Problem("E104", "a NullTokenizer does not know the vocabulary's size", ("--vocab-size 50257",))
+        yield Problem("E104", "NullTokenizer does not know the size of the vocabulary", ("--vocab-size 50257",))
     elif data.mock_data and data.tokenizer_type is None:
         fixes = ("--vocab-size 50257", "--tokenizer-type ByteTokenizer")
-        yield Problem("E104", "the vocabulary's size is not known: generated tokens have no tokenizer", fixes)
+        yield Problem("E104", "the size of the vocabulary is unknown: generated tokens have no tokenizer", fixes)
 
 
-def positions(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """No sample is longer than the positions the model knows."""
-    limit, length = config.model.max_position_embeddings, config.training.seq_length
+def check_positions(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the sequence length is at most the number of positions."""
+    limit = config.model.max_position_embeddings
+    length = config.training.seq_length
     if limit is not None and length > limit:
         fixes = (f"--seq-length {limit}", f"--max-position-embeddings {length}")
-        yield Problem("E105", f"samples of {length} tokens exceed the {limit} positions the model knows", fixes)
+        yield Problem("E105", f"samples of {length} tokens exceed the model's {limit} positions", fixes)
 
 
-def rotation(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Rotary positions turn pairs of channels."""
-    m = config.model
-    if m.position_embedding_type not in ("rope", "yarn"):
+def check_rotary_channels(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that an even number of channels is rotated."""
+    model = config.model
+    if model.position_embedding_type not in ("rope", "yarn"):
         return
-    if m.rotary_dim < 2 or m.rotary_dim % 2:
-        whole = (f"--kv-channels {m.head_dim + 1}",) if m.head_dim % 2 else ()
-        # rounded up, because the share of the channels is rounded down
+    if model.rotary_dim < 2 or model.rotary_dim % 2:
+        whole = (f"--kv-channels {model.head_dim + 1}",) if model.head_dim % 2 else ()
+        # rounded up, because the number of channels is rounded down
         shares = (
-            math.ceil(10_000 * n / m.head_dim) / 10_000 for n in beside(m.rotary_dim, range(2, m.head_dim + 1, 2))
+            math.ceil(10_000 * n / model.head_dim) / 10_000
+            for n in beside(model.rotary_dim, range(2, model.head_dim + 1, 2))
         )
-        sentence = f"{m.rotary_dim} of a head's {m.head_dim} channels would rotate; they rotate in pairs"
+        sentence = f"{model.rotary_dim} of {model.head_dim} channels per head would be rotated; the number must be even"
         yield Problem("E106", sentence, (*whole, *(f"--rotary-percent {share:g}" for share in shares)))
 
 
-def scaled_rotation(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Frequency scaling interpolates between two bounds, which must be in order."""
-    m = config.model
-    if m.use_rope_scaling and m.rope_low_freq_factor >= m.rope_high_freq_factor:
-        sentence = f"rope_low_freq_factor {m.rope_low_freq_factor:g} is not below rope_high_freq_factor"
+def check_rope_scaling(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check the bounds of RoPE frequency scaling and the options of YaRN."""
+    model = config.model
+    if model.use_rope_scaling and model.rope_low_freq_factor >= model.rope_high_freq_factor:
+        sentence = f"rope_low_freq_factor {model.rope_low_freq_factor:g} is not below rope_high_freq_factor"
         fixes = ("--rope-low-freq-factor 1 --rope-high-freq-factor 4",)
-        yield Problem("E107", f"{sentence} {m.rope_high_freq_factor:g}", fixes)
-    if m.position_embedding_type != "yarn":
+        yield Problem("E107", f"{sentence} {model.rope_high_freq_factor:g}", fixes)
+    if model.position_embedding_type != "yarn":
         return
-    if m.yarn_original_max_position_embeddings is None:
+    if model.yarn_original_max_position_embeddings is None:
         fixes = (f"--yarn-original-max-position-embeddings {config.training.seq_length}",)
-        yield Problem("E107", "yarn needs the context length the model had before", fixes)
-    if m.yarn_beta_slow >= m.yarn_beta_fast:
-        sentence = f"yarn_beta_slow {m.yarn_beta_slow:g} is not below yarn_beta_fast {m.yarn_beta_fast:g}"
+        yield Problem("E107", "yarn needs the context length of the model before its extension", fixes)
+    if model.yarn_beta_slow >= model.yarn_beta_fast:
+        sentence = f"yarn_beta_slow {model.yarn_beta_slow:g} is not below yarn_beta_fast {model.yarn_beta_fast:g}"
         yield Problem("E107", sentence, ("--yarn-beta-slow 1 --yarn-beta-fast 32",))
 
 
-CHECKS = (head_width, groups, mlp_width, vocabulary, positions, rotation, scaled_rotation)
+MODEL_CHECKS = (
+    check_head_width,
+    check_query_groups,
+    check_mlp_width,
+    check_vocab_size,
+    check_positions,
+    check_rotary_channels,
+    check_rope_scaling,
+)

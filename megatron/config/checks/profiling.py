@@ -1,4 +1,4 @@
-"""Whether there is something to record in the steps and on the ranks that were chosen."""
+"""Checks of the steps and ranks to profile."""
 
 from __future__ import annotations
 
@@ -10,40 +10,44 @@ from megatron.config.reporting import ProfilingConfig
 from megatron.config.run import RunConfig
 
 MOST_STEPS = 20
-"""Of one profile. The profiler keeps every event of them in memory: 6 MB a step for 2 layers and 4 micro-batches."""
+"""Largest number of steps in one profile. The profiler keeps all events in memory: 6 MB a step for 2 layers and 4
+micro-batches."""
 
 
-def window(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The last step is not before the first, and not too far from it."""
-    p = config.profiling
-    if (p.profile or p.profile_memory) and p.profile_step_end - p.profile_step_start > MOST_STEPS:
-        steps = p.profile_step_end - p.profile_step_start
-        sentence = f"a profile of {steps:,} steps; its events are kept in memory, so {MOST_STEPS} are the most"
-        yield Problem("E706", sentence, (f"--profile-step-end {p.profile_step_start + MOST_STEPS}",))
-    if _asked(p) and p.profile_step_end <= p.profile_step_start:
-        sentence = f"a profile from step {p.profile_step_start} on that ends before step {p.profile_step_end} has none"
-        yield Problem("E705", sentence, (f"--profile-step-end {p.profile_step_start + 2}",))
+def check_window(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the last step to profile comes after the first, and not too long after it."""
+    profiling = config.profiling
+    start = profiling.profile_step_start
+    end = profiling.profile_step_end
+    if (profiling.profile or profiling.profile_memory) and end - start > MOST_STEPS:
+        sentence = f"a profile of {end - start:,} steps; at most {MOST_STEPS} fit, because all events stay in memory"
+        yield Problem("E706", sentence, (f"--profile-step-end {start + MOST_STEPS}",))
+    if _is_requested(profiling) and end <= start:
+        sentence = f"--profile-step-end {end} must be above --profile-step-start {start}"
+        yield Problem("E705", sentence, (f"--profile-step-end {start + 2}",))
 
 
-def ranks(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """The chosen ranks exist. Also where no steps were chosen: a running job may be asked for a profile."""
+def check_ranks(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the chosen ranks exist, even without steps: a running job can be asked for a profile."""
     beyond = [rank for rank in config.profiling.profile_ranks if rank >= world_size]
     if beyond:
-        there = [str(rank) for rank in config.profiling.profile_ranks if rank < world_size]
-        only = "rank 0 alone" if world_size == 1 else f"ranks 0 to {world_size - 1}"
-        sentence = f"rank {beyond[0]} shall record a profile, and there {'is' if world_size == 1 else 'are'} {only}"
-        yield Problem("E704", sentence, (f"--profile-ranks {' '.join(there) or 0}",))
+        existing = [str(rank) for rank in config.profiling.profile_ranks if rank < world_size]
+        available = "only rank 0 exists" if world_size == 1 else f"ranks are 0 to {world_size - 1}"
+        sentence = f"--profile-ranks {beyond[0]}: {available}"
+        yield Problem("E704", sentence, (f"--profile-ranks {' '.join(existing) or 0}",))
 
 
-def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A line on steps that the run does not have."""
-    p, steps = config.profiling, total_steps(config.training, config.parallel.data_parallel_size(world_size))
-    if _asked(p) and p.profile_step_start > steps:
-        yield f"--profile-step-start {p.profile_step_start}: nothing is recorded, the run ends with step {steps:,}"
+def profiling_notes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a note if the run ends before the profile starts."""
+    profiling = config.profiling
+    steps = total_steps(config.training, config.parallel.data_parallel_size(world_size))
+    start = profiling.profile_step_start
+    if _is_requested(profiling) and start > steps:
+        yield f"--profile-step-start {start}: no profile, because the run ends with step {steps:,}"
 
 
-def _asked(profiling: ProfilingConfig) -> bool:
+def _is_requested(profiling: ProfilingConfig) -> bool:
     return profiling.profile or profiling.profile_memory or profiling.profile_pipeline
 
 
-CHECKS = (window, ranks)
+PROFILING_CHECKS = (check_window, check_ranks)

@@ -1,4 +1,4 @@
-"""Whether what data-parallel ranks cut among themselves can be cut so."""
+"""Checks of ZeRO: the sharding of optimizer state, gradients and weights over data-parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,91 +13,91 @@ from megatron.config.run import RunConfig
 from megatron.config.traffic import replica_traffic
 from megatron.parallel.layout import Layout
 
-CUT = "--use-distributed-optimizer"
-PADDING = 0.25
-"""Of a bucket, relative to its parameters: a run that has more is told."""
+SHARDED = "--use-distributed-optimizer"
+MAX_PADDING = 0.25
+"""Padding of a bucket, relative to its parameters, above which a note is printed."""
 
 
-def strategy(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """One strategy is said, and what belongs to a strategy goes with one."""
-    p = config.parallel
-    if p.use_distributed_optimizer and p.data_parallel_sharding_strategy == "no_shard":
+def check_strategy(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the sharding options agree, and that options of sharded state are used only with it."""
+    parallel = config.parallel
+    if parallel.use_distributed_optimizer and parallel.data_parallel_sharding_strategy == "no_shard":
         fixes = ("drop --use-distributed-optimizer", "--data-parallel-sharding-strategy optim")
         yield Problem("E215", "use_distributed_optimizer and no_shard contradict each other", fixes)
-    if p.zero_stage:
+    if parallel.zero_stage:
         return
-    if p.overlap_param_gather:
-        sentence = "overlap_param_gather: every rank updates all weights, so none are gathered"
-        yield Problem("E215", sentence, (CUT, "--no-overlap-param-gather"))
-    if p.num_distributed_optimizer_instances > 1:
-        sentence = f"{p.num_distributed_optimizer_instances} instances of the optimizer, and none is cut"
-        yield Problem("E215", sentence, (CUT, "--num-distributed-optimizer-instances 1"))
+    if parallel.overlap_param_gather:
+        sentence = "overlap_param_gather needs a sharded optimizer: without one, no weights are gathered"
+        yield Problem("E215", sentence, (SHARDED, "--no-overlap-param-gather"))
+    if parallel.num_distributed_optimizer_instances > 1:
+        sentence = f"{parallel.num_distributed_optimizer_instances} optimizer instances need a sharded optimizer"
+        yield Problem("E215", sentence, (SHARDED, "--num-distributed-optimizer-instances 1"))
 
 
-def instances(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """Data-parallel ranks fall into equal groups; so do those that have the same experts."""
-    p = config.parallel
-    count = p.num_distributed_optimizer_instances
-    if not p.zero_stage or world_size % p.model_ranks:
+def check_instances(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Check that the optimizer instances divide the data-parallel ranks, and the ranks with the same experts."""
+    parallel = config.parallel
+    count = parallel.num_distributed_optimizer_instances
+    if not parallel.zero_stage or world_size % parallel.model_ranks:
         return
-    replicas = world_size // (p.model_ranks // p.context_parallel_size)
+    replicas = world_size // (parallel.model_ranks // parallel.context_parallel_size)
     sizes = {"DP": replicas}
-    experts = p.expert_model_parallel_size * p.expert_tp * p.pipeline_model_parallel_size
+    experts = parallel.expert_model_parallel_size * parallel.expert_tp * parallel.pipeline_model_parallel_size
     if config.model.num_experts is not None and world_size % experts == 0:
-        sizes["the copies of each expert"] = world_size // experts
-    for what, size in sizes.items():
+        sizes["expert DP"] = world_size // experts
+    for name, size in sizes.items():
         if size % count:
-            sentence = f"{count} instances of the optimizer do not divide {what}, of which there are {size} ranks"
+            sentence = f"{count} optimizer instances do not divide {name} = {size}"
             fit = [n for n in divisors(size) if all(other % n == 0 for other in sizes.values())]
-            fit = [n for n in fit if n < replicas] or fit  # as many as there are copies would cut nothing
+            fit = [n for n in fit if n < replicas] or fit  # one rank per instance would shard nothing
             yield Problem("E215", sentence, offers("--num-distributed-optimizer-instances", beside(count, fit)))
 
 
-def recorded(config: RunConfig, world_size: int) -> Iterator[Problem]:
-    """A recorded update that gathers weights was never tried."""
+def check_captured_update(config: RunConfig, world_size: int) -> Iterator[Problem]:
+    """Reject capturing an update that gathers weights, which is untested."""
     what = config.compute.cuda_graph
     if what != "none" and config.parallel.zero_stage:
-        sentence = f"--cuda-graph {what} has not been tried where data-parallel ranks cut the optimizer's state"
+        sentence = f"--cuda-graph {what} is untested with a sharded optimizer"
         yield Problem("E913", sentence, ("--cuda-graph none", "--data-parallel-sharding-strategy no_shard"))
 
 
-def remarks(config: RunConfig, world_size: int) -> Iterator[str]:
-    """A line on what is rounded, on what is not cut, on what ZeRO-2 sends, and on matrices that nobody cuts."""
+def sharding_notes(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield notes about bf16 gradient reduction and ZeRO sharding."""
     if config.parallel.grad_reduce_in_bf16:
-        yield "--grad-reduce-in-bf16: gradients are rounded on the wire, so the numbers depend on the layout"
+        yield "--grad-reduce-in-bf16: gradients are rounded before the reduction, so the numbers depend on the layout"
     replicas = config.parallel.data_parallel_size(world_size)
     if config.parallel.zero_stage and replicas == config.parallel.num_distributed_optimizer_instances:
-        yield f"{CUT} cuts nothing here: one rank holds each of {replicas} instances (DP {replicas})"
+        yield f"{SHARDED} shards nothing here: each of {replicas} instances has one rank (DP {replicas})"
     if config.parallel.zero_stage == 2 and config.model.vocab_size is not None:
-        yield from _resent(config, world_size)
+        yield from _zero2_traffic_note(config, world_size)
     if config.optimizer.optimizer != "muon" or not config.parallel.zero_stage:
         return
     if config.parallel.zero_stage == 2:
         yield (
-            "--optimizer muon: buckets of matrices that nobody cuts are large, and optim_grads has several of them at "
-            "once; compare --data-parallel-sharding-strategy optim"
+            "--optimizer muon: buckets of whole matrices are large, and optim_grads keeps several of them at once; "
+            "compare --data-parallel-sharding-strategy optim"
         )
-    if config.model.vocab_size is not None and (waste := _padding(config, world_size)) > PADDING:
+    if config.model.vocab_size is not None and (waste := _padding(config, world_size)) > MAX_PADDING:
         yield (
-            f"--optimizer muon: no matrix is cut, so buffers of weights and gradients are {1 + waste:.1f} times as "
-            "large as what they hold; with more --num-distributed-optimizer-instances fewer ranks share them"
+            f"--optimizer muon: matrices are not sharded, so weight and gradient buffers are {1 + waste:.1f} times "
+            "as large as their contents; more --num-distributed-optimizer-instances reduce the padding"
         )
 
 
-def _resent(config: RunConfig, world_size: int) -> Iterator[str]:
-    """What summing every micro-batch by itself costs on the wire."""
+def _zero2_traffic_note(config: RunConfig, world_size: int) -> Iterator[str]:
+    """Yield a note if reducing every micro-batch separately sends more bytes."""
     count = microbatches(config.training, config.parallel.data_parallel_size(world_size))
     once = replace(config, parallel=replace(config.parallel, data_parallel_sharding_strategy="optim"))
     ours, theirs = (sum(replica_traffic(c, world_size).values()) for c in (config, once))
     if ours > theirs:
         yield (
-            f"optim_grads: each of {count} micro-batches is summed over the ranks by itself, so that a rank sends "
-            f"{shown(ours)} to others in a step; with optim {shown(theirs)}"
+            f"optim_grads: each of {count} micro-batches is reduced separately, so a rank sends "
+            f"{shown(ours)} in a step; with optim {shown(theirs)}"
         )
 
 
 def _padding(config: RunConfig, world_size: int) -> float:
-    """What buckets of uncut matrices have besides these, relative to them, on the pipeline rank that has most."""
+    """Return the padding of buckets of whole matrices, relative to their parameters; the largest of all stages."""
     layout = Layout.from_config(config.parallel, world_size)
     found = [0.0]
     for pp in range(layout.sizes["pp"]):
@@ -108,4 +108,4 @@ def _padding(config: RunConfig, world_size: int) -> float:
     return max(found)
 
 
-CHECKS = (strategy, instances, recorded)
+SHARDING_CHECKS = (check_strategy, check_instances, check_captured_update)

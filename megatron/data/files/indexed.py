@@ -1,7 +1,4 @@
-"""Token files ``<prefix>.bin`` and ``<prefix>.idx``, read through a memory map.
-
-`indexed_format` says what is in them, `indexed_writer` writes them; the names that callers need are all here.
-"""
+"""Token files ``<prefix>.bin`` and ``<prefix>.idx``, read through a memory map. See `indexed_writer` for the format."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
-from megatron.data.files import open_files
 from megatron.data.files.indexed_format import CODES, HEADER, MAGIC, VERSION, id_dtype
 from megatron.data.files.indexed_writer import IndexedDatasetWriter, remove_leftovers
+from megatron.data.files.open_files import REMEDY, are_too_many
 
 __all__ = [
     "BLOCKS",
@@ -32,12 +29,7 @@ __all__ = [
 ]
 
 ENTRIES_PER_CHECK = 1 << 20
-BLOCK_BYTES, BLOCKS = 4096, 64  # the sample of .bin that a fingerprint reads; a smaller file is read whole
-
-
-def _starts(lengths: NDArray[np.integer[Any]]) -> NDArray[np.int64]:
-    """Tokens before each of ``n`` sequences, and after the last: int64 ``[n + 1]``."""
-    return np.concatenate(([0], np.cumsum(lengths, dtype=np.int64)))
+BLOCK_BYTES, BLOCKS = 4096, 64  # of .bin that a fingerprint reads; a smaller file is read whole
 
 
 class _Header(NamedTuple):
@@ -47,44 +39,35 @@ class _Header(NamedTuple):
 
 
 class IndexedDataset:
-    """The sequences of a pair of files, read through a memory map.
-
-    Attributes:
-        dtype: type of the ids.
-        lengths: int32 ``[S]`` tokens of each sequence.
-        pointers: int64 ``[S]`` byte where each sequence starts.
-        documents: int64 ``[D + 1]`` sequences before each document, and in all.
-        num_tokens: tokens of all sequences.
-        tokens: ids ``[num_tokens]`` of all sequences, a read-only view of the file.
-    """
+    """The sequences of a pair of token files, read through a memory map."""
 
     def __init__(self, prefix: str | Path, floats: bool = False) -> None:
         """Open ``<prefix>.bin`` and ``<prefix>.idx`` and check them against each other.
 
         Args:
             prefix: path of the two files without ``.bin`` and ``.idx``.
-            floats: whether floating-point numbers will do, which are nobody's ids.
+            floats: accept floating-point numbers, which are not token ids.
 
         Raises:
-            DataError: when either is missing, cut short, damaged or not such a file.
+            DataError: when either is missing, truncated, damaged or in another format.
         """
         self.prefix = str(prefix)
         index = _map(f"{self.prefix}.idx")
         header = self._read_header(index)
         sizes = (HEADER.size, 4 * header.sequences, 8 * header.sequences, 8 * header.boundaries)
-        parts = list(accumulate(sizes))
-        self._check_index_size(len(index), parts[-1], header.sequences)
-        self.dtype = header.dtype
-        self.lengths = index[parts[0] : parts[1]].view("<i4")
-        self.pointers = index[parts[1] : parts[2]].view("<i8")
-        self.documents = index[parts[2] : parts[3]].view("<i8")
+        ends = list(accumulate(sizes))
+        self._check_index_size(len(index), ends[-1], header.sequences)
+        self.dtype = header.dtype  # type of the ids
+        self.lengths = index[ends[0] : ends[1]].view("<i4")  # int32 [S], tokens of each sequence
+        self.pointers = index[ends[1] : ends[2]].view("<i8")  # int64 [S], byte where each sequence starts
+        self.documents = index[ends[2] : ends[3]].view("<i8")  # int64 [D + 1], sequences before each document
         self._check_documents()
-        self.num_tokens = self._check_sequences()
-        self.tokens = self._map_tokens()
+        self.num_tokens = self._check_sequences()  # of all sequences
+        self.tokens = self._map_tokens()  # ids [num_tokens], a read-only view of the file
         if self.dtype.kind == "f" and not floats:
             raise DataError(
-                f"{self.prefix}.idx: the type is {self.dtype}, and a model is trained on ids, which are whole numbers",
-                "write the dataset anew with tools/preprocess_data.py",
+                f"{self.prefix}.idx: the type is {self.dtype}, but token ids are whole numbers",
+                "write the dataset again with tools/preprocess_data.py",
             )
 
     def __len__(self) -> int:
@@ -95,33 +78,33 @@ class IndexedDataset:
 
     @cached_property
     def fingerprint(self) -> str:
-        """16 hexadecimal digits of the index and of a sample of the ids; not of the files' names.
+        """16 hexadecimal digits of the index and of a sample of the ids, independent of file names.
 
-        Of ``.bin`` it reads `BLOCKS` blocks that lie evenly from its first to its last byte: another corpus or another
-        tokenizer is found, a few ids changed in a large file are not.
+        Reads `FINGERPRINT_BLOCKS` evenly spaced blocks of ``.bin``: another corpus or tokenizer is detected, a few
+        changed ids in a large file are not.
         """
-        seen = hashlib.blake2b(digest_size=8)
+        digest = hashlib.blake2b(digest_size=8)
         for table in (self.lengths, self.documents):  # the pointers follow from the lengths
-            seen.update(f"{self.dtype.str} {len(table)};".encode())
-            seen.update(table.data)
+            digest.update(f"{self.dtype.str} {len(table)};".encode())
+            digest.update(table.data)
         ids = self.tokens.view(np.uint8)
         last = max(0, len(ids) - BLOCK_BYTES)
         for start in np.linspace(0, last, BLOCKS, dtype=np.int64).tolist():
-            seen.update(ids[start : start + BLOCK_BYTES].data)
-        return seen.hexdigest()
+            digest.update(ids[start : start + BLOCK_BYTES].data)
+        return digest.hexdigest()
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> NDArray[Any]:
-        """Ids ``[length]`` of sequence ``i`` from ``offset`` on, by default all the rest; a read-only view of the file.
+        """Return ids ``[length]`` of sequence ``i`` from ``offset`` on, by default to its end, as a read-only view.
 
         Raises:
-            IndexError: when the sequence does not reach so far.
+            IndexError: when the sequence is shorter.
         """
         if not 0 <= i < len(self):
             raise IndexError(f"sequence {i} of {self.prefix}, which has {len(self)}")
-        held = int(self.lengths[i])
-        end = held if length is None else offset + length
-        if not 0 <= offset <= end <= held:
-            raise IndexError(f"tokens {offset}..{end} of sequence {i} of {self.prefix}, which has {held}")
+        available = int(self.lengths[i])
+        end = available if length is None else offset + length
+        if not 0 <= offset <= end <= available:
+            raise IndexError(f"tokens {offset}..{end} of sequence {i} of {self.prefix}, which has {available}")
         start = int(self.pointers[i]) // self.dtype.itemsize
         return self.tokens[start + offset : start + end]
 
@@ -130,7 +113,7 @@ class IndexedDataset:
             self._refuse("idx", "size", f"{len(index)} bytes", f"a header of {HEADER.size} bytes")
         magic, version, code, sequences, boundaries = HEADER.unpack(index[: HEADER.size].tobytes())
         if magic != MAGIC:
-            self._refuse("idx", "first 9 bytes", repr(magic), f"{MAGIC!r}: this is no index of tokens")
+            self._refuse("idx", "first 9 bytes", repr(magic), f"{MAGIC!r}: this is not a token index")
         if version != VERSION:
             self._refuse("idx", "version", version, VERSION)
         if code not in CODES:
@@ -151,22 +134,22 @@ class IndexedDataset:
         if ends != (0, len(self)):
             self._refuse("idx", "first and last document boundary", ends, (0, len(self)))
         for first in range(0, len(self.documents), ENTRIES_PER_CHECK):
-            part = self.documents[first : first + ENTRIES_PER_CHECK + 1]
-            falls = np.flatnonzero(part[1:] < part[:-1])
-            if falls.size:
-                i = int(falls[0])
-                self._refuse("idx", f"boundary {first + i + 1} of the documents", part[i + 1], f"{part[i]} or more")
+            block = self.documents[first : first + ENTRIES_PER_CHECK + 1]
+            decreases = np.flatnonzero(block[1:] < block[:-1])
+            if decreases.size:
+                i = int(decreases[0])
+                self._refuse("idx", f"boundary {first + i + 1} of the documents", block[i + 1], f"{block[i]} or more")
 
     def _check_sequences(self) -> int:
-        """Every pointer against the lengths before it, a stretch at a time; returns the tokens in all."""
+        """Check every pointer against the lengths before it, block by block; return the total tokens."""
         tokens = 0
         for first in range(0, len(self), ENTRIES_PER_CHECK):
-            part = slice(first, first + ENTRIES_PER_CHECK)
-            lengths, pointers = self.lengths[part], self.pointers[part]
+            block = slice(first, first + ENTRIES_PER_CHECK)
+            lengths, pointers = self.lengths[block], self.pointers[block]
             if lengths.min() < 0:
                 i = first + int(lengths.argmin())
                 self._refuse("idx", f"length of sequence {i}", self.lengths[i], "0 or more")
-            starts = tokens + _starts(lengths)
+            starts = np.concatenate(([tokens], tokens + np.cumsum(lengths, dtype=np.int64)))
             wrong = np.flatnonzero(pointers != starts[:-1] * self.dtype.itemsize)
             if wrong.size:
                 i = int(wrong[0])
@@ -184,12 +167,12 @@ class IndexedDataset:
     def _refuse(self, suffix: str, field: str, seen: object, expected: object) -> NoReturn:
         raise DataError(
             f"{self.prefix}.{suffix}: {field} is {seen}, expected {expected}",
-            "copy both files again, or write them anew with tools/preprocess_data.py",
+            "copy both files again, or write them again with tools/preprocess_data.py",
         )
 
 
 def _map(path: str) -> NDArray[np.uint8]:
-    """The bytes of a file, read only when touched (an empty file cannot be mapped)."""
+    """Map a file's bytes; an empty file cannot be mapped and gives an empty array."""
     try:
         if not os.path.getsize(path):
             return np.empty(0, dtype=np.uint8)
@@ -200,9 +183,9 @@ def _map(path: str) -> NDArray[np.uint8]:
 
 
 def _remedies(path: str, error: Exception) -> list[str]:
-    """What helps against a file that cannot be opened."""
-    if open_files.are_too_many(error):
-        return [open_files.REMEDY]
+    """Return fixes for a file that cannot be opened."""
+    if are_too_many(error):
+        return [REMEDY]
     prefix, suffix = os.path.splitext(path)
     for ending in (".bin", ".idx"):
         if prefix.endswith(ending):

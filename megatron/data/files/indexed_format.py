@@ -1,18 +1,18 @@
-"""The layout of token files ``<prefix>.bin`` and ``<prefix>.idx``, byte for byte that of Megatron-LM.
+r"""The format of token files ``<prefix>.bin`` and ``<prefix>.idx``, byte for byte that of Megatron-LM.
 
-``.bin`` holds the ids of all sequences back to back. ``.idx`` says where each sequence and document starts
+``.bin`` holds the ids of all sequences back to back. ``.idx`` holds where each sequence and document starts
 (little-endian, no padding; S sequences, D + 1 document boundaries)::
 
-    9 bytes   b"MMIDIDX\\0\\0"
+    9 bytes   b"MMIDIDX\0\0"
     uint64    version, 1
-    uint8     code of the ids' type (CODES)
+    uint8     code of the ids' type (DTYPE_CODES)
     uint64    S
     uint64    D + 1
     int32     [S]      tokens of each sequence
     int64     [S]      byte in .bin where each sequence starts
     int64     [D + 1]  sequences before each document, from 0 to S
 
-A document is a run of sequences: one as a rule, none when it is empty.
+A document is a run of sequences: usually one, none when it is empty.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ MAX_LENGTH = 2**31 - 1  # tokens of a sequence
 
 
 def id_dtype(vocab_size: int) -> np.dtype[Any]:
-    """The type Megatron-LM's preprocessing stores ids of such a vocabulary in."""
+    """Return the type in which Megatron-LM's preprocessing stores the ids of a vocabulary of that size."""
     return np.dtype("<u2") if vocab_size < 65500 else np.dtype("<i4")

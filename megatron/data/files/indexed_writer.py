@@ -1,4 +1,4 @@
-"""Writing token files: a pair is whole or absent, and memory does not grow with it."""
+"""Write token files: a pair is complete or absent, and memory does not grow with its size."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from megatron.data.errors import DataError
 from megatron.data.files.indexed_format import CODES, HEADER, MAGIC, MAX_LENGTH, VERSION
 
 COPY_BYTES = 8 << 20
-BLOCK = 1 << 20  # entries of a table that are in memory at once
+BLOCK = 1 << 20  # table entries in memory at once
 
 
 class IndexedDatasetWriter:
-    """Writes a pair of files, document by document. Memory is that of one call, whatever was written before.
+    """Writes a pair of token files document by document, in constant memory.
 
-    All is done in a ``with`` block. The files appear under their names only when it ends without an exception,
-    ``.idx`` last: a pair that was not finished is never taken for one. A pair already there stays whole until then.
+    Use it in a ``with`` block. The files get their names only if the block ends without an exception, ``.idx`` last, so
+    that an unfinished pair is never read. An existing pair stays intact until then.
     """
 
     def __init__(self, prefix: str | Path, dtype: DTypeLike) -> None:
-        """For ``<prefix>.bin`` and ``<prefix>.idx`` with ids of one of the types of `CODES`; no file is touched yet.
+        """Prepare ``<prefix>.bin`` and ``<prefix>.idx`` for ids of a type in `DTYPE_CODES`; creates no file yet.
 
         Raises:
             DataError: when the format does not have the type.
@@ -42,38 +42,38 @@ class IndexedDatasetWriter:
         self._dtype = np.dtype(dtype).newbyteorder("<")
         if self._dtype not in CODES.values():
             raise DataError(f"{self._prefix}: the format has no {self._dtype}", "uint16 | int32")
-        self._beside: dict[str, bytes] = {}
+        self._extra_files: dict[str, bytes] = {}
         self._unwanted: list[str] = []
         self._sequences = 0
         self._sequences_of_documents = 0
         self._published = False
-        self._mark = f"{os.getpid()}-{secrets.token_hex(4)}"  # other containers have processes of this number too
+        self._unique = f"{os.getpid()}-{secrets.token_hex(4)}"  # another container may have the same process id
         self.num_documents = 0
         self.num_tokens = 0
 
     def __enter__(self) -> Self:
-        """Begin the files.
+        """Create the temporary files.
 
         Raises:
             OSError: when the folder cannot be written.
         """
         folder = Path(self._prefix).parent
         with ExitStack() as files:
-            # the tables of the index grow in files without a name, which vanish with the process
+            # the index tables grow in unnamed files, which vanish with the process
             self._lengths: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
             self._boundaries: IO[bytes] = files.enter_context(tempfile.TemporaryFile(dir=folder))
             self._bin: IO[bytes] = files.enter_context(open(self._part("bin"), "xb"))
-            with suppress(OSError):  # where files cannot be locked, nobody takes this one for a leftover
+            with suppress(OSError):  # where files cannot be locked, leftovers are never removed
                 fcntl.flock(self._bin, fcntl.LOCK_EX | fcntl.LOCK_NB)
             self._open = files.pop_all()
         self._boundaries.write(np.zeros(1, "<i8").data)
         return self
 
     def add_sequence(self, tokens: ArrayLike) -> None:
-        """Append one sequence of ids ``[n]`` to the document being written.
+        """Append one sequence of ids ``[n]`` to the current document.
 
         Raises:
-            DataError: when an id does not fit the type of the file, or the sequence is too long for the format.
+            DataError: when an id does not fit the file's type, or the sequence is too long for the format.
         """
         ids = np.asarray(tokens)
         if ids.size > MAX_LENGTH:
@@ -82,23 +82,23 @@ class IndexedDatasetWriter:
         self._add_lengths(np.array([ids.size]))
 
     def end_document(self) -> None:
-        """End the document being written; without a sequence it is an empty one."""
+        """End the current document; it is empty if no sequence was added."""
         self._add_boundaries(np.array([self._sequences]))
 
     def add_document(self, tokens: ArrayLike) -> None:
-        """Append a document of one sequence of ids ``[n]``, or of none when ``n`` is 0."""
+        """Append a document of one sequence of ids ``[n]``, or an empty one when ``n`` is 0."""
         ids = np.asarray(tokens)
         if ids.size:
             self.add_sequence(ids)
         self.end_document()
 
     def add_documents(self, ids: NDArray[Any], lengths: NDArray[np.integer[Any]]) -> None:
-        """Append ``n`` documents at once: ``ids [total]`` back to back, ``lengths [n]`` tokens of each (0: empty).
+        """Append ``n`` documents: ``ids [total]`` back to back, ``lengths [n]`` tokens of each (0: empty).
 
-        The files are those of ``n`` calls of `add_document`.
+        The files are the same as after ``n`` calls of `add_document`.
 
         Raises:
-            DataError: when an id does not fit the type of the file, or a document is too long for the format.
+            DataError: when an id does not fit the file's type, or a document is too long for the format.
             ValueError: when the lengths are negative or do not sum to ``total``.
         """
         lengths = np.asarray(lengths, dtype=np.int64)
@@ -120,16 +120,16 @@ class IndexedDatasetWriter:
         boundaries: NDArray[np.int64],
         report: Callable[[int], None] = lambda _: None,
     ) -> None:
-        """Append all documents of another pair, whose ids are of this pair's type; its bytes are copied as they are.
+        """Append all documents of another pair of the same id type, copying its bytes.
 
         Args:
-            bin_path: the ids.
+            bin_path: its ids.
             lengths: ``[S]`` tokens of each sequence.
             boundaries: ``[D + 1]`` sequences before each document, and in all.
-            report: called with the number of bytes of every block that was copied.
+            report: called with the size in bytes of every block copied.
 
         Raises:
-            DataError: when the file does not hold what the tables count.
+            DataError: when the file does not match the tables.
         """
         for first in range(1, len(boundaries), BLOCK):
             self._add_boundaries(boundaries[first : first + BLOCK] + self._sequences)
@@ -140,17 +140,20 @@ class IndexedDatasetWriter:
         expected = (self.num_tokens - tokens_before) * self._dtype.itemsize
         copied = self._copy(bin_path, report)
         if copied != expected:
-            raise DataError(f"{bin_path}: {copied} bytes were read, expected {expected}", "merge when nobody writes it")
+            raise DataError(
+                f"{bin_path}: {copied} bytes were read, expected {expected}",
+                "merge again after all writers have finished",
+            )
 
     def add_file(self, suffix: str, content: bytes) -> None:
-        """A small file ``<prefix>.<suffix>`` that appears together with the pair.
+        """Add a small file ``<prefix>.<suffix>`` that is published together with the pair.
 
-        ``suffix`` may be ``folder/name``; what an older dataset left in such a folder goes.
+        ``suffix`` may be ``folder/name``; other files in such a folder are removed.
         """
-        self._beside[suffix] = content
+        self._extra_files[suffix] = content
 
     def leave_no(self, suffix: str) -> None:
-        """No file or folder ``<prefix>.<suffix>`` of an older dataset stays, unless the new one has it too."""
+        """Remove an older dataset's ``<prefix>.<suffix>`` at publication, unless it was added to this one."""
         self._unwanted.append(suffix)
 
     def __exit__(
@@ -160,22 +163,22 @@ class IndexedDatasetWriter:
             if kind is None and not self._published:
                 publish_together([self])
         finally:
-            for suffix in ("bin", "idx", *self._beside):
+            for suffix in ("bin", "idx", *self._extra_files):
                 Path(self._part(suffix)).unlink(missing_ok=True)
             for folder in self._folders():
                 if folder.is_dir() and not any(folder.iterdir()):
                     folder.rmdir()
-            self._open.close()  # last: on a full disk it fails once more
+            self._open.close()  # last, because on a full disk it raises again
 
     def _prepare(self) -> None:
-        """Have all bytes on the disk, so that what is left to do is to give them their names."""
+        """Write and fsync everything, so that only renames are left."""
         if self._sequences != self._sequences_of_documents:
             raise ValueError(f"{self._prefix}: the last document was not ended (end_document)")
         self._check_targets()
         _sync(self._bin)
         for folder in self._folders():
             folder.mkdir(exist_ok=True)
-        for suffix, content in self._beside.items():
+        for suffix, content in self._extra_files.items():
             with open(self._part(suffix), "wb") as file:
                 file.write(content)
                 _sync(file)
@@ -184,24 +187,22 @@ class IndexedDatasetWriter:
             _sync(file)
 
     def _check_targets(self) -> None:
-        """Refuse folders where files are to be, while an older pair is still whole."""
-        targets = [Path(f"{self._prefix}.{suffix}") for suffix in ("bin", "idx", *self._beside)]
+        """Refuse folders in the place of files, while an older pair is still intact."""
+        targets = [Path(f"{self._prefix}.{suffix}") for suffix in ("bin", "idx", *self._extra_files)]
         targets += [path for folder in self._folders() if folder.is_dir() for path in folder.iterdir()]
         for path in targets:
             if path.is_dir():
-                raise DataError(f"{path} is a folder, and a file is to be there", f"rm -r {shlex.quote(str(path))}")
-
-    def _withdraw(self) -> None:
-        """Take the name of an older index away: it must not outlive its ids."""
-        Path(f"{self._prefix}.idx").unlink(missing_ok=True)
+                raise DataError(
+                    f"{path} is a folder, but a file must be written there", f"rm -r {shlex.quote(str(path))}"
+                )
 
     def _name_ids(self) -> None:
-        """Give everything but the index its name."""
+        """Rename everything but the index."""
         self._remove_unwanted()
-        for suffix in ("bin", *self._beside):
+        for suffix in ("bin", *self._extra_files):
             os.replace(self._part(suffix), f"{self._prefix}.{suffix}")
         for folder in self._folders():
-            for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._beside}:
+            for old in {*folder.iterdir()} - {Path(f"{self._prefix}.{suffix}") for suffix in self._extra_files}:
                 old.unlink()
             _sync_folder(folder)
 
@@ -213,7 +214,7 @@ class IndexedDatasetWriter:
     def _remove_unwanted(self) -> None:
         for suffix in self._unwanted:
             path = Path(f"{self._prefix}.{suffix}")
-            if suffix in self._beside or path in self._folders():
+            if suffix in self._extra_files or path in self._folders():
                 continue
             if path.is_dir() and not path.is_symlink():
                 shutil.rmtree(path)
@@ -221,12 +222,12 @@ class IndexedDatasetWriter:
                 path.unlink(missing_ok=True)
 
     def _folders(self) -> set[Path]:
-        """Folders of the files beside the pair."""
-        return {Path(f"{self._prefix}.{suffix}").parent for suffix in self._beside if "/" in suffix}
+        """Return the folders of the added files."""
+        return {Path(f"{self._prefix}.{suffix}").parent for suffix in self._extra_files if "/" in suffix}
 
     def _part(self, suffix: str) -> str:
-        """Where a file grows until it gets its name."""
-        return f"{self._prefix}.{suffix}.{self._mark}.part"
+        """Return the temporary name of a file."""
+        return f"{self._prefix}.{suffix}.{self._unique}.part"
 
     def _write_ids(self, ids: NDArray[Any]) -> None:
         if ids.size and not np.can_cast(ids.dtype, self._dtype, "safe"):
@@ -235,18 +236,18 @@ class IndexedDatasetWriter:
         self.num_tokens += ids.size
 
     def _check_values(self, ids: NDArray[Any]) -> None:
-        """Refuse what the type of the file cannot hold; numbers are not rounded either."""
+        """Refuse values that the file's type cannot hold exactly."""
         if self._dtype.kind == "f":
             with np.errstate(over="ignore"):
-                held = ids.astype(self._dtype)
-            changed = ids[(held != ids) & (ids == ids)]
+                stored = ids.astype(self._dtype)
+            changed = ids[(stored != ids) & (ids == ids)]
             if changed.size:
                 raise DataError(f"{self._prefix}: {changed[0]} does not fit {self._dtype}, which would round it")
             return
         info = np.iinfo(self._dtype)
-        for seen in (ids.min(), ids.max()):
-            if not info.min <= seen <= info.max or ids.dtype.kind not in "iu":
-                raise DataError(f"{self._prefix}: id {seen} does not fit {self._dtype} ({info.min}..{info.max})")
+        for value in (ids.min(), ids.max()):
+            if not info.min <= value <= info.max or ids.dtype.kind not in "iu":
+                raise DataError(f"{self._prefix}: id {value} does not fit {self._dtype} ({info.min}..{info.max})")
 
     def _too_long(self, tokens: int) -> NoReturn:
         raise DataError(f"{self._prefix}: a sequence of {tokens} tokens; at most {MAX_LENGTH}", "cut the document")
@@ -256,7 +257,7 @@ class IndexedDatasetWriter:
         self._sequences += len(lengths)
 
     def _add_boundaries(self, boundaries: NDArray[np.integer[Any]]) -> None:
-        """``boundaries [n]``: sequences before the end of each of ``n`` documents."""
+        """Append ``boundaries [n]``: sequences before the end of each of ``n`` documents."""
         self._boundaries.write(np.ascontiguousarray(boundaries, dtype="<i8").data)
         self.num_documents += len(boundaries)
         if len(boundaries):
@@ -287,20 +288,20 @@ class IndexedDatasetWriter:
 
 
 def publish_together(writers: Sequence[IndexedDatasetWriter]) -> None:
-    """Give the files of several writers their names at once, before their ``with`` blocks end.
+    """Publish the files of several writers at once, before their ``with`` blocks end.
 
-    What can fail for want of room or rights is done for all of them first, and leaves older pairs whole. While names
-    change no pair has an index, so that an old one is never taken for a companion of a new one.
+    Everything that can fail for lack of space or permission is done for all of them first and leaves older pairs
+    intact. While files are renamed no pair has an index, so that an old one is never read beside a new one.
 
     Raises:
         ValueError: when a last document was not ended.
-        DataError: when a folder is where a file is to be.
+        DataError: when a folder is in the place of a file.
         OSError: when the disk refuses.
     """
     for writer in writers:
         writer._prepare()
     for writer in writers:
-        writer._withdraw()
+        Path(f"{writer._prefix}.idx").unlink(missing_ok=True)  # an older index must not outlive its ids
     for writer in writers:
         writer._name_ids()
     for writer in writers:
@@ -308,9 +309,9 @@ def publish_together(writers: Sequence[IndexedDatasetWriter]) -> None:
 
 
 def remove_leftovers(prefix: str | Path) -> list[Path]:
-    """Remove what writers of a pair left behind that were killed; returns it.
+    """Remove the temporary files of killed writers of a pair, and return them.
 
-    A writer locks its ids while it lives, on whatever machine that is. Where files cannot be locked, nothing goes.
+    A writer locks its ids while it lives, on any machine. Where files cannot be locked, nothing is removed.
     """
     removed = []
     for ids in glob.glob(f"{glob.escape(str(prefix))}.bin.*.part"):
@@ -329,7 +330,7 @@ def _sync(file: IO[bytes]) -> None:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make renames in a folder outlast a power cut."""
+    """Fsync a folder, so that renames in it survive a power cut."""
     folder = os.open(path, os.O_RDONLY)
     try:
         os.fsync(folder)

@@ -1,4 +1,4 @@
-"""What is in a pair of token files: counts, lengths of documents, samples, and whether every id is one."""
+"""Statistics of a pair of token files: counts, document lengths, sample documents, and a check of every id."""
 
 from __future__ import annotations
 
@@ -13,28 +13,23 @@ from numpy.typing import NDArray
 from megatron.data.files.indexed import IndexedDataset
 from megatron.data.tokenizers.encoded import Tokenizer
 
-DOCUMENTS, TOKENS = 1 << 20, 1 << 22  # looked at in one go
-SAMPLE_TOKENS = 256  # of a document, for people to look at
+DOCUMENTS, TOKENS = 1 << 20, 1 << 22  # per block
+SAMPLE_TOKENS = 256  # shown of a document
 
 
 class Counts:
-    """How often each whole number occurs; memory is that of the different ones.
-
-    Attributes:
-        values: int64 ``[n]`` the numbers, rising.
-        counts: int64 ``[n]`` how often.
-    """
+    """Histogram of whole numbers; memory grows with the number of distinct values."""
 
     def __init__(self) -> None:
-        self.values = np.zeros(0, dtype=np.int64)
-        self.counts = np.zeros(0, dtype=np.int64)
+        self.values = np.zeros(0, dtype=np.int64)  # int64 [n], the numbers, ascending
+        self.counts = np.zeros(0, dtype=np.int64)  # int64 [n], occurrences
 
     def add(self, numbers: NDArray[np.integer[Any]]) -> None:
         """Count ``numbers [n]``."""
         if not numbers.size:
             return
         low, high = int(numbers.min()), int(numbers.max())
-        if high - low < 2 * TOKENS:  # a table is much faster than sorting, where it is small
+        if high - low < 2 * TOKENS:  # a small table is much faster than sorting
             table = np.bincount(numbers.astype(np.int64) - low)
             values, counts = np.flatnonzero(table) + low, table[table > 0]
         else:
@@ -46,7 +41,7 @@ class Counts:
 
     @property
     def total(self) -> int:
-        """Numbers in all."""
+        """Numbers counted."""
         return int(self.counts.sum())
 
     @property
@@ -55,24 +50,20 @@ class Counts:
         return float(self.values @ self.counts) / max(self.total, 1)
 
     def quantile(self, share: float) -> int:
-        """The smallest number that at least ``share`` of all do not exceed; 0 without any."""
+        """Return the smallest number that at least ``share`` of all numbers do not exceed; 0 without any."""
         if not self.total:
             return 0
         return int(self.values[np.searchsorted(np.cumsum(self.counts), share * self.total)])
 
     def most(self, k: int) -> list[tuple[int, int]]:
-        """The ``k`` most frequent numbers and how often each occurs; the smaller first where two are as frequent."""
+        """Return the ``k`` most frequent numbers with their counts; of equally frequent ones the smaller first."""
         first = np.argsort(-self.counts, kind="stable")[:k]
         return list(zip(self.values[first].tolist(), self.counts[first].tolist()))
 
 
 @dataclass(frozen=True)
 class Summary:
-    """The counts of a pair.
-
-    Attributes:
-        lengths: tokens of each document that is not empty.
-    """
+    """The counts of a pair."""
 
     documents: int
     empty_documents: int
@@ -82,22 +73,22 @@ class Summary:
     dtype: str
     bin_bytes: int
     idx_bytes: int
-    lengths: Counts
+    lengths: Counts  # tokens of each document that is not empty
 
 
 def summarize(data: IndexedDataset) -> Summary:
-    """Count what the index says, a stretch of it at a time."""
+    """Count what the index holds, block by block."""
     lengths = Counts()
     for bounds in document_bounds(data):
         tokens = np.diff(bounds)
         lengths.add(tokens[tokens > 0])
-    stretches = (data.lengths[first : first + DOCUMENTS] for first in range(0, len(data), DOCUMENTS))
+    blocks = (data.lengths[first : first + DOCUMENTS] for first in range(0, len(data), DOCUMENTS))
     documents = len(data.documents) - 1
     return Summary(
         documents=documents,
         empty_documents=documents - lengths.total,
         sequences=len(data),
-        empty_sequences=sum(int((stretch == 0).sum()) for stretch in stretches),
+        empty_sequences=sum(int((block == 0).sum()) for block in blocks),
         tokens=data.num_tokens,
         dtype=data.dtype.name,
         bin_bytes=os.path.getsize(f"{data.prefix}.bin"),
@@ -107,7 +98,7 @@ def summarize(data: IndexedDataset) -> Summary:
 
 
 def document_bounds(data: IndexedDataset) -> Iterator[NDArray[np.int64]]:
-    """Tokens before each document of a stretch, and before the end of its last: int64 ``[n + 1]`` for each stretch."""
+    """Yield the tokens before each document of a block and after its last, int64 ``[n + 1]``, for each block."""
     before = 0
     for first in range(0, len(data.documents) - 1, DOCUMENTS):
         sequences = data.documents[first : first + DOCUMENTS + 1]
@@ -119,31 +110,24 @@ def document_bounds(data: IndexedDataset) -> Iterator[NDArray[np.int64]]:
 
 @dataclass(frozen=True)
 class Findings:
-    """What the ids of a pair are.
+    """Result of checking every id of a pair."""
 
-    Attributes:
-        ids: how often each occurs.
-        wrong: how many are below 0, or not below the size of the vocabulary where that is known.
-        first_wrong: the first of these, with its place; None without any.
-        ended: documents whose last token is the id that ends one; None where nobody says which that is.
-    """
-
-    ids: Counts
-    wrong: int
-    first_wrong: str | None
-    ended: int | None
+    ids: Counts  # occurrences of each id
+    wrong: int  # ids below 0 or not below the vocabulary size
+    first_wrong: str | None  # the first of these, with its position
+    ended: int | None  # documents whose last token is `eod`; None if that is unknown
 
 
 def verify(
     data: IndexedDataset, vocab_size: int | None, eod: int | None, report: Callable[[int], None] = lambda _: None
 ) -> Findings:
-    """Look at every id, a stretch at a time (opening the pair has checked every pointer).
+    """Check every id, block by block (opening the pair has checked every pointer).
 
     Args:
         data: whole numbers.
-        vocab_size: ids are below it; None where nobody says.
-        eod: the id that ends a document; None where nobody says.
-        report: called with the number of bytes of every stretch.
+        vocab_size: ids must be below it; None if unknown.
+        eod: the id that ends a document; None if unknown.
+        report: called with the size in bytes of every block.
     """
     ids, wrong, first = Counts(), 0, None
     for start in range(0, data.num_tokens, TOKENS):
@@ -154,19 +138,19 @@ def verify(
             wrong += len(places)
             first = first or f"{block[places[0]]} is {place_of(data, start + int(places[0]))}"
         report(block.nbytes)
-    return Findings(ids, wrong, first, None if eod is None else _ended(data, eod))
+    return Findings(ids, wrong, first, None if eod is None else _count_ended(data, eod))
 
 
-def _ended(data: IndexedDataset, eod: int) -> int:
-    found = 0
+def _count_ended(data: IndexedDataset, eod: int) -> int:
+    count = 0
     for bounds in document_bounds(data):
         ends = bounds[1:][np.diff(bounds) > 0]
-        found += int((data.tokens[ends - 1] == eod).sum())
-    return found
+        count += int((data.tokens[ends - 1] == eod).sum())
+    return count
 
 
 def place_of(data: IndexedDataset, token: int) -> str:
-    """Where in the data token number ``token`` of all is, in words."""
+    """Describe where token number ``token`` is in the data."""
     sequence = int(np.searchsorted(data.pointers, token * data.dtype.itemsize, side="right")) - 1
     document = int(np.searchsorted(data.documents, sequence, side="right")) - 1
     first = int(data.pointers[data.documents[document]]) // data.dtype.itemsize
@@ -175,29 +159,22 @@ def place_of(data: IndexedDataset, token: int) -> str:
 
 @dataclass(frozen=True)
 class Sample:
-    """A document to look at.
+    """One document of a pair, to look at."""
 
-    Attributes:
-        document: its number.
-        tokens: how many it has.
-        ids: its first ones, at most `SAMPLE_TOKENS`.
-        text: of these ids; None without a tokenizer, or where it does not have one of them.
-    """
-
-    document: int
-    tokens: int
-    ids: list[int | float]
-    text: str | None
+    document: int  # its number
+    tokens: int  # its length
+    ids: list[int | float]  # the first ones, at most `SAMPLE_TOKENS`
+    text: str | None  # of these ids; None without a tokenizer, or if it lacks one of them
 
 
 def samples(data: IndexedDataset, n: int, tokenizer: Tokenizer | None) -> list[Sample]:
-    """``n`` documents that lie evenly from the first to the last; all where there are no more."""
+    """Return ``n`` evenly spaced documents from the first to the last; all if there are no more."""
     documents = len(data.documents) - 1
     chosen = sorted({*np.linspace(0, documents - 1, min(n, documents)).astype(np.int64).tolist()})
-    return [_sample(data, document, tokenizer) for document in chosen]
+    return [_sample_of(data, document, tokenizer) for document in chosen]
 
 
-def _sample(data: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> Sample:
+def _sample_of(data: IndexedDataset, document: int, tokenizer: Tokenizer | None) -> Sample:
     first, last = data.documents[document : document + 2].tolist()
     tokens = int(data.lengths[first:last].sum(dtype=np.int64))
     start = int(data.pointers[first]) // data.dtype.itemsize if tokens else 0

@@ -1,4 +1,4 @@
-"""Token files put end to end: the pair that one preprocessing of all their text would have written."""
+"""Merge token files: the result is the pair that one preprocessing of all their text would have written."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megatron.data.errors import DataError
 from megatron.data.files.indexed import IndexedDataset, IndexedDatasetWriter, remove_leftovers
 from megatron.data.tokenizers.record import FOLDER, RECORD, TokenizerRecord, read_record, same_ids
 
-INDEX_BYTES = 20  # of a sequence that is a document: length, pointer and boundary
+INDEX_BYTES = 20  # index entry of a document of one sequence: length, pointer and boundary
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one pair adds to the whole."""
+    """One pair to merge."""
 
     prefix: str
     dtype: np.dtype[Any]
@@ -33,10 +33,10 @@ class Part:
 
     @classmethod
     def of(cls, prefix: str) -> Part:
-        """Open a pair, check all of it but its ids, and close it again: thousands may be merged.
+        """Open a pair, check everything but its ids, and close it again: thousands may be merged.
 
         Raises:
-            DataError: when it is missing or damaged, or the record beside it is.
+            DataError: when the pair or its record is missing or damaged.
         """
         data = IndexedDataset(prefix, floats=True)
         return cls(prefix, data.dtype, len(data.documents) - 1, len(data), data.num_tokens, read_record(prefix))
@@ -48,12 +48,12 @@ class Part:
 
 
 def find_prefixes(inputs: Sequence[str]) -> list[str]:
-    """The pairs to merge: of a folder all that lie in it, by name; anything else is a prefix itself.
+    """Return the pairs to merge: of a folder all pairs in it, by name; anything else is itself a prefix.
 
     Raises:
-        DataError: when a folder holds none, or traces of one that is not finished, or a pair is named twice.
+        DataError: when a folder holds no pair or an unfinished one, or a pair is named twice.
     """
-    prefixes = [prefix for one in inputs for prefix in (_in_folder(Path(one)) if _is_folder(one) else [one])]
+    prefixes = [p for path in inputs for p in (_prefixes_in(Path(path)) if _is_folder(path) else [path])]
     seen: dict[str, str] = {}
     for prefix in prefixes:
         path = os.path.realpath(f"{prefix}.bin")
@@ -66,17 +66,17 @@ def find_prefixes(inputs: Sequence[str]) -> list[str]:
     return prefixes
 
 
-def _is_folder(one: str) -> bool:
-    """Megatron-LM keeps the cache of a pair in a folder of the pair's name: then the pair is meant."""
-    return os.path.isdir(one) and not os.path.isfile(f"{one}.idx")
+def _is_folder(path: str) -> bool:
+    """Return True for a folder of pairs. Megatron-LM's cache folder has the name of its pair, which then is meant."""
+    return os.path.isdir(path) and not os.path.isfile(f"{path}.idx")
 
 
-def _in_folder(folder: Path) -> list[str]:
+def _prefixes_in(folder: Path) -> list[str]:
     names = sorted(os.listdir(folder))
     unfinished = [name for name in names if name.endswith(".part")]
     if unfinished:
         raise DataError(
-            f"{folder / unfinished[0]}: somebody still writes there, or was killed while writing",
+            f"{folder / unfinished[0]}: another process is writing it, or was killed while writing",
             f"wait | rm {shlex.quote(str(folder))}/*.part",
         )
     prefixes = sorted({stem for stem, suffix in map(os.path.splitext, names) if suffix in (".bin", ".idx")})
@@ -86,7 +86,7 @@ def _in_folder(folder: Path) -> list[str]:
 
 
 def check_parts(parts: Sequence[Part]) -> None:
-    """Whether the ids of all parts mean the same.
+    """Check that ids mean the same in all parts.
 
     Raises:
         DataError: when two have different types or tokenizers; it names both.
@@ -101,21 +101,20 @@ def check_parts(parts: Sequence[Part]) -> None:
     known = [part for part in parts if part.record is not None]
     for part in parts if known else ():
         if part.record is None:
-            said, unsaid = known[0].prefix, part.prefix
+            recorded, unrecorded = f"{known[0].prefix}.{RECORD}", f"{part.prefix}.{RECORD}"
             raise DataError(
-                f"{said}.{RECORD} says which tokenizer wrote {said}, and nothing says it of {unsaid}",
-                f"if it was the same one: cp {shlex.quote(f'{said}.{RECORD}')} {shlex.quote(f'{unsaid}.{RECORD}')}",
+                f"{recorded} names the tokenizer of {known[0].prefix}, but {part.prefix} has no such record",
+                f"if it was the same one: cp {shlex.quote(recorded)} {shlex.quote(unrecorded)}",
             )
-    for one, other in pairwise(known):
-        _check_records(one, other)
+    for a, b in pairwise(known):
+        _check_records(a, b)
 
 
 def _check_records(a: Part, b: Part) -> None:
-    same = same_ids(a.prefix, b.prefix)
-    seen = [dict(vars(part.record)) for part in (a, b)]
-    for name in ("pad", "special_ids") if same else seen[0]:
-        values = [record[name] for record in seen]
-        if values[0] != values[1] and _said_by_both(name, seen):
+    records = [dict(vars(part.record)) for part in (a, b)]
+    for name in ("pad", "special_ids") if same_ids(a.prefix, b.prefix) else records[0]:
+        values = [record[name] for record in records]
+        if values[0] != values[1] and _in_both(name, records):
             raise DataError(
                 f"{a.prefix} and {b.prefix} were written with different tokenizers: "
                 f"{name} is {values[0]!s:.60} and {values[1]!s:.60}",
@@ -123,17 +122,17 @@ def _check_records(a: Part, b: Part) -> None:
             )
 
 
-def _said_by_both(name: str, records: Sequence[dict[str, Any]]) -> bool:
-    """Whether a field is in both records: older ones have no special ids, and nothing that came with them."""
+def _in_both(name: str, records: Sequence[dict[str, Any]]) -> bool:
+    """Return True if both records have the field: older ones lack special ids and the fields added with them."""
     later = ("pad", "special_ids", "settings")
     return name not in later or all(record["special_ids"] is not None for record in records)
 
 
 def check_output(inputs: Sequence[str], parts: Sequence[Part], output: str) -> None:
-    """Whether the merged pair can be written there, besides its parts.
+    """Check that the merged pair can be written beside its parts.
 
     Raises:
-        DataError: when it is one of them, or would be one the next time, or the disk has no room.
+        DataError: when it is one of them, or would be one in the next merge, or the disk has too little space.
     """
     if not os.path.basename(output):
         raise DataError(f"--output-prefix {output} is a folder", f"--output-prefix {output}merged")
@@ -141,10 +140,10 @@ def check_output(inputs: Sequence[str], parts: Sequence[Part], output: str) -> N
     for part in parts:
         if os.path.realpath(f"{output}.bin") == os.path.realpath(f"{part.prefix}.bin"):
             raise DataError(f"--output-prefix {output} is one of the pairs to merge", "another --output-prefix")
-    for one in inputs:
-        if _is_folder(one) and os.path.realpath(one) == folder:
+    for path in inputs:
+        if _is_folder(path) and os.path.realpath(path) == folder:
             raise DataError(
-                f"--output-prefix {output} lies in {one}, whose pairs are merged: next time it would be one of them",
+                f"--output-prefix {output} lies in {path}, whose pairs are merged: the next merge would include it",
                 f"--output-prefix {os.path.join(os.path.dirname(folder), os.path.basename(output))}",
             )
     os.makedirs(folder, exist_ok=True)
@@ -155,17 +154,17 @@ def check_output(inputs: Sequence[str], parts: Sequence[Part], output: str) -> N
 
 
 def merge(parts: Sequence[Part], output: str, report: Callable[[int], None] = lambda _: None) -> None:
-    """Write the pair ``output``, with the record and the files of the parts' tokenizer beside it.
+    """Write the pair ``output``, with the tokenizer record and files of its parts.
 
-    Ids are copied block by block. The pair appears when it is whole, and not before.
+    Ids are copied block by block. The pair is published when it is complete.
 
     Args:
-        parts: of one type and one tokenizer, as `check_parts` checks it.
+        parts: pairs that passed `check_compatible`.
         output: prefix of the two files.
-        report: called with the number of bytes of every block of ids that was copied.
+        report: called with the size in bytes of every block copied.
 
     Raises:
-        DataError: when a part is no longer what it was.
+        DataError: when a part has changed since it was checked.
         OSError: when the disk refuses; nothing is left behind then.
     """
     remove_leftovers(output)
@@ -173,18 +172,20 @@ def merge(parts: Sequence[Part], output: str, report: Callable[[int], None] = la
         for part in parts:
             data = IndexedDataset(part.prefix, floats=True)
             if (data.dtype, data.num_tokens, len(data)) != (part.dtype, part.tokens, part.sequences):
-                raise DataError(f"{part.prefix} has changed since the merge began", "merge when nobody writes it")
+                raise DataError(
+                    f"{part.prefix} has changed since the merge began", "merge again after all writers have finished"
+                )
             writer.add_pair(f"{part.prefix}.bin", data.lengths, data.documents, report)
         writer.leave_no(RECORD)
         writer.leave_no(FOLDER)
-        for suffix, content in _beside(parts).items():
+        for suffix, content in _tokenizer_files(parts).items():
             writer.add_file(suffix, content)
 
 
-def _beside(parts: Sequence[Part]) -> dict[str, bytes]:
-    """Record and tokenizer files of the part whose record says most, and that its texts may hold special tokens."""
-    speaking = [part for part in parts if part.record is not None and part.record.special_ids is not None]
-    known = speaking or [part for part in parts if part.record is not None]
+def _tokenizer_files(parts: Sequence[Part]) -> dict[str, bytes]:
+    """Read the record and tokenizer files of the part with the most complete record."""
+    complete = [part for part in parts if part.record is not None and part.record.special_ids is not None]
+    known = complete or [part for part in parts if part.record is not None]
     if not known:
         return {}
     prefix = max(known, key=lambda part: part.record is not None and part.record.parses_special_tokens).prefix

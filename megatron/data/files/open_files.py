@@ -1,4 +1,4 @@
-"""How many files a process may have open: each one that is mapped counts, and a blend maps several for every source."""
+"""The limit on open files: every mapped file counts, and a blend maps several per source."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ REMEDY = "ulimit -n 65536"
 
 
 def allow_many() -> None:
-    """Let this process open as many files as the system lets it ask for; where it lets nobody ask, nothing changes."""
+    """Raise the soft limit on open files to the hard limit, if the system permits."""
     try:
         import resource
     except ImportError:
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
-        with suppress(OSError, ValueError):  # some systems refuse what they say is allowed
+        with suppress(OSError, ValueError):  # some systems report a hard limit that they refuse to set
             resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def are_too_many(error: BaseException) -> bool:
-    """Whether a file could not be opened because too many are."""
+    """Return True if a file could not be opened because too many are open."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)

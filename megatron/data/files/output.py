@@ -1,4 +1,4 @@
-"""Whether a pair of token files may be written where a person wants it."""
+"""Refuse to overwrite an existing dataset."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from megatron.data.errors import DataError
 from megatron.data.tokenizers.record import FOLDER, RECORD
 
 ALL = ("bin", "idx", RECORD, FOLDER)
-"""What a dataset consists of: its files and folder are called so after the prefix and a dot."""
+"""Suffixes of a dataset's files and folder: ``<prefix>.<suffix>``."""
 
 
 def check_new(prefixes: Iterable[str], overwrite: bool) -> None:
-    """Refuse prefixes that have something, unless it is to be overwritten.
+    """Refuse prefixes that already have files, unless ``overwrite``.
 
     Raises:
-        DataError: naming what is there.
+        DataError: naming an existing file.
     """
     found = [path for prefix in prefixes for suffix in ALL if os.path.lexists(path := f"{prefix}.{suffix}")]
     if found and not overwrite:

@@ -1,4 +1,4 @@
-"""A block of text to a block of ids: what each worker of preprocessing does."""
+"""Encode a block of text: the work of each preprocessing worker."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from megatron.data.errors import DataError
 from megatron.data.files.indexed import id_dtype
@@ -26,81 +25,56 @@ from megatron.data.tokenizers.encoded import Encoded, Tokenizer
 from megatron.data.tokenizers.engine import FAST, OWN, Engine
 from megatron.data.tokenizers.tokenizer import ByteTokenizer, TokenizerChoice
 
-TOLD = 20  # bad documents of a block that are described; the others are counted
-CHECKED = 300  # bytes of a block that the tokenizer itself encodes too
+TOLD = 20  # bad documents of a block described; the others are only counted
+CHECKED = 300  # bytes of a block that the tokenizer's own library encodes too
 
 
 @dataclass(frozen=True)
 class Job:
-    """What a worker needs to know.
+    """Settings of a worker."""
 
-    Attributes:
-        keys: where the texts of a line are.
-        choice: the tokenizer.
-        fingerprint: of the tokenizer, which must be the same in every worker.
-        append_eod: end every text that is not empty with the id that ends a document.
-    """
-
-    keys: tuple[str, ...]
+    keys: tuple[str, ...]  # JSON keys of the texts
     choice: TokenizerChoice
-    fingerprint: str
-    append_eod: bool
+    fingerprint: str  # of the tokenizer, compared in every worker
+    append_eod: bool  # append the end-of-document id to every text that is not empty
 
 
 class Bad(NamedTuple):
-    """A document of a block that is not what it should be.
-
-    Attributes:
-        file: where it is.
-        line: its number in the block, from 1 on; 0 for a plain file.
-        seen: the sentence without its subject.
-        fixes: what can be done.
-    """
+    """Invalid document of a block."""
 
     file: Path
-    line: int
-    seen: str
+    line: int  # from 1 on, within the block; 0 for a plain file
+    seen: str  # a sentence without its subject
     fixes: tuple[str, ...]
 
     def of(self, lines_before: int, *more_fixes: str) -> DataError:
-        """The error, where ``lines_before`` lines of the file are in earlier blocks."""
+        """Return the error, with the line number in the file after ``lines_before`` lines in earlier blocks."""
         source = f"{self.file}:{lines_before + self.line}" if self.line else str(self.file)
         return DataError(source + self.seen, *self.fixes, *more_fixes)
 
 
 class EncodedBlock(NamedTuple):
-    """What became of a block.
+    """Ids of a block, and statistics."""
 
-    Attributes:
-        columns: for each key, the ids of its texts in the type of the token files.
-        lines: of the block, blank and bad ones too.
-        documents: that were encoded.
-        empty: texts of all columns that have no ids.
-        text_bytes: of all texts, in UTF-8.
-        bad: documents that were not encoded.
-        told: the first of them.
-        differs: where the engine and the tokenizer itself disagree.
-    """
-
-    columns: tuple[Encoded, ...]
-    lines: int
-    documents: int
-    empty: int
-    text_bytes: int
-    bad: int
-    told: tuple[Bad, ...]
-    differs: Bad | None
+    columns: tuple[Encoded, ...]  # for each key, the ids of its texts in the dtype of the token files
+    lines: int  # including blank and bad ones
+    documents: int  # encoded
+    empty: int  # texts of all columns without ids
+    text_bytes: int  # UTF-8 bytes of all texts
+    bad: int  # documents not encoded
+    described: tuple[Bad, ...]  # the first `MAX_DESCRIBED` of them
+    differs: Bad | None  # set if engine and tokenizer disagree
 
 
 class _Documents(NamedTuple):
-    """Good documents of a block: for each key their texts in UTF-8, and for each document its file and line."""
+    """Valid documents of a block."""
 
-    columns: list[list[bytes]]
-    places: list[tuple[Path, int]]
+    columns: list[list[bytes]]  # for each key, the texts in UTF-8
+    places: list[tuple[Path, int]]  # file and line of each document
 
 
 class BlockEncoder:
-    """Encodes blocks, one after the other."""
+    """Encode blocks one after the other."""
 
     def __init__(self, job: Job, tokenizer: Tokenizer, engine: Engine) -> None:
         self._job = job
@@ -111,30 +85,30 @@ class BlockEncoder:
         self._bad: list[Bad] = []
 
     def __call__(self, block: Block) -> EncodedBlock:
-        """The ids of the documents of a block, in their order.
+        """Return the ids of a block's documents.
 
         Raises:
-            DataError: when the block cannot be read any more, or an id is not of the tokenizer.
+            DataError: if the block cannot be read any more, or the tokenizer returns an id outside its vocabulary.
         """
         self._bad = []
-        documents, lines = self._lines(block) if isinstance(block, Lines) else self._plain(block)
+        documents, lines = self._read_lines(block) if isinstance(block, Lines) else self._read_plain(block)
         try:
             columns = self._encode(documents)
         except ValueError:
-            documents = self._those_that_can_be_encoded(documents)
+            documents = self._drop_unencodable(documents)
             columns = self._encode(documents)
         return EncodedBlock(
-            columns=tuple(self._finished(column) for column in columns),
+            columns=tuple(self._to_file_dtype(column) for column in columns),
             lines=lines,
             documents=len(documents.places),
             empty=sum(int(np.count_nonzero(column.lengths == 0)) for column in columns),
             text_bytes=sum(sum(map(len, texts)) for texts in documents.columns),
             bad=len(self._bad),
-            told=tuple(self._bad[:TOLD]),
-            differs=self._check(documents),
+            described=tuple(self._bad[:TOLD]),
+            differs=self._spot_check(documents),
         )
 
-    def _lines(self, block: Lines) -> tuple[_Documents, int]:
+    def _read_lines(self, block: Lines) -> tuple[_Documents, int]:
         content = block.read()
         columns = texts_of_good_lines(content, self._job.keys)
         if columns is not None:
@@ -153,7 +127,7 @@ class BlockEncoder:
                 self._bad.append(Bad(block.file, number, bad.seen, bad.fixes))
         return _Documents(self._columns(found), places), len(lines)
 
-    def _plain(self, block: Texts) -> tuple[_Documents, int]:
+    def _read_plain(self, block: Texts) -> tuple[_Documents, int]:
         found: list[tuple[bytes, ...]] = []
         places = []
         for file in block.files:
@@ -173,8 +147,8 @@ class BlockEncoder:
     def _encode(self, documents: _Documents) -> list[Encoded]:
         return [self._engine.encode_batch(texts) for texts in documents.columns]
 
-    def _those_that_can_be_encoded(self, documents: _Documents) -> _Documents:
-        """Without the documents that the tokenizer refuses, which are bad ones."""
+    def _drop_unencodable(self, documents: _Documents) -> _Documents:
+        """Move documents that the tokenizer rejects to the bad ones."""
         good: list[tuple[bytes, ...]] = []
         places = []
         for row, (file, line) in zip(zip(*documents.columns), documents.places):
@@ -190,31 +164,30 @@ class BlockEncoder:
         self._bad.sort(key=lambda bad: bad.line)
         return _Documents(self._columns(good), places)
 
-    def _finished(self, column: Encoded) -> Encoded:
-        """The column in the type of the files, with the ids that end documents."""
+    def _to_file_dtype(self, column: Encoded) -> Encoded:
+        """Check the ids, convert them to the dtype of the files and append the end-of-document ids."""
         ids, lengths = column
         if ids.size and not 0 <= ids.min() <= ids.max() < self._tokenizer.vocab_size:
-            seen = f"the tokenizer gave ids {ids.min()}..{ids.max()}, but says that it has {self._tokenizer.vocab_size}"
+            seen = (
+                f"the tokenizer gave ids {ids.min()}..{ids.max()}, but its vocab_size is {self._tokenizer.vocab_size}"
+            )
             raise DataError(seen, "another --tokenizer-model")
         ids = ids.astype(self._dtype)
-        return _with_ends(ids, lengths, self._tokenizer.eod) if self._job.append_eod else Encoded(ids, lengths)
+        if not self._job.append_eod:
+            return Encoded(ids, lengths)
+        ends = np.cumsum(lengths)[lengths > 0]
+        return Encoded(np.insert(ids, ends, self._tokenizer.eod), lengths + (lengths > 0))
 
-    def _check(self, documents: _Documents) -> Bad | None:
-        """A little of the block, encoded by the tokenizer itself too."""
+    def _spot_check(self, documents: _Documents) -> Bad | None:
+        """Compare a few ids of gigatoken with those of the tokenizer's own library."""
         if not self._engine.name.startswith(FAST) or not documents.places:
             return None
-        chance = Random(documents.columns[0][0][-CHECKED:])  # another place in every block, the same in every run
-        which = chance.randrange(len(documents.places))
-        text = max((texts[which] for texts in documents.columns), key=len)
-        start = chance.randrange(max(1, len(text) - CHECKED))
-        piece = text[start : start + CHECKED].decode(errors="ignore")
-        if np.array_equal(self._engine.encode_batch([piece]).ids, self._tokenizer.encode(piece)):
+        generator = Random(documents.columns[0][0][-CHECKED:])  # varies by block, equal in every run
+        index = generator.randrange(len(documents.places))
+        text = max((texts[index] for texts in documents.columns), key=len)
+        start = generator.randrange(max(1, len(text) - CHECKED))
+        excerpt = text[start : start + CHECKED].decode(errors="ignore")
+        if np.array_equal(self._engine.encode_batch([excerpt]).ids, self._tokenizer.encode(excerpt)):
             return None
         seen = f": {self._engine.name} and {self._tokenizer.library} give different ids for part of it"
-        return Bad(*documents.places[which], seen, (f"--engine {OWN}",))
-
-
-def _with_ends(ids: NDArray[Any], lengths: NDArray[np.int64], end: int) -> Encoded:
-    """``end`` after every text that is not empty."""
-    ends = np.cumsum(lengths)[lengths > 0]
-    return Encoded(np.insert(ids, ends, end), lengths + (lengths > 0))
+        return Bad(*documents.places[index], seen, (f"--engine {OWN}",))

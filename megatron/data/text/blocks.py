@@ -1,6 +1,6 @@
-"""Files cut into blocks: whole lines of JSON, or plain files, as much as one worker takes at a time.
+"""Split files into blocks that a worker encodes at once: whole JSON lines, or plain files.
 
-Where the cuts lie changes neither the documents nor their order.
+The block size changes neither the documents nor their order.
 """
 
 from __future__ import annotations
@@ -18,29 +18,20 @@ SEARCH_BYTES = 1 << 16
 
 
 class Lines(NamedTuple):
-    """Whole lines of a file of JSON lines.
-
-    Attributes:
-        file: where they are.
-        content: the lines, or the bytes of the file that they are.
-        stored: bytes of the file that they took, compressed if it is.
-        first: the file begins with them.
-        last: the file ends with them.
-        trouble: why the rest of the file cannot be read; empty if nothing is wrong.
-    """
+    """Consecutive whole lines of a JSON-lines file."""
 
     file: Path
-    content: bytes | range
-    stored: int
-    first: bool
-    last: bool
-    trouble: str = ""
+    content: bytes | range  # the lines, or the byte range of the file that holds them
+    stored: int  # bytes they take in the file, compressed if it is
+    first: bool  # whether the file begins with them
+    last: bool  # whether the file ends with them
+    trouble: str = ""  # why the rest of the file cannot be read; empty if it can
 
     def read(self) -> bytes:
-        """The lines.
+        """Return the lines.
 
         Raises:
-            DataError: when the file is shorter than it was.
+            DataError: if the file has become shorter.
         """
         if isinstance(self.content, bytes):
             return self.content
@@ -48,51 +39,46 @@ class Lines(NamedTuple):
             stream.seek(self.content.start)
             content = stream.read(len(self.content))
         if len(content) != len(self.content):
-            raise DataError(f"{self.file} became shorter while it was read", "start again when nobody writes it")
+            raise DataError(f"{self.file} became shorter while it was read", "rerun when no process is writing it")
         return content
 
 
 class Texts(NamedTuple):
-    """Plain files, one document each.
-
-    Attributes:
-        files: where they are.
-        stored: bytes of them, compressed if they are.
-    """
+    """Plain files, one document each."""
 
     files: tuple[Path, ...]
-    stored: int
+    stored: int  # total size, compressed if they are
 
 
 Block = Lines | Texts
 
 
 def holds_lines(file: Path) -> bool:
-    """Whether a file is one of JSON lines, by its name in any case."""
+    """Return True if the name is that of a JSON-lines file, ignoring case and compression."""
     return unpacked_name(file).lower().endswith(JSON_LINES)
 
 
 def compression(file: Path) -> str:
-    """The suffix, in small letters, that says how a file is compressed; empty if it is not."""
+    """Return the suffix of the compression in lower case, or an empty string."""
     suffix = file.suffix.lower()
     return suffix if suffix in SUFFIXES else ""
 
 
 def unpacked_name(file: Path) -> str:
-    """The name without the suffix of a compression."""
+    """Return the file name without the suffix of its compression."""
     return file.name[: len(file.name) - len(compression(file))]
 
 
 def weight(block: Block) -> int:
-    """Bytes that a block holds, as far as is known before it is read."""
+    """Return the bytes of text in a block, as far as known before reading it."""
     return block.stored if isinstance(block, Texts) else len(block.content)
 
 
 def cut(files: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> Iterator[Block]:
-    """Blocks of about ``block_bytes`` of text, in the order of the files; longer ones where a single line is longer.
+    """Yield blocks of about ``block_bytes`` of text in the order of the files; a longer line makes a larger block.
 
     Raises:
-        OSError: when a file cannot be read.
+        OSError: if a file cannot be read.
     """
     plain: list[Path] = []
     size = 0
@@ -110,7 +96,7 @@ def cut(files: Sequence[Path], block_bytes: int = BLOCK_BYTES) -> Iterator[Block
 
 
 def cut_lines(file: Path, block_bytes: int = BLOCK_BYTES) -> Iterator[Lines]:
-    """The blocks of one file of JSON lines: at least one."""
+    """Yield the blocks of one JSON-lines file, at least one."""
     return _cut_compressed(file, block_bytes) if compression(file) else _cut_stored(file, block_bytes)
 
 
@@ -126,22 +112,23 @@ def _cut_stored(file: Path, block_bytes: int) -> Iterator[Lines]:
 
 
 def _end_of_line(stream: IO[bytes], position: int, size: int) -> int:
-    """The first position from ``position`` on that has a line end before it; the end of the file if there is none."""
+    """Return the first position from ``position`` on that follows a line end, or the end of the file."""
     position -= 1
     while position < size:
         stream.seek(position)
-        seen = stream.read(SEARCH_BYTES)
-        if not seen:
+        data = stream.read(SEARCH_BYTES)
+        if not data:
             break
-        if (found := seen.find(b"\n")) >= 0:
+        if (found := data.find(b"\n")) >= 0:
             return position + found + 1
-        position += len(seen)
+        position += len(data)
     return size
 
 
 def _cut_compressed(file: Path, block_bytes: int) -> Iterator[Lines]:
     pieces: list[bytes] = []
-    size = before = 0
+    size = 0  # of the pieces
+    block_start = 0  # in the compressed file
     first, trouble = True, ""
     with open(file, "rb") as stream:
         try:
@@ -150,12 +137,15 @@ def _cut_compressed(file: Path, block_bytes: int) -> Iterator[Lines]:
                 end = piece.rfind(b"\n") + 1 if size >= block_bytes else 0
                 pieces.append(piece[:end] if end else piece)
                 if end:
-                    yield Lines(file, b"".join(pieces), stream.tell() - before, first, last=False)
-                    pieces, size, before, first = [piece[end:]], len(piece) - end, stream.tell(), False
+                    yield Lines(file, b"".join(pieces), stream.tell() - block_start, first, last=False)
+                    pieces = [piece[end:]]
+                    size = len(piece) - end
+                    block_start = stream.tell()
+                    first = False
         except DamagedError as error:
             trouble = str(error)
-        stored = file.stat().st_size - before
-    whole = b"".join(pieces)
+        stored = file.stat().st_size - block_start
+    content = b"".join(pieces)
     if trouble:
-        whole = whole[: whole.rfind(b"\n") + 1]
-    yield Lines(file, whole, stored, first, last=True, trouble=trouble)
+        content = content[: content.rfind(b"\n") + 1]
+    yield Lines(file, content, stored, first, last=True, trouble=trouble)

@@ -1,4 +1,4 @@
-"""Work in a process of its own, which this one can end at any moment, whatever a library is doing in it."""
+"""Run a function in another process that can be killed at any moment, whatever library call it is in."""
 
 from __future__ import annotations
 
@@ -18,59 +18,59 @@ from megatron.data.errors import DataError
 Plan = TypeVar("Plan")
 Result = TypeVar("Result")
 
-TICK = 0.2  # seconds
-PATIENCE = 10.0  # seconds for a process to end
+TICK = 0.2  # seconds between polls
+PATIENCE = 10.0  # seconds to wait for a process to end
 
 
 class Watcher(Protocol):
-    """Who is told what the other process does."""
+    """Receiver of the progress of another process."""
 
-    def doing(self, stage: str) -> None:
-        """What it is at now."""
+    def set_stage(self, stage: str) -> None:
+        """Report the current stage."""
 
-    def say(self, sentence: str) -> None:
-        """Something a person should know."""
+    def message(self, text: str) -> None:
+        """Report a message for the user."""
 
     def tick(self) -> None:
-        """Time goes by."""
+        """Update the display; called a few times per second."""
 
 
 class Teller:
-    """The watcher, seen from the process that works."""
+    """Sender of progress from the other process to its watcher."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
 
-    def doing(self, stage: str) -> None:
-        """Tell what this process is at now."""
-        self._connection.send(("doing", stage))
+    def set_stage(self, stage: str) -> None:
+        """Report the current stage."""
+        self._connection.send(("stage", stage))
 
-    def say(self, sentence: str) -> None:
-        """Tell a person something."""
-        self._connection.send(("say", sentence))
+    def message(self, text: str) -> None:
+        """Report a message for the user."""
+        self._connection.send(("message", text))
 
 
 def in_child(function: Callable[[Plan, Teller], Result], plan: Plan, watcher: Watcher) -> Result:
-    """What ``function(plan, teller)`` returns in another process.
+    """Return ``function(plan, teller)``, called in another process.
 
-    That process ends with this call, however it ends, and does not see Ctrl-C.
+    That process ends with this call, however the call ends, and ignores Ctrl-C.
 
     Args:
-        function: to call; it and what it takes and returns can be pickled.
+        function: to call; the function, its argument and its result must be picklable.
         plan: its argument.
-        watcher: is told what the function tells, and a few times a second that time goes by.
+        watcher: receives the reports of the function, and ticks.
 
     Raises:
-        DataError: when the function raises one, or the process dies.
-        OSError: when the function raises one.
+        DataError: if the function raises one, or the process dies.
+        OSError: if the function raises one.
     """
     spawn = multiprocessing.get_context("spawn")
-    connection, theirs = spawn.Pipe()
-    process = spawn.Process(target=_work, args=(theirs, function, plan), daemon=True)
+    connection, remote = spawn.Pipe()
+    process = spawn.Process(target=_run_function, args=(remote, function, plan), daemon=True)
     try:
         with interrupts_blocked():
             process.start()
-        theirs.close()  # now only the process has that end: when it dies, ours is told
+        remote.close()  # only the child holds that end now, so its death ends the pipe
         while True:
             while not connection.poll(TICK):
                 watcher.tick()
@@ -82,7 +82,7 @@ def in_child(function: Callable[[Plan, Teller], Result], plan: Plan, watcher: Wa
                 return content
             if kind == "raised":
                 raise content
-            (watcher.doing if kind == "doing" else watcher.say)(content)
+            (watcher.set_stage if kind == "stage" else watcher.message)(content)
     finally:
         if process.pid is not None:
             process.kill()
@@ -91,20 +91,20 @@ def in_child(function: Callable[[Plan, Teller], Result], plan: Plan, watcher: Wa
 
 
 def death(process: SpawnProcess, *fixes: str) -> DataError:
-    """Why a process that should still work does not."""
+    """Return the error for a worker process that has died."""
     process.join(PATIENCE)
     status = process.exitcode
     if status is None or status >= 0:
-        return DataError(f"a worker process ended with status {status}; what it said is above")
+        return DataError(f"a worker process ended with status {status}; its output is above")
     name = signal.Signals(-status).name
-    perhaps = "; perhaps memory ran out" if -status == signal.SIGKILL else ""
-    return DataError(f"a worker process was ended by {name}{perhaps}", *fixes, "more memory")
+    cause = "; it may have run out of memory" if -status == signal.SIGKILL else ""
+    return DataError(f"a worker process was killed by {name}{cause}", *fixes, "more memory")
 
 
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
-    """Processes that begin here never see Ctrl-C: it is for this one, which tells them."""
-    resource_tracker.ensure_running()  # now, because to start it ends the blocking
+    """Block SIGINT in processes started inside, so that only this process handles Ctrl-C."""
+    resource_tracker.ensure_running()  # now, because starting it later would unblock the signal
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -113,7 +113,7 @@ def interrupts_blocked() -> Iterator[None]:
 
 
 def end_with_parent() -> None:
-    """From now on this process ends when the one that started it does."""
+    """Exit when the parent process ends."""
 
     def wait() -> None:
         parent = multiprocessing.parent_process()
@@ -124,7 +124,7 @@ def end_with_parent() -> None:
     threading.Thread(target=wait, daemon=True).start()
 
 
-def _work(connection: Connection, function: Callable[[Plan, Teller], Result], plan: Plan) -> None:
+def _run_function(connection: Connection, function: Callable[[Plan, Teller], Result], plan: Plan) -> None:
     end_with_parent()
     try:
         answer = "returned", function(plan, Teller(connection))

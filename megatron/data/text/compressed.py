@@ -1,4 +1,4 @@
-"""Compressed files as streams of bytes, a piece at a time."""
+"""Stream the contents of compressed files."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from typing import IO, Protocol
 from megatron.data.errors import DataError
 
 SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
-PIECE_BYTES = 16 << 20  # of text at most, about
+PIECE_BYTES = 16 << 20  # approximate upper limit of the text yielded at once
 READ_BYTES = {".gz": 1 << 14, ".zst": 1 << 9, ".bz2": 1 << 14, ".xz": 1 << 14}
-"""What is read at once. The libraries of .bz2 and .xz stop at `PIECE_BYTES` of text; of the others so much cannot give
-more: .gz compresses a thousandfold at most, .zst a block of 128 kB to 4 bytes."""
-PADDING = b"\0"  # tar and tape tools leave it behind a .gz, and .xz allows it
+"""Compressed bytes read at once. The libraries for .bz2 and .xz take `MAX_PIECE_BYTES` as a limit. For the others it
+follows from the highest compression: a factor of about 1000 for .gz, and 4 bytes for a block of 128 kB for .zst."""
+PADDING = b"\0"  # appended to .gz by tar and tape tools, and allowed in .xz
 
 
 class DamagedError(Exception):
-    """The rest of a compressed file cannot be read; the text says why."""
+    """The rest of a compressed file cannot be read, for the reason in the message."""
 
 
 class _Decompressor(Protocol):
@@ -32,31 +32,31 @@ class _Decompressor(Protocol):
 
 
 def decompressed(file: Path, stream: IO[bytes]) -> Iterator[bytes]:
-    """The content of a file that ends in one of `SUFFIXES`, in pieces; several streams back to back are one text.
+    """Yield the content of a file that ends in one of `COMPRESSION_SUFFIXES`. Concatenated streams are one text.
 
     Raises:
-        DamagedError: when the file is cut short, or is not what its name says.
-        DataError: when the library that reads it is missing.
+        DamagedError: if the file is truncated or not in the format of its suffix.
+        DataError: if the required library is missing.
     """
     suffix = file.suffix.lower()
-    new, errors = _library(suffix)
-    current = new()
-    fresh = True  # nothing of the current stream has been read
+    new_decompressor, errors = _library(suffix)
+    current = new_decompressor()
+    at_start = True  # nothing of the current stream has been read
     try:
         while data := stream.read(READ_BYTES[suffix]):
-            while data := data.lstrip(PADDING) if fresh else data:
+            while data := data.lstrip(PADDING) if at_start else data:
                 yield from _pieces(current, data)
-                data, fresh = current.unused_data, current.eof
+                data, at_start = current.unused_data, current.eof
                 if current.eof:
-                    current = new()
+                    current = new_decompressor()
     except errors as error:
-        raise DamagedError(f"is no {suffix} from here on: {error}") from error
-    if not fresh:
+        raise DamagedError(f"is not valid {suffix} from here on: {error}") from error
+    if not at_start:
         raise DamagedError(f"ends in the middle of a {suffix} stream")
 
 
 def _pieces(current: _Decompressor, data: bytes) -> Iterator[bytes]:
-    """What is in ``data``, which is a part of one stream and perhaps more."""
+    """Decompress ``data`` up to the end of the current stream."""
     if not isinstance(current, bz2.BZ2Decompressor | lzma.LZMADecompressor):
         yield current.decompress(data)
         return
@@ -66,7 +66,7 @@ def _pieces(current: _Decompressor, data: bytes) -> Iterator[bytes]:
 
 
 def _library(suffix: str) -> tuple[Callable[[], _Decompressor], type[Exception] | tuple[type[Exception], ...]]:
-    """What decompresses, and what it raises."""
+    """Return a factory of decompressors, and the errors they raise."""
     if suffix == ".gz":
         return lambda: zlib.decompressobj(wbits=16 + zlib.MAX_WBITS), zlib.error
     if suffix == ".bz2":

@@ -1,4 +1,4 @@
-"""Text files as a stream of documents, in an order that depends only on their names."""
+"""Find text files and read their documents, in an order that depends only on the file names."""
 
 from __future__ import annotations
 
@@ -25,65 +25,59 @@ PLAIN_TEXT = (".txt",)
 SKIP = "--on-bad-line skip"
 ARCHIVES = (".zip", ".tar", ".tgz", ".7z", ".parquet", ".arrow")
 OTHER_COMPRESSIONS = {".zstd": "mv {0} {1}.zst", ".z": "uncompress {0}", ".lz4": "lz4 -d {0}", ".br": "brotli -d {0}"}
-"""Suffixes of what is not unpacked here, and what to do with a file instead."""
+"""Suffixes of unsupported compressions, and the command that decompresses such a file."""
 
 
 class Document(NamedTuple):
-    """One document as it was read.
+    """Document as read from a file."""
 
-    Attributes:
-        texts: its text under each of the keys asked for; bytes of UTF-8 where it is a plain file.
-        source: file, and line if it has one, for messages.
-        num_bytes: how much of the decompressed input it took, without its line end.
-    """
-
-    texts: tuple[str | bytes, ...]
-    source: str
-    num_bytes: int
+    texts: tuple[str | bytes, ...]  # its text under each requested key; UTF-8 bytes for a plain file
+    source: str  # ``file`` or ``file:line``, for messages
+    num_bytes: int  # bytes of decompressed input, without the line end
 
 
 def add_input_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of a tool that reads text: ``input``, ``json_keys``, ``suffix``, ``exclude``, ``on_bad_line``."""
+    """Add the input flags of a data tool: ``input``, ``json_keys``, ``suffix``, ``exclude``, ``on_bad_line``."""
     read = parser.add_argument_group("input")
     read.add_argument("--input", nargs="+", required=True, metavar="PATH", help="files, quoted patterns or folders")
     read.add_argument(
-        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="where an object's texts are (text)"
+        "--json-keys", nargs="+", default=["text"], metavar="KEY", help="keys of an object's texts (text)"
     )
     read.add_argument(
         "--suffix",
         nargs="+",
         default=[*JSON_LINES, *PLAIN_TEXT],
         metavar=".EXT",
-        help="which files to take from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows "
+        help="files to read from a folder, in the order of their paths, also if .gz, .zst, .bz2 or .xz follows "
         "(.jsonl .json .ndjson .txt)",
     )
     read.add_argument(
-        "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to pass over inside a folder"
+        "--exclude", nargs="+", default=[], metavar="NAME", help="files and folders to skip inside a folder"
     )
     read.add_argument(
         "--on-bad-line",
         choices=("fail", "skip"),
         default="fail",
-        help="at a document that is no text: end (fail), or name it, count it and go on",
+        help="at an invalid document: stop (fail), or report it, count it and continue",
     )
 
 
 def find_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collection[str]) -> list[Path]:
-    """Files named by ``inputs``: each a file, a pattern like ``data/*.jsonl``, or a folder.
+    """Return the files named by ``inputs``: each a file, a glob pattern like ``data/*.jsonl``, or a folder.
 
-    Of a folder, these are the files below it that end in one of ``suffixes``, in any case, compressed or not, in the
-    order of their paths; files and folders called one of ``exclude`` are passed over, and so are links to files that
-    are there themselves. Patterns are sorted too. What is the name of a file is no pattern.
+    A folder contributes all files below it that end in one of ``suffixes`` (ignoring case, compressed or not), sorted
+    by path, without files and folders named in ``exclude`` and links to other files of it. Patterns are sorted too. An
+    existing file name is never treated as a pattern.
 
     Raises:
-        DataError: when an input gives no file, or the same documents would come twice: a folder or pattern has a file
-            compressed in different ways, or a file is named twice; when a file is of a format that is not read.
+        DataError: if an input matches no file, a format is not supported, or documents would be read twice because a
+            file is given twice or lies beside a compressed copy of itself.
     """
     files: list[Path] = []
     for name in inputs:
-        found = _walk(Path(name), tuple(suffixes), exclude) if os.path.isdir(name) else _named(name)
+        found = _walk(Path(name), tuple(suffixes), exclude) if os.path.isdir(name) else _expand(name)
         if not found:
-            raise _nothing(name, suffixes)
+            raise _no_files(name, suffixes)
         files += found
     for file in files:
         _check_format(file)
@@ -91,8 +85,8 @@ def find_files(inputs: Sequence[str], suffixes: Collection[str], exclude: Collec
     return files
 
 
-def _named(name: str) -> list[Path]:
-    """The file of this name, or those that it is a pattern for."""
+def _expand(name: str) -> list[Path]:
+    """Return the file of this name, or those that match it as a pattern."""
     if os.path.isfile(name):
         return [Path(name)]
     found = [Path(path) for path in sorted(glob.glob(name, recursive=True)) if os.path.isfile(path)]
@@ -100,39 +94,43 @@ def _named(name: str) -> list[Path]:
     return found
 
 
-def _nothing(name: str, suffixes: Collection[str]) -> DataError:
+def _no_files(name: str, suffixes: Collection[str]) -> DataError:
     if os.path.isdir(name):
-        what = f"no file below it ends in {' or '.join(suffixes)}"
+        why = f"no file below it ends in {' or '.join(suffixes)}"
     elif os.path.exists(name):
-        what = "it is a pipe or a device, and the input is read more than once"
-        return DataError(f"--input {name}: {what}", "write it to a file: cat ... > FILE.jsonl")
+        why = "it is a pipe or a device, and the input is read more than once"
+        return DataError(f"--input {name}: {why}", "write it to a file: cat ... > FILE.jsonl")
     else:
-        what = "there is no such file"
-    return DataError(f"--input {name}: {what}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
+        why = "there is no such file"
+    return DataError(f"--input {name}: {why}", "--input FILE.jsonl", "--input FOLDER --suffix .txt")
 
 
 def _check_format(file: Path) -> None:
     suffix = file.suffix.lower()
     if suffix in ARCHIVES:
-        raise DataError(f"{file}: {file.suffix} files are not read", "write its documents as lines of a .jsonl file")
+        fix = "write its documents as lines of a .jsonl file"
+        raise DataError(f"{file}: {file.suffix} files are not supported", fix)
     if suffix in OTHER_COMPRESSIONS:
         unpack = OTHER_COMPRESSIONS[suffix].format(shlex.quote(str(file)), shlex.quote(str(file.with_suffix(""))))
-        raise DataError(f"{file}: {file.suffix} files are not read", unpack)
+        raise DataError(f"{file}: {file.suffix} files are not supported", unpack)
 
 
 def _walk(folder: Path, suffixes: tuple[str, ...], exclude: Collection[str]) -> list[Path]:
+    def fail(error: OSError) -> None:
+        raise error
+
     found = []
-    for path, folders, names in os.walk(folder, onerror=_raise):
-        folders[:] = [f for f in folders if f not in exclude]
-        wanted = [Path(path, name) for name in names if name not in exclude]
-        found += [file for file in wanted if _ends_in(file, suffixes) and file.is_file()]
+    for path, folders, names in os.walk(folder, onerror=fail):
+        folders[:] = [name for name in folders if name not in exclude]
+        files = [Path(path, name) for name in names if name not in exclude]
+        found += [file for file in files if _ends_in(file, suffixes) and file.is_file()]
     found = _without_links(found)
     _refuse_copies(found)
-    return sorted(found, key=lambda p: p.relative_to(folder).as_posix())
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
 
 
 def _without_links(files: Collection[Path]) -> list[Path]:
-    """Every file once: under the name that is no link, else under the first."""
+    """Keep each file once, preferably under a name that is not a link."""
     names: dict[str, Path] = {}
     for file in sorted(files, key=lambda file: (file.is_symlink(), file)):
         names.setdefault(os.path.realpath(file), file)
@@ -148,57 +146,52 @@ def _ends_in(file: Path, suffixes: tuple[str, ...]) -> bool:
 
 
 def _refuse_copies(files: Collection[Path]) -> None:
-    """Refuse files that differ in their compression alone."""
+    """Raise DataError for files that differ only in their compression."""
     seen: dict[Path, Path] = {}
     for file in sorted(files):
         other = seen.setdefault(file.with_name(unpacked_name(file)), file)
         if other != file:
-            what = f"{file} lies beside {other}: the same documents would come twice"
-            raise DataError(what, f"--exclude {shlex.quote(file.name)}", "name both files with --input")
+            why = f"{file} lies beside {other}: the same documents would be read twice"
+            raise DataError(why, f"--exclude {shlex.quote(file.name)}", "name both files with --input")
 
 
 def _refuse_repeats(files: Collection[Path]) -> None:
-    """Refuse a file that was given twice, by whatever names."""
+    """Raise DataError for a file given twice, under any names."""
     seen: dict[str, Path] = {}
     for file in files:
         other = seen.setdefault(os.path.realpath(file), file)
         if other is not file:
-            what = f"{file} is given twice" if file == other else f"{file} is {other}, which is given too"
-            fix = "name it once; to read a corpus more often, give it a weight: pretrain_gpt.py --data-path 2 PREFIX"
-            raise DataError(f"--input: {what}: its documents would come twice", fix)
-
-
-def _raise(error: OSError) -> None:
-    raise error
+            why = f"{file} is given twice" if file == other else f"{file} is {other}, which is given too"
+            fix = "name it once; to repeat a corpus, give it a weight: pretrain_gpt.py --data-path 2 PREFIX"
+            raise DataError(f"--input: {why}: its documents would be read twice", fix)
 
 
 def read_documents(
-    file: Path, keys: Sequence[str], passed_over: Callable[[DataError], None] | None = None
+    file: Path, keys: Sequence[str], on_bad: Callable[[DataError], None] | None = None
 ) -> Iterator[Document]:
-    """Documents of one file: a JSON object per line of ``.jsonl`` and ``.json`` (blank lines aside), else all of it.
+    """Yield the documents of a file: one per line of a JSON-lines file (except blank lines), else one.
 
     Args:
         file: to read.
-        keys: where an object's texts are.
-        passed_over: is told what is wrong with a document, which is left out then.
+        keys: JSON keys of the texts.
+        on_bad: called with the error of each invalid document, which is skipped. By default the error is raised.
 
     Raises:
-        DataError: when a line is no JSON object with text under each of ``keys``, naming file and line; when there is
-            no object; when the file is damaged, binary or not UTF-8; all of it only unless ``passed_over`` is told.
-            When there are several keys and one text.
+        DataError: if a line is not a JSON object with text under each of ``keys``, the file has no document, or it is
+            damaged, binary or not UTF-8. Also if a plain file is read with several keys.
     """
     documents = _documents_of_lines if holds_lines(file) else _document_of_plain
     for document in documents(file, keys):
         if isinstance(document, Document):
             yield document
-        elif passed_over is None:
+        elif on_bad is None:
             raise document
         else:
-            passed_over(document)
+            on_bad(document)
 
 
 def _documents_of_lines(file: Path, keys: Sequence[str]) -> Iterator[Document | DataError]:
-    """Each document, or what is wrong with it."""
+    """Yield each document, or its error."""
     number = documents = 0
     for block in cut_lines(file):
         for line in whole_lines(block.read()):
@@ -227,10 +220,6 @@ def _document_of_plain(file: Path, keys: Sequence[str]) -> Iterator[Document | D
 
 
 def check_plain(file: Path, keys: Sequence[str]) -> None:
-    """Refuse several keys where there is one text.
-
-    Raises:
-        DataError: naming the keys.
-    """
+    """Raise DataError if several keys are requested of a plain file."""
     if len(keys) > 1:
-        raise DataError(f"{file} is one plain text, not {len(keys)} texts: {', '.join(keys)}", "--json-keys text")
+        raise DataError(f"{file} is plain text without the keys {', '.join(keys)}", "--json-keys text")

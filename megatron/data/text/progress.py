@@ -1,4 +1,4 @@
-"""How far preprocessing is: one line that is written over on a terminal, a line now and then in a file."""
+"""Show progress: one line redrawn on a terminal, or a line from time to time in a log file."""
 
 from __future__ import annotations
 
@@ -6,44 +6,35 @@ import time
 from dataclasses import dataclass
 from typing import TextIO
 
-from megatron.data.command_line import size
+from megatron.config.numbers import format_bytes
 
-BAR = 24  # columns
+BAR = 24  # width of the progress bar in columns
 TERMINAL_SECONDS = 0.2
 FILE_SECONDS = 10.0
 
 
 @dataclass
 class Totals:
-    """What was read and written so far.
+    """Counts of preprocessing so far."""
 
-    Attributes:
-        stored_bytes: of the input files, compressed where they are.
-        documents: written, under every key.
-        empty: texts of all keys without ids.
-        text_bytes: of the texts of all keys, in UTF-8.
-        tokens: of all keys.
-        bad: documents that were passed over, and files that could not be read to their end.
-    """
-
-    stored_bytes: int = 0
-    documents: int = 0
-    empty: int = 0
-    text_bytes: int = 0
-    tokens: int = 0
-    bad: int = 0
+    stored_bytes: int = 0  # of the input files, compressed if they are
+    documents: int = 0  # written under every key
+    empty: int = 0  # texts of all keys without ids
+    text_bytes: int = 0  # UTF-8 bytes of the texts of all keys
+    tokens: int = 0  # of all keys
+    bad: int = 0  # documents skipped, and files not readable to their end
 
 
 class Progress:
-    """Prints `Totals` while they grow, and sentences between."""
+    """Show `PreprocessTotals` and messages."""
 
     def __init__(self, stream: TextIO, input_bytes: int, interval: int | None = None) -> None:
-        """Print to ``stream``.
+        """Write to ``stream``.
 
         Args:
             stream: a terminal, or a file.
-            input_bytes: what `Totals.stored_bytes` will be in the end.
-            interval: documents between lines of a file; by default there is one every `FILE_SECONDS`. 0 for none.
+            input_bytes: final value of `PreprocessTotals.stored_bytes`.
+            interval: documents between lines in a file; by default a line is written every `FILE_INTERVAL`. 0 for none.
         """
         self._stream = stream
         self._input_bytes = max(1, input_bytes)
@@ -54,9 +45,9 @@ class Progress:
         self._shown = False
 
     def update(self, totals: Totals) -> None:
-        """Show how far it is, if it is time to."""
+        """Show the progress, if a line is due."""
         now = time.monotonic()
-        if not self._is_time(now, totals):
+        if not self._is_due(now, totals):
             return
         line = describe(totals, self._input_bytes, now - self._start)
         self._last, self._last_documents = now, totals.documents
@@ -64,7 +55,7 @@ class Progress:
         self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
         self._stream.flush()
 
-    def _is_time(self, now: float, totals: Totals) -> bool:
+    def _is_due(self, now: float, totals: Totals) -> bool:
         if self._interval == 0:
             return False
         if self._terminal:
@@ -73,13 +64,13 @@ class Progress:
             return now - self._last >= FILE_SECONDS
         return totals.documents // self._interval > self._last_documents // self._interval
 
-    def say(self, sentence: str) -> None:
-        """Print a sentence of its own."""
+    def message(self, text: str) -> None:
+        """Print a message."""
         self.close()
-        print(sentence, file=self._stream, flush=True)
+        print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Take the line that is written over away."""
+        """Erase the progress line."""
         if self._shown:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
@@ -87,7 +78,7 @@ class Progress:
 
 
 class Stages:
-    """Prints what a long work is at, and for how long: over itself on a terminal, a line now and then in a file."""
+    """Show the current stage of a long task and its duration."""
 
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
@@ -95,13 +86,13 @@ class Stages:
         self._start = self._last = time.monotonic()
         self._stage = "starting"
 
-    def doing(self, stage: str) -> None:
-        """Another stage has begun, or more of it is done."""
+    def set_stage(self, stage: str) -> None:
+        """Set the current stage."""
         self._stage = stage
         self.tick()
 
     def tick(self) -> None:
-        """Print the stage, if it is time to."""
+        """Show the stage, if a line is due."""
         now = time.monotonic()
         if now - self._last < (TERMINAL_SECONDS if self._terminal else FILE_SECONDS):
             return
@@ -110,32 +101,32 @@ class Stages:
         self._stream.write(f"\r{line}\x1b[K" if self._terminal else f"{line}\n")
         self._stream.flush()
 
-    def say(self, sentence: str) -> None:
-        """Print a sentence of its own."""
+    def message(self, text: str) -> None:
+        """Print a message."""
         self.close()
-        print(sentence, file=self._stream, flush=True)
+        print(text, file=self._stream, flush=True)
 
     def close(self) -> None:
-        """Take the line that is written over away."""
+        """Erase the progress line."""
         if self._terminal:
             self._stream.write("\r\x1b[K")
             self._stream.flush()
 
 
 def describe(totals: Totals, input_bytes: int, seconds: float) -> str:
-    """How far it is after ``seconds``, on one line."""
+    """Return the progress after ``seconds`` as one line."""
     seconds = max(seconds, 1e-9)
-    share = min(1.0, totals.stored_bytes / input_bytes)
-    bar = "#" * int(BAR * share)
-    left = f"{duration(seconds / share - seconds)} left" if share else "? left"
+    fraction = min(1.0, totals.stored_bytes / input_bytes)
+    bar = "#" * int(BAR * fraction)
+    left = f"{duration(seconds / fraction - seconds)} left" if fraction else "? left"
     return (
-        f"[{bar:.<{BAR}}] {100 * share:5.1f}% | {totals.documents:,} documents, {short(totals.tokens)} tokens | "
-        f"{size(totals.text_bytes / seconds)}/s, {short(totals.tokens / seconds)} tokens/s | {left}"
+        f"[{bar:.<{BAR}}] {100 * fraction:5.1f}% | {totals.documents:,} documents, {short(totals.tokens)} tokens | "
+        f"{format_bytes(totals.text_bytes / seconds)}/s, {short(totals.tokens / seconds)} tokens/s | {left}"
     )
 
 
 def short(number: float) -> str:
-    """A count in at most five columns: ``512``, ``8.13k``, ``16.3M``, ``300B``."""
+    """Format a count in at most five columns: ``512``, ``8.13k``, ``16.3M``, ``300B``."""
     for unit in ("", "k", "M", "B"):
         if number < 999.5:
             return f"{number:.3g}{unit}" if unit else f"{number:.0f}"
@@ -144,7 +135,7 @@ def short(number: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time in the two largest units that it has: ``8s``, ``3m05s``, ``2h10m``, ``1d04h``."""
+    """Format a time in its two largest units: ``8s``, ``3m05s``, ``2h10m``, ``1d04h``."""
     whole = round(seconds)
     for unit, length, next_unit, next_length in (("d", 86400, "h", 3600), ("h", 3600, "m", 60), ("m", 60, "s", 1)):
         if whole >= length:

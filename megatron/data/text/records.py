@@ -1,4 +1,4 @@
-"""One line of a file of JSON lines as texts, or one plain file as a text; and what is wrong with one that is not."""
+"""Parse a JSON line or a plain file into texts, and describe what is wrong with an invalid one."""
 
 from __future__ import annotations
 
@@ -23,33 +23,28 @@ JSON_KINDS: dict[type, str] = {
     bool: "a boolean",
     type(None): "null",
 }
-NUL = b"\\u0000"  # how JSON spells it
-MEND = "mend or remove this line"
+NUL = b"\\u0000"  # as escaped in JSON
+MEND = "fix or remove this line"
 
 
 class BadDocumentError(Exception):
-    """What is wrong with a document, told so that the name of its file, and line, goes before it.
-
-    Attributes:
-        seen: the sentence without its subject, such as ``" is not JSON"``.
-        fixes: what can be done.
-    """
+    """Problem of a document, without the name of its file and line."""
 
     def __init__(self, seen: str, *fixes: str) -> None:
         super().__init__(seen)
-        self.seen = seen
+        self.seen = seen  # a sentence without its subject, such as " is not JSON"
         self.fixes = fixes
 
     def of(self, source: str, *more_fixes: str) -> DataError:
-        """The error for the document that is called so."""
+        """Return the error with ``source`` (file and line) as the subject of the sentence."""
         return DataError(source + self.seen, *self.fixes, *more_fixes)
 
 
 def texts_of_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ...]:
-    """The texts under ``keys`` in a JSON object; ``file``, which holds the line, is only named in messages.
+    """Return the texts under ``keys`` of a JSON line; ``file`` is used in messages.
 
     Raises:
-        BadDocumentError: when it is no JSON object of UTF-8, or holds under a key no text or one that is no Unicode.
+        BadDocumentError: if it is not a JSON object in UTF-8 with Unicode text under each key.
     """
     try:
         record = _reader()(line)
@@ -57,14 +52,14 @@ def texts_of_line(line: bytes, keys: Sequence[str], file: Path) -> tuple[str, ..
         record = _read_slowly(line, file)
     if not isinstance(record, dict):
         hint = (f"jq -c '.[]' {shlex.quote(str(file))} > lines.jsonl",) if isinstance(record, list) else ()
-        raise BadDocumentError(f" holds {JSON_KINDS[type(record)]}, not an object", MEND, *hint)
+        raise BadDocumentError(f" is {JSON_KINDS[type(record)]}, not an object", MEND, *hint)
     return tuple([_text(record, key) for key in keys])
 
 
 def texts_of_good_lines(content: bytes, keys: Sequence[str]) -> list[list[bytes]] | None:
-    """For each key the texts of all lines of ``content``, in UTF-8: those of `texts_of_line`, sooner.
+    """Return for each key the texts of all lines, in UTF-8: a fast path for blocks without special cases.
 
-    None where a line is blank, or is not what it should be, or might not be.
+    None if a line is blank or may be invalid; `parse_line` then decides.
     """
     if NUL in content:
         return None
@@ -77,7 +72,7 @@ def texts_of_good_lines(content: bytes, keys: Sequence[str]) -> list[list[bytes]
 
 @cache
 def _reader() -> Callable[[bytes], object]:
-    """The fastest reader of JSON; what it refuses is read once more by `_read_slowly`, which says why."""
+    """Return the fastest JSON parser. Lines it rejects are parsed again by `_read_slowly`, which explains the error."""
     try:
         import orjson
     except ImportError:
@@ -103,24 +98,20 @@ def _text(record: dict[str, object], key: str) -> str:
         if key not in record:
             has = ", ".join(list(record)[:8]) or "none"
             raise BadDocumentError(f" has no key '{key}'; its keys: {has}", "--json-keys KEY", MEND)
-        raise BadDocumentError(f": '{key}' holds {JSON_KINDS[type(text)]}, not a string", MEND)
+        raise BadDocumentError(f": '{key}' is {JSON_KINDS[type(text)]}, not a string", MEND)
     if "\0" in text:
         raise BadDocumentError(f": '{key}' is not text: character {text.index(chr(0)):,} is NUL", MEND)
     if not text.isascii():
-        _check_unicode(text, key)
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            seen = f": '{key}' is not Unicode: character {error.start:,} is an unpaired surrogate"
+            raise BadDocumentError(seen, MEND) from error
     return text
 
 
-def _check_unicode(text: str, key: str) -> None:
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        seen = f": '{key}' is not Unicode: character {error.start:,} is half of a surrogate pair"
-        raise BadDocumentError(seen, MEND) from error
-
-
 def whole_lines(content: bytes) -> list[bytes]:
-    """The lines of a block without their ends; what follows the last end is one only if it is not empty."""
+    """Split a block into lines; text after the last line end counts as a line unless empty."""
     lines = content.split(b"\n")
     if not lines[-1]:
         lines.pop()
@@ -128,10 +119,10 @@ def whole_lines(content: bytes) -> list[bytes]:
 
 
 def plain_text(file: Path) -> bytes:
-    """The content of a plain file, if it can be text; of which encoding is not looked at.
+    """Return the content of a plain file; its encoding is not checked.
 
     Raises:
-        BadDocumentError: when it cannot, or is compressed and damaged.
+        BadDocumentError: if it is UTF-16, contains NUL, or is compressed and damaged.
     """
     try:
         with open(file, "rb") as stream:
@@ -147,17 +138,13 @@ def plain_text(file: Path) -> bytes:
 
 
 def other_encoding(file: Path, error: UnicodeDecodeError) -> BadDocumentError:
-    """What is wrong with a plain file whose bytes are not those of UTF-8."""
+    """Return the error of a plain file that is not UTF-8."""
     seen = f" is not UTF-8 text: byte {error.start:,}: {error.reason}"
     return BadDocumentError(seen, *_recode(file, "LATIN1"), _exclude(file))
 
 
 def check_utf8(content: bytes, file: Path) -> None:
-    """Refuse a plain file of another encoding.
-
-    Raises:
-        BadDocumentError: when it is not UTF-8.
-    """
+    """Raise BadDocumentError if a plain file is not UTF-8."""
     try:
         content.decode()
     except UnicodeDecodeError as error:
@@ -165,8 +152,8 @@ def check_utf8(content: bytes, file: Path) -> None:
 
 
 def no_document(file: Path) -> BadDocumentError:
-    """What is wrong with a file of JSON lines that has none."""
-    return BadDocumentError(" holds no document", "remove this file", _exclude(file))
+    """Return the error of a JSON-lines file without documents."""
+    return BadDocumentError(" has no documents", "remove this file", _exclude(file))
 
 
 def _exclude(file: Path) -> str:
@@ -174,7 +161,7 @@ def _exclude(file: Path) -> str:
 
 
 def _recode(file: Path, encoding: str) -> tuple[str, ...]:
-    """The command that makes UTF-8 of a file."""
+    """Return the command that converts a file to UTF-8."""
     if file.suffix.lower() in SUFFIXES:
         return (f"decompress it and convert it from {encoding} with iconv",)
     name, new = shlex.quote(str(file)), shlex.quote(str(file.with_stem(f"{file.stem}.utf8")))

@@ -1,4 +1,4 @@
-"""Signals that ask a process to end, told where that is safe."""
+"""Handle SIGTERM and SIGINT at safe points."""
 
 from __future__ import annotations
 
@@ -11,44 +11,36 @@ from megatron.data.command_line import StoppedError
 
 
 class Stop:
-    """Whether a signal has asked this process to end."""
+    """State of the signals that ask this process to end."""
 
     def __init__(self) -> None:
         self._number: int | None = None
-        self._waits = False
+        self._only_record = False
 
     def note(self, number: int, frame: FrameType | None) -> None:
-        """Handle a signal: end what goes on, or only remember it.
-
-        Raises:
-            StoppedError: unless it is to wait for `check`.
-        """
+        """Handle a signal: raise StoppedError, or, after `wait_for_checks`, only record it."""
         self._number = number
-        if not self._waits:
+        if not self._only_record:
             raise StoppedError(number)
 
     def wait_for_checks(self) -> None:
-        """From now on only `check` tells: what is raised inside a library may be lost there, or taken for its failure.
+        """Raise only from `check` from now on. Inside a library, an exception may be lost or treated as its failure.
 
         Raises:
-            StoppedError: when a signal came before, and was lost.
+            StoppedError: if a signal has been received already.
         """
-        self._waits = True
+        self._only_record = True
         self.check()
 
     def check(self) -> None:
-        """Tell.
-
-        Raises:
-            StoppedError: when a signal came.
-        """
+        """Raise StoppedError if a signal has been received."""
         if self._number is not None:
             raise StoppedError(self._number)
 
 
 @contextmanager
 def signals_noted() -> Iterator[Stop]:
-    """In here SIGTERM and SIGINT end this process as `Stop` says."""
+    """Handle SIGTERM and SIGINT with a `StopSignal` inside the context."""
     stop = Stop()
     before = {number: signal.signal(number, stop.note) for number in (signal.SIGTERM, signal.SIGINT)}
     try:

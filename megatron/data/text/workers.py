@@ -1,7 +1,7 @@
-"""Blocks encoded by several processes and handed on in their order; few are on the way at any time.
+"""Encode blocks in several processes and return the results in order.
 
-Every worker has a pipe of its own to this process, so that the end of a worker, even in the middle of an answer, is the
-end of its pipe and never a wait for what does not come.
+Every worker has its own pipe to this process. If a worker dies, even while sending a result, its pipe ends, so that
+this process never waits for it.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from megatron.data.tokenizers.encoded import Encoded, Tokenizer
 from megatron.data.tokenizers.engine import build_engine
 from megatron.data.tokenizers.tokenizer import build_tokenizer
 
-AHEAD = 2  # blocks on the way for each worker: one is encoded, one waits
-HELD_BYTES = 64 << 20  # of text on the way for each worker; a single block may be larger
+AHEAD = 2  # blocks submitted per worker: one being encoded, one queued
+HELD_BYTES = 64 << 20  # limit of the text submitted per worker; a single block may be larger
 
 
 class Workers:
-    """Processes that encode blocks. They end with the ``with`` block, and with this process, however it ends."""
+    """Pool of processes that encode blocks. They end with the ``with`` block, and with this process."""
 
     def __init__(self, job: Job, count: int) -> None:
-        """Start ``count`` processes, which make themselves ready while this one goes on."""
+        """Start ``count`` processes and return while they initialize."""
         self._count = count
         self._workers: list[_Worker] = []
         self._idle: SimpleQueue[_Worker] = SimpleQueue()
@@ -53,44 +53,44 @@ class Workers:
     def encoded(
         self, blocks: Iterable[Block], engine: str, check: Callable[[], None] = lambda: None
     ) -> Generator[tuple[Block, EncodedBlock]]:
-        """Each block, in their order, with what became of it.
+        """Yield each block with its encoding, in the order of the blocks.
 
-        A block is taken from ``blocks`` only when there is room for it, so memory does not depend on how many there
-        are. If this is left before its end, the processes are at an end too.
+        A block is taken from ``blocks`` only when there is room for it, so that memory use is bounded. The processes
+        end if the generator is closed early.
 
         Args:
             blocks: to encode.
-            engine: the name of what encodes.
-            check: called a few times a second while there is nothing to do but wait; what it raises ends this.
+            engine: name of the engine.
+            check: called a few times per second while waiting; its exceptions end the work.
 
         Raises:
-            DataError: when a worker raised one, or died.
-            OSError: when a worker could not read a file.
+            DataError: if a worker raised one, or died.
+            OSError: if a worker could not read a file.
         """
-        on_the_way: deque[tuple[Block, Future[EncodedBlock]]] = deque()
-        held = 0
+        pending: deque[tuple[Block, Future[EncodedBlock]]] = deque()
+        pending_bytes = 0
+        max_blocks = AHEAD * self._count
+        max_bytes = HELD_BYTES * self._count
         with ThreadPoolExecutor(self._count) as threads:
             try:
                 for block in blocks:
-                    while on_the_way and self._is_full(len(on_the_way), held + weight(block)):
-                        held -= weight(on_the_way[0][0])
-                        given, answer = on_the_way.popleft()
-                        yield given, _answer(answer, check)
-                    on_the_way.append((block, threads.submit(self._ask, engine, block)))
-                    held += weight(block)
-                while on_the_way:
-                    given, answer = on_the_way.popleft()
-                    yield given, _answer(answer, check)
+                    size = weight(block)
+                    while pending and (len(pending) >= max_blocks or pending_bytes + size > max_bytes):
+                        finished, future = pending.popleft()
+                        pending_bytes -= weight(finished)
+                        yield finished, _result(future, check)
+                    pending.append((block, threads.submit(self._encode, engine, block)))
+                    pending_bytes += size
+                while pending:
+                    finished, future = pending.popleft()
+                    yield finished, _result(future, check)
             except BaseException:
                 threads.shutdown(wait=False, cancel_futures=True)
-                self._kill()  # what they are at is no longer wanted, and may take long
+                self._kill()  # the blocks being encoded may take long
                 raise
 
-    def _is_full(self, blocks: int, held: int) -> bool:
-        return blocks >= AHEAD * self._count or held > HELD_BYTES * self._count
-
-    def _ask(self, engine: str, block: Block) -> EncodedBlock:
-        """Have a block encoded by a worker that is free; there are as many threads as workers, so one is."""
+    def _encode(self, engine: str, block: Block) -> EncodedBlock:
+        """Encode a block in an idle worker. There is one, because there are as many threads as workers."""
         worker = self._idle.get()
         try:
             return worker.encode(engine, block)
@@ -114,18 +114,18 @@ class Workers:
 
 
 class _Worker:
-    """A process that encodes, seen from the one that started it."""
+    """Worker process, as seen by its parent."""
 
     def __init__(self, job: Job) -> None:
         spawn = multiprocessing.get_context("spawn")
-        self._connection, theirs = spawn.Pipe()
-        self.process: SpawnProcess = spawn.Process(target=_work, args=(theirs, job), daemon=True)
+        self._connection, remote = spawn.Pipe()
+        self.process: SpawnProcess = spawn.Process(target=_run_worker, args=(remote, job), daemon=True)
         with interrupts_blocked():
             self.process.start()
-        theirs.close()  # now only the worker has that end: when it dies, ours is told
+        remote.close()  # only the worker holds that end now, so its death ends the pipe
 
     def encode(self, engine: str, block: Block) -> EncodedBlock:
-        """What the worker makes of a block."""
+        """Return the encoding of a block."""
         try:
             self._connection.send((engine, block))
             answer = _receive(self._connection)
@@ -136,30 +136,30 @@ class _Worker:
         return answer
 
     def end(self) -> None:
-        """End a process that waits for a block."""
+        """End an idle worker."""
         self._connection.close()
         self.process.join(PATIENCE)
         self.process.kill()
 
 
-def _answer(answer: Future[EncodedBlock], check: Callable[[], None]) -> EncodedBlock:
-    while not wait([answer], TICK).done:
+def _result(future: Future[EncodedBlock], check: Callable[[], None]) -> EncodedBlock:
+    while not wait([future], TICK).done:
         check()
-    return answer.result()
+    return future.result()
 
 
-def _work(connection: Connection, job: Job) -> None:
-    """A worker: one thread, since there are as many workers as there should be threads."""
+def _run_worker(connection: Connection, job: Job) -> None:
+    """Run a worker, on one thread, since there are as many workers as there should be threads."""
     end_with_parent()
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     tokenizer = cache(partial(_tokenizer, job))
-    with suppress(DataError, OSError):  # it comes again with the first block, and is told
+    with suppress(DataError, OSError):  # raised again, and reported, with the first block
         tokenizer()
     encoder: BlockEncoder | None = None
     while True:
         try:
             engine, block = connection.recv()
-        except (EOFError, OSError):  # the other end was closed
+        except (EOFError, OSError):  # the parent closed its end
             return
         answer: EncodedBlock | Exception
         try:
@@ -173,39 +173,39 @@ def _work(connection: Connection, job: Job) -> None:
 def _tokenizer(job: Job) -> Tokenizer:
     tokenizer = build_tokenizer(job.choice)
     if tokenizer.fingerprint != job.fingerprint:
-        raise DataError("the files of the tokenizer were changed meanwhile", "start again when nobody writes them")
+        raise DataError("the files of the tokenizer have changed", "rerun when no process is writing them")
     return tokenizer
 
 
 def _send(connection: Connection, answer: EncodedBlock | Exception) -> None:
-    """Answer; ids go as they lie in memory, since to pickle them costs this process and the other several copies."""
+    """Send a result. Ids are written as raw memory, because pickling them costs several copies on both sides."""
     if isinstance(answer, Exception):
         connection.send(answer)
         return
     connection.send(answer._replace(columns=tuple(Encoded(ids[:0], lengths) for ids, lengths in answer.columns)))
     for ids, _ in answer.columns:
-        left = ids.view(np.uint8).data
-        while len(left):
-            left = left[os.write(connection.fileno(), left) :]
+        remaining = ids.view(np.uint8).data
+        while len(remaining):
+            remaining = remaining[os.write(connection.fileno(), remaining) :]
 
 
 def _receive(connection: Connection) -> EncodedBlock | Exception:
-    """What `_send` sent.
+    """Receive a result of `_send`.
 
     Raises:
-        EOFError: when the other end is closed before all of it is there.
+        EOFError: if the pipe ends before all of it has arrived.
     """
     answer: EncodedBlock | Exception = connection.recv()
     if isinstance(answer, Exception):
         return answer
     columns = []
-    for none, lengths in answer.columns:
-        ids = np.empty(int(lengths.sum()), none.dtype)
-        left = ids.view(np.uint8).data
-        while len(left):
-            count = os.readv(connection.fileno(), [left])
+    for empty, lengths in answer.columns:
+        ids = np.empty(int(lengths.sum()), empty.dtype)
+        remaining = ids.view(np.uint8).data
+        while len(remaining):
+            count = os.readv(connection.fileno(), [remaining])
             if not count:
                 raise EOFError
-            left = left[count:]
+            remaining = remaining[count:]
         columns.append(Encoded(ids, lengths))
     return answer._replace(columns=tuple(columns))

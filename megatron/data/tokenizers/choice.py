@@ -1,4 +1,4 @@
-"""Which tokenizer a person asked for, and the tokenizer."""
+"""Select and build a tokenizer from command-line flags or a run's configuration."""
 
 from __future__ import annotations
 
@@ -23,37 +23,26 @@ from megatron.data.tokenizers.tiktoken_file import TikTokenizer
 
 @dataclass(frozen=True)
 class TokenizerChoice:
-    """What the flags say of a tokenizer.
+    """Tokenizer settings, named as the command-line flags."""
 
-    Attributes:
-        tokenizer_type: one of `TOKENIZER_TYPES`.
-        tokenizer_model: folder, file or hub name that it is read from.
-        vocab_file: of GPT2BPETokenizer.
-        merge_file: of GPT2BPETokenizer.
-        vocab_size: what NullTokenizer needs to be told; others know it themselves.
-        tiktoken_pattern: how TikTokenizer cuts text into words: ``v1`` or ``v2``.
-        tiktoken_num_special_tokens: ids that TikTokenizer puts before those of its file.
-        parse_special_tokens: a special token that is spelled out in a text becomes its id.
-    """
-
-    tokenizer_type: str
-    tokenizer_model: str | None = None
-    vocab_file: str | None = None
-    merge_file: str | None = None
-    vocab_size: int | None = None
-    tiktoken_pattern: str | None = None
-    tiktoken_num_special_tokens: int = 1000
-    parse_special_tokens: bool = False
+    tokenizer_type: str  # one of `TOKENIZER_TYPES`
+    tokenizer_model: str | None = None  # folder, file or Hugging Face hub name
+    vocab_file: str | None = None  # GPT2BPETokenizer only
+    merge_file: str | None = None  # GPT2BPETokenizer only
+    vocab_size: int | None = None  # required by NullTokenizer; elsewhere it is only checked
+    tiktoken_pattern: str | None = None  # pre-tokenization regex of TikTokenizer: ``v1`` or ``v2``
+    tiktoken_num_special_tokens: int = 1000  # ids that TikTokenizer reserves before those of its file
+    parse_special_tokens: bool = False  # encode special tokens spelled out in text as their ids
 
     @classmethod
     def of(cls, data: DataConfig, vocab_size: int | None) -> TokenizerChoice:
-        """What a run's configuration says.
+        """Return the tokenizer settings of a run's configuration.
 
         Raises:
-            DataError: when it names no tokenizer.
+            DataError: if the configuration has no tokenizer type.
         """
         if data.tokenizer_type is None:
-            raise DataError("nothing names the tokenizer of the data", "--tokenizer-type TYPE")
+            raise DataError("the tokenizer of the data is not specified", "--tokenizer-type TYPE")
         return cls(
             data.tokenizer_type,
             data.tokenizer_model,
@@ -66,15 +55,11 @@ class TokenizerChoice:
 
     @classmethod
     def from_args(cls, args: argparse.Namespace) -> TokenizerChoice:
-        """What the flags of `add_tokenizer_flags` say."""
+        """Return the settings parsed by `add_tokenizer_flags`."""
         return cls(**{field.name: getattr(args, field.name) for field in fields(cls)})
 
     def local(self) -> TokenizerChoice:
-        """The same with a folder of this machine for a name on the hub, so that other processes need not ask it.
-
-        Raises:
-            DataError: when the hub does not give it.
-        """
+        """Replace a hub name by its downloaded folder, so that worker processes need no network."""
         if self.tokenizer_type != "HuggingFaceTokenizer" or self.tokenizer_model is None:
             return self
         return replace(self, tokenizer_model=str(local_folder(self.tokenizer_model)))
@@ -82,35 +67,43 @@ class TokenizerChoice:
 
 def _hugging_face(choice: TokenizerChoice) -> Tokenizer:
     if choice.tokenizer_model is None:
-        raise DataError("HuggingFaceTokenizer must be told where it is", "--tokenizer-model DIR_OR_tokenizer.json")
-    return _literal_text(HuggingFaceTokenizer(choice.tokenizer_model, choice.parse_special_tokens))
+        raise DataError("HuggingFaceTokenizer needs --tokenizer-model", "--tokenizer-model DIR_OR_tokenizer.json")
+    tokenizer = HuggingFaceTokenizer(choice.tokenizer_model, choice.parse_special_tokens)
+    # A unigram model may have the spelling of a special token as an ordinary piece; text cannot be kept apart then.
+    found = [] if choice.parse_special_tokens else tokenizer.found_in_text()
+    if found:
+        number = tokenizer.special_ids[found[0]]
+        seen = f"this tokenizer encodes '{found[0]}' in plain text as the special token {number}"
+        fix = "--parse-special-tokens, if that is intended for this corpus"
+        raise DataError(f"{seen}, and this cannot be turned off", fix)
+    return tokenizer
 
 
 def _gpt2(choice: TokenizerChoice) -> Tokenizer:
-    two = "--vocab-file vocab.json --merge-file merges.txt"
+    files = "--vocab-file vocab.json --merge-file merges.txt"
     if choice.tokenizer_model is not None:
         if choice.vocab_file is not None or choice.merge_file is not None:
-            raise DataError("GPT2BPETokenizer is read from two files or from a tokenizer.json, not both", two)
+            raise DataError("GPT2BPETokenizer takes either two files or a tokenizer.json, not both", files)
         return GPT2BPETokenizer(choice.tokenizer_model, choice.parse_special_tokens)
     if choice.vocab_file is None or choice.merge_file is None:
-        raise DataError("GPT2BPETokenizer reads two files", two)
+        raise DataError("GPT2BPETokenizer needs two files", files)
     return GPT2BPETokenizer.from_vocabulary(
         Path(choice.vocab_file), Path(choice.merge_file), choice.parse_special_tokens
     )
 
 
-def _sentencepiece(kind: type[SentencePieceTokenizer]) -> Callable[[TokenizerChoice], Tokenizer]:
+def _sentencepiece(cls: type[SentencePieceTokenizer]) -> Callable[[TokenizerChoice], Tokenizer]:
     def build(choice: TokenizerChoice) -> Tokenizer:
         if choice.tokenizer_model is None:
-            raise DataError(f"{kind.__name__} must be told where it is", "--tokenizer-model FILE.model")
-        return kind(choice.tokenizer_model, choice.parse_special_tokens)
+            raise DataError(f"{cls.__name__} needs --tokenizer-model", "--tokenizer-model FILE.model")
+        return cls(choice.tokenizer_model, choice.parse_special_tokens)
 
     return build
 
 
 def _tiktoken(choice: TokenizerChoice) -> Tokenizer:
     if choice.tokenizer_model is None:
-        raise DataError("TikTokenizer must be told where it is", "--tokenizer-model FILE.tiktoken")
+        raise DataError("TikTokenizer needs --tokenizer-model", "--tokenizer-model FILE.tiktoken")
     return TikTokenizer(
         choice.tokenizer_model,
         choice.tiktoken_pattern,
@@ -120,13 +113,9 @@ def _tiktoken(choice: TokenizerChoice) -> Tokenizer:
     )
 
 
-def _bytes(choice: TokenizerChoice) -> Tokenizer:
-    return ByteTokenizer()
-
-
 def _null(choice: TokenizerChoice) -> Tokenizer:
     if choice.vocab_size is None or choice.vocab_size < 1:
-        raise DataError("NullTokenizer must be told how many ids there are", "--vocab-size 50257")
+        raise DataError("NullTokenizer needs --vocab-size", "--vocab-size 50257")
     return NullTokenizer(choice.vocab_size)
 
 
@@ -137,7 +126,7 @@ BUILDERS: dict[str, Callable[[TokenizerChoice], Tokenizer]] = {
     "GPTSentencePieceTokenizer": _sentencepiece(GPTSentencePieceTokenizer),
     "Llama2Tokenizer": _sentencepiece(Llama2Tokenizer),
     "TikTokenizer": _tiktoken,
-    "ByteTokenizer": _bytes,
+    "ByteTokenizer": lambda choice: ByteTokenizer(),
     "NullTokenizer": _null,
 }
 TOKENIZER_TYPES = tuple(BUILDERS)
@@ -153,19 +142,23 @@ READS: dict[str, tuple[str, ...]] = {
     "ByteTokenizer": (),
     "NullTokenizer": (),
 }
-"""What each type reads of a choice, besides its name and size; any other setting is refused."""
+"""Settings used by each type besides its name and size. Any other setting is refused."""
 
 
 def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
-    """The tokenizer of a choice.
+    """Build the tokenizer of a choice.
 
     Raises:
-        DataError: when the name is not known, or what it needs is missing or damaged, or it is told what it does not
-            read, or has another number of ids than the choice says.
+        DataError: if the type is unknown, a setting is missing or unused by this type, a file is missing or damaged, or
+            the vocabulary size differs from ``choice.vocab_size``.
     """
     if choice.tokenizer_type not in BUILDERS:
-        raise _unknown(choice.tokenizer_type)
-    _refuse_what_is_not_read(choice)
+        raise _unknown_type(choice.tokenizer_type)
+    used = {"tokenizer_type", "vocab_size", *READS[choice.tokenizer_type]}
+    for field in fields(choice):
+        if field.name not in used and getattr(choice, field.name) != field.default:
+            flag = f"--{field.name.replace('_', '-')}"
+            raise DataError(f"{choice.tokenizer_type} does not use {flag}", f"leave out {flag}")
     tokenizer = BUILDERS[choice.tokenizer_type](choice)
     if choice.vocab_size not in (None, tokenizer.vocab_size):
         seen = f"{choice.tokenizer_type} has {tokenizer.vocab_size} ids, not {choice.vocab_size}"
@@ -173,38 +166,14 @@ def build_tokenizer(choice: TokenizerChoice) -> Tokenizer:
     return tokenizer
 
 
-def _refuse_what_is_not_read(choice: TokenizerChoice) -> None:
-    read = {"tokenizer_type", "vocab_size", *READS[choice.tokenizer_type]}
-    for field in fields(choice):
-        if field.name in read or getattr(choice, field.name) == field.default:
-            continue
-        flag = f"--{field.name.replace('_', '-')}"
-        what = "reads no file" if field.name == "tokenizer_model" else f"does not read {flag}"
-        raise DataError(f"{choice.tokenizer_type} {what}", f"leave out {flag}")
-
-
-def _literal_text(tokenizer: HuggingFaceTokenizer) -> HuggingFaceTokenizer:
-    """The tokenizer, if a special token that is spelled out in a text stays text to it.
-
-    That is not so where its model has the token's letters as one of its words, as unigram models do.
-    """
-    found = [] if tokenizer.settings.get("parse_special_tokens") else tokenizer.found_in_text()
-    if found:
-        number = tokenizer.special_ids[found[0]]
-        seen = f"this tokenizer makes the special token {number} of '{found[0]}' spelled out in a text"
-        fix = "--parse-special-tokens, if that is right for these texts"
-        raise DataError(f"{seen}, and cannot be told not to", fix)
-    return tokenizer
-
-
-def _unknown(tokenizer_type: str) -> DataError:
+def _unknown_type(tokenizer_type: str) -> DataError:
     if tokenizer_type in OTHER_TOKENIZERS:
-        seen = f"{tokenizer_type} of Megatron-LM is not here: it {OTHER_TOKENIZERS[tokenizer_type]}"
+        seen = f"Megatron-LM's {tokenizer_type} is not supported: it {OTHER_TOKENIZERS[tokenizer_type]}"
     else:
         seen = f"there is no {tokenizer_type}"
     return DataError(
-        f"{seen}; text is read by {', '.join(TOKENIZER_TYPES[:-1])}; ids that another tool made, by NullTokenizer (as "
-        "decimal numbers) or from the .bin and .idx of Megatron-LM's preprocessing",
+        f"{seen}; tokenizers for text: {', '.join(TOKENIZER_TYPES[:-1])}; ids made by another tool are read by "
+        "NullTokenizer (as decimal numbers) or from the .bin and .idx of Megatron-LM's preprocessing",
         "--tokenizer-type HuggingFaceTokenizer --tokenizer-model DIR_OR_tokenizer.json",
         "--tokenizer-type ByteTokenizer",
         "--tokenizer-type NullTokenizer --vocab-size N",
@@ -213,17 +182,17 @@ def _unknown(tokenizer_type: str) -> DataError:
 
 
 def add_tokenizer_flags(parser: argparse.ArgumentParser, required: bool = True) -> None:
-    """The flags of a tool that turns text into ids, for `TokenizerChoice.from_args`."""
+    """Add the tokenizer flags of a data tool; read them with `TokenizerOptions.from_args`."""
     tokens = parser.add_argument_group("tokenizer")
-    types = f"how text becomes ids: {' or '.join(TOKENIZER_TYPES)}"
+    types = f"tokenizer class: {' or '.join(TOKENIZER_TYPES)}"
     tokens.add_argument("--tokenizer-type", required=required, metavar="TYPE", help=types)
-    model = "what it is read from: a folder, a file, or the name of a model on the Hugging Face hub"
+    model = "folder, file, or name of a model on the Hugging Face hub"
     tokens.add_argument("--tokenizer-model", metavar="PATH", help=model)
     tokens.add_argument("--vocab-file", metavar="FILE", help="vocab.json of GPT2BPETokenizer")
     tokens.add_argument("--merge-file", metavar="FILE", help="merges.txt of GPT2BPETokenizer")
     tokens.add_argument("--vocab-size", type=int, metavar="N", help="number of ids, for NullTokenizer and TikTokenizer")
-    tokens.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="how TikTokenizer cuts text into words")
-    number = "ids that TikTokenizer puts before those of its file (1000)"
+    tokens.add_argument("--tiktoken-pattern", choices=("v1", "v2"), help="pre-tokenization regex of TikTokenizer")
+    number = "ids that TikTokenizer reserves for special tokens before those of its file (1000)"
     tokens.add_argument("--tiktoken-num-special-tokens", type=int, default=1000, metavar="N", help=number)
-    literal = "a special token spelled out in a text becomes its id; without this it stays text"
+    literal = "encode special tokens spelled out in text as their ids; by default they stay text"
     tokens.add_argument("--parse-special-tokens", action="store_true", help=literal)

@@ -1,4 +1,4 @@
-"""What a tokenizer is to the rest of the project, and what a batch of texts becomes."""
+"""Interface of a tokenizer, and the batch of ids it returns."""
 
 from __future__ import annotations
 
@@ -17,19 +17,14 @@ from megatron.data.tokenizers.failures import cannot_encode, failures_as
 
 
 class Encoded(NamedTuple):
-    """The ids of several texts, end to end.
+    """Concatenated ids of several texts."""
 
-    Attributes:
-        ids: ``[total]``, of an integer dtype that holds every id of the tokenizer.
-        lengths: ``[n]``, how many of them belong to each text; 0 for an empty one.
-    """
-
-    ids: NDArray[Any]
-    lengths: NDArray[np.int64]
+    ids: NDArray[Any]  # ``[total]``, of an integer dtype that holds every id
+    lengths: NDArray[np.int64]  # ``[n]``, number of ids of each text
 
 
 class Tokenizer(Protocol):
-    """Text to ids ``0 .. vocab_size - 1`` and back; with equal fingerprints, the same id means the same text."""
+    """Text to ids ``0 .. vocab_size - 1`` and back."""
 
     @property
     def vocab_size(self) -> int:
@@ -37,90 +32,90 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int:
-        """The id that ends a document."""
+        """Id that ends a document."""
 
     @property
     def pad(self) -> int | None:
-        """The id that fills up a sample; it may be the one that ends a document; None without one."""
+        """Id that pads a sample, possibly equal to `eod`; None if there is none."""
 
     @property
     def special_ids(self) -> Mapping[str, int]:
-        """The ids of special tokens, by how each is spelled."""
+        """Ids of the special tokens, by their spelling."""
 
     @property
     def fingerprint(self) -> str:
-        """Short digest of the table from ids to text: whether special tokens are looked for in texts is not in it."""
+        """Digest of the mapping from ids to text; equal digests mean equal ids. `settings` are not part of it."""
 
     @property
     def earlier_fingerprints(self) -> tuple[str, ...]:
-        """Other digests that earlier records may hold for the same files."""
+        """Digests that earlier versions recorded for the same files."""
 
     @property
     def files(self) -> Mapping[str, bytes]:
-        """Contents by name of the files it is made from."""
+        """Contents of the files it was built from, by name."""
 
     @property
     def library(self) -> str:
-        """The package whose code turns text into ids."""
+        """Package whose code turns text into ids."""
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """What it was told besides its files and its size, as plain JSON values."""
+        """Settings besides files and vocabulary size, as plain JSON values."""
 
     def encode(self, text: str | bytes) -> NDArray[Any]:
-        """Ids ``[n]`` of the text; bytes are taken as UTF-8."""
+        """Return the ids ``[n]`` of a text; bytes must be UTF-8."""
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> Encoded:
-        """Ids of the texts: as `encode`, and faster for a tokenizer that has threads."""
+        """Return the ids of several texts, encoded in parallel if the library has threads."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The text of the ids."""
+        """Return the text of the ids."""
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """Contents by name of files that ``transformers`` turns into a tokenizer of the same ids; none if it cannot."""
+        """Return files, by name, from which ``transformers`` builds a tokenizer with equal ids; empty if impossible."""
 
 
 def earlier_fingerprints(*facts: str) -> tuple[str, ...]:
-    """What records held when the setting counted: of the ``facts`` without and with it."""
+    """Return the digests used when ``parse_special_tokens`` was still part of them: without and with it."""
     return fingerprint(*facts), fingerprint(*facts, "parse_special_tokens")
 
 
 def unicode_text(text: str | bytes) -> str:
-    """The text as characters.
+    """Return the text as a string.
 
     Raises:
-        UnicodeError: when bytes are not UTF-8, or a character is half of a surrogate pair.
+        UnicodeError: if bytes are not UTF-8 or the text has an unpaired surrogate.
     """
     if isinstance(text, bytes):
         return text.decode()
-    text.encode()  # half of a surrogate pair is no character
+    text.encode()  # raises for an unpaired surrogate
     return text
 
 
 def from_lists(lists: Sequence[Sequence[int]]) -> Encoded:
-    """The batch of lists of ids."""
+    """Concatenate lists of ids."""
     lengths = np.fromiter(map(len, lists), dtype=np.int64, count=len(lists))
     return Encoded(np.fromiter(chain.from_iterable(lists), dtype=np.int32, count=int(lengths.sum())), lengths)
 
 
 class LibraryTokenizer(ABC):
-    """How a tokenizer encodes by means of a ``library``."""
+    """Base class of tokenizers that encode by calling ``library``."""
 
     library: str
 
     def encode(self, text: str | bytes) -> NDArray[Any]:
-        """Ids of the text.
+        """Return the ids of a text.
 
         Raises:
-            ValueError: when it is no Unicode text, or the library cannot encode it.
+            ValueError: if it is not Unicode text or the library cannot encode it.
         """
         return self.encode_batch([text]).ids
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> Encoded:
-        """Ids of the texts, on as many threads as the library takes: one in a worker process.
+        """Return the ids of several texts, on as many threads as the library uses (one in a worker process).
 
         Raises:
-            ValueError: when one is no Unicode text, or the library cannot encode it.
+            ValueError: if one is not Unicode text or the library cannot encode it.
         """
         characters = [unicode_text(text) for text in texts]
         with failures_as(cannot_encode(self.library)):
@@ -128,15 +123,15 @@ class LibraryTokenizer(ABC):
 
     @abstractmethod
     def ids_of(self, texts: list[str]) -> Sequence[Sequence[int]]:
-        """What the library makes of the texts; it may raise anything."""
+        """Call the library, which may raise anything."""
 
 
 def threads() -> int:
-    """How many threads a library may encode a batch on: all cores; one in a worker process, which shares them.
+    """Return the number of encoder threads: all cores, or 1 in a worker process.
 
-    ``RAYON_NUM_THREADS``, which the libraries written in Rust heed by themselves, counts for the others too.
+    ``RAYON_NUM_THREADS``, which libraries written in Rust read themselves, is applied to the other libraries too.
     """
-    told = os.environ.get("RAYON_NUM_THREADS", "")
-    if told.isascii() and told.isdigit() and int(told) > 0:
-        return int(told)
+    limit = os.environ.get("RAYON_NUM_THREADS", "")
+    if limit.isascii() and limit.isdigit() and int(limit) > 0:
+        return int(limit)
     return 1 if multiprocessing.parent_process() is not None else os.cpu_count() or 1

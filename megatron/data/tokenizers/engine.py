@@ -1,8 +1,8 @@
-"""The library that turns a tokenizer's texts into ids: the fastest one that is proven to give the same.
+"""Choose the library that encodes a corpus: gigatoken if it gives the same ids, else the tokenizer's own.
 
-gigatoken is tens of times as fast as the library a tokenizer was made for, and reimplements it; so it is used where,
-before the work starts, both give the same ids for the beginning of the corpus, for texts around every added token, and
-for those of `ODD`, which are chosen to be where tokenizers differ.
+gigatoken reimplements other libraries and is tens of times faster. Before it is used, its ids are compared with those
+of the tokenizer's own library on the beginning of the corpus, on texts around every added token, and on
+`EDGE_CASE_TEXTS`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megatron.data.command_line import size as told_size
+from megatron.config.numbers import format_bytes
 from megatron.data.errors import DataError
 from megatron.data.tokenizers.encoded import Encoded, Tokenizer, unicode_text
 from megatron.data.tokenizers.failures import failures_as
@@ -27,9 +27,9 @@ from megatron.data.tokenizers.huggingface import TOKENIZER
 
 FAST = "gigatoken"
 OWN = "hf"
-MOST_OVERLAPS = 20_000  # thousands of added tokens may overlap in every pair
+MOST_OVERLAPS = 20_000  # limit for tokenizers with thousands of added tokens, whose pairs may all overlap
 WISHES = ("auto", FAST, OWN)
-"""What a person may ask for: the fastest that is proven, or one of the two."""
+"""Values of ``--engine``. ``auto`` is gigatoken if its ids are equal; ``hf`` is the tokenizer's own library."""
 
 EncodeBatch = Callable[[Sequence[str | bytes]], Encoded]
 
@@ -56,190 +56,178 @@ ODD: tuple[str, ...] = (
     "https://example.org/a_b-c?d=e&f=%20#g user@example.org C:\\dir\\file.txt snake_case camelCase HTTPServer",
     "<0x0A> <unk> <s> </s> \u2581 \u2581\u2581x \u0120 \u010a [CLS] <|im_start|> <pad>",
 )
-"""Texts in which tokenizers have been seen to differ: white space, digits, marks, joiners, unassigned characters."""
+"""Texts on which tokenizers have differed: white space, digits, marks, joiners, unassigned characters."""
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What encodes a tokenizer's texts.
+    """Library that encodes a tokenizer's texts."""
 
-    Attributes:
-        name: library and version; for `build_engine`, and for people.
-        reason: why it was chosen, in a sentence.
-        encode_batch: texts to ids, equal to those of the tokenizer's own ``encode_batch``; bytes, where all texts are,
-            must be UTF-8, which is not looked at.
-    """
-
-    name: str
-    reason: str
-    encode_batch: EncodeBatch
+    name: str  # library and version, shown to the user and passed to `build_engine`
+    reason: str  # why it was chosen
+    encode_batch: EncodeBatch  # same ids as ``Tokenizer.encode_batch``. Bytes must be UTF-8, which is not checked.
 
 
 class _NotFastError(Exception):
-    """gigatoken is not to be used; the text says why."""
+    """gigatoken cannot be used, for the reason in the message."""
 
 
 def choose_engine(tokenizer: Tokenizer, sample: Sequence[str], wish: str = "auto") -> Engine:
-    """The engine for a corpus that begins with ``sample``: about 1 MB of it is a proof worth having.
+    """Choose the engine for a corpus that begins with ``sample``.
 
     Args:
-        tokenizer: whose ids are wanted.
-        sample: the first texts of the corpus.
-        wish: one of `WISHES`; ``hf`` is the tokenizer's own library, whichever that is.
+        tokenizer: defines the expected ids.
+        sample: first texts of the corpus; about 1 MB makes a meaningful comparison.
+        wish: one of `ENGINES`.
 
     Raises:
-        DataError: when ``gigatoken`` is asked for and cannot be used, or there is no such wish.
+        DataError: if ``wish`` is unknown, or is ``gigatoken`` and that cannot be used.
     """
     if wish not in WISHES:
         raise DataError(f"there is no engine '{wish}'", *(f"--engine {name}" for name in WISHES))
     if wish == OWN:
-        return _own(tokenizer, "asked for")
+        return _own_library(tokenizer, "requested")
     try:
-        file = _file(tokenizer)
-        encode_batch = _fast(tokenizer, file)
-        _prove(tokenizer, encode_batch, [*ODD, *_spelled_out(_added_tokens(file)), *sample])
+        file = _tokenizer_json(tokenizer)
+        encode_batch = _load_gigatoken(tokenizer, file)
+        added = [token["content"] for token in file.get("added_tokens") or ()]
+        _compare(tokenizer, encode_batch, [*ODD, *_texts_around(added), *sample])
     except _NotFastError as error:
         if wish == FAST:
             raise DataError(str(error), "--engine auto", "--engine hf") from error
-        return _own(tokenizer, str(error))
-    proof = told_size(sum(len(text.encode()) for text in sample))
-    reason = f"it gives the ids of {tokenizer.library} for the first {proof} and for {len(ODD)} odd texts"
-    return Engine(_named(FAST), reason, encode_batch)
+        return _own_library(tokenizer, str(error))
+    proof = format_bytes(sum(len(text.encode()) for text in sample))
+    reason = f"its ids equal those of {tokenizer.library} on the first {proof} and on {len(ODD)} edge cases"
+    return Engine(_with_version(FAST), reason, encode_batch)
 
 
 def build_engine(tokenizer: Tokenizer, name: str) -> Engine:
-    """The engine that `choose_engine` gave this name, without a second proof.
+    """Build the engine of this name, which `choose_engine` returned in another process.
 
     Raises:
-        DataError: when it cannot be built here.
+        DataError: if it cannot be built here.
     """
     if name.split()[0] != FAST:
-        return _own(tokenizer, "chosen before")
+        return _own_library(tokenizer, "chosen by the main process")
     try:
-        return Engine(_named(FAST), "chosen before", _fast(tokenizer, _file(tokenizer)))
+        encode_batch = _load_gigatoken(tokenizer, _tokenizer_json(tokenizer))
     except _NotFastError as error:
         raise DataError(str(error), "--engine hf") from error
+    return Engine(_with_version(FAST), "chosen by the main process", encode_batch)
 
 
-def _own(tokenizer: Tokenizer, reason: str) -> Engine:
-    name = _named(tokenizer.library) if tokenizer.files else type(tokenizer).__name__
+def _own_library(tokenizer: Tokenizer, reason: str) -> Engine:
+    name = _with_version(tokenizer.library) if tokenizer.files else type(tokenizer).__name__
     return Engine(name, reason, tokenizer.encode_batch)
 
 
-def _named(library: str) -> str:
+def _with_version(library: str) -> str:
     return f"{library} {version(library)}"
 
 
-def _file(tokenizer: Tokenizer) -> dict[str, Any]:
-    """What the ``tokenizer.json`` of a tokenizer says."""
+def _tokenizer_json(tokenizer: Tokenizer) -> dict[str, Any]:
+    """Return the parsed ``tokenizer.json`` of a tokenizer."""
     if not tokenizer.files:
-        raise _NotFastError("it needs no library")
+        raise _NotFastError("this tokenizer needs no library")
     content = tokenizer.hugging_face_files().get(TOKENIZER)
     if content is None:
-        raise _NotFastError("this tokenizer has no tokenizer.json, which gigatoken reads")
+        raise _NotFastError("gigatoken needs a tokenizer.json, and this tokenizer has none")
     return dict(json.loads(content))
 
 
-def _fast(tokenizer: Tokenizer, file: Mapping[str, Any]) -> EncodeBatch:
-    """What gigatoken makes of a tokenizer."""
+def _load_gigatoken(tokenizer: Tokenizer, file: Mapping[str, Any]) -> EncodeBatch:
+    """Load a tokenizer into gigatoken."""
     try:
-        import_module("awkward")  # gigatoken does so with the first texts, and hides what a signal raises meanwhile
+        import_module("awkward")  # else gigatoken imports it lazily and swallows exceptions of signal handlers
         import gigatoken
     except ImportError:
         raise _NotFastError("gigatoken is not installed (pip install gigatoken)") from None
     if not tokenizer.settings.get("parse_special_tokens"):
         file = _without_special_tokens(file)
     _refuse_added_tokens(file)
-    with failures_as(lambda said: _NotFastError(f"gigatoken does not read this tokenizer: {said}")):
+    with failures_as(lambda message: _NotFastError(f"gigatoken cannot read this tokenizer: {message}")):
         fast = gigatoken.Tokenizer.from_json(json.dumps(file).encode())
     return lambda texts: _encode_batch(fast, texts)
 
 
 def _without_special_tokens(file: Mapping[str, Any]) -> dict[str, Any]:
-    """The same, so that special tokens that are spelled out in a text are text."""
+    """Remove special tokens, so that their spelling stays text."""
     return {**file, "added_tokens": [token for token in file.get("added_tokens") or () if not token["special"]]}
 
 
 def _refuse_added_tokens(file: Mapping[str, Any]) -> None:
-    """gigatoken finds added tokens in the text as it is written, and in the middle of words too."""
+    """Reject added tokens that gigatoken matches differently: in the raw text, and inside words too."""
     for token in file.get("added_tokens") or ():
         if token["single_word"]:
-            seen = "only where it is a word of its own"
+            seen = "as a whole word"
         elif token["normalized"] and file.get("normalizer") is not None:
-            seen = "in the normalised text"
+            seen = "in the normalized text"
         else:
             continue
-        raise _NotFastError(f"this tokenizer looks for {_shown(token['content'])} {seen}, which gigatoken does not")
+        raise _NotFastError(f"this tokenizer matches {_shorten(token['content'])} {seen}, which gigatoken does not")
 
 
 def _encode_batch(fast: Any, texts: Sequence[str | bytes]) -> Encoded:
-    """Ids of the texts.
+    """Return the ids of the texts.
 
     Raises:
-        UnicodeError: when one is no Unicode text.
-        DataError: when gigatoken fails for another reason.
+        UnicodeError: if one is not Unicode text.
+        DataError: if gigatoken fails for another reason.
     """
     if not all(isinstance(text, bytes) for text in texts):
         texts = [text.decode() if isinstance(text, bytes) else text for text in texts]
     try:
-        with failures_as(lambda said: DataError(f"gigatoken cannot encode these texts: {said}", f"--engine {OWN}")):
-            return _flat(fast.encode_batch(texts).layout)
+        with failures_as(lambda why: DataError(f"gigatoken cannot encode these texts: {why}", f"--engine {OWN}")):
+            return _from_ragged(fast.encode_batch(texts).layout)
     except DataError:
         for text in texts:
-            unicode_text(text)  # half of a surrogate pair is what it refuses
+            unicode_text(text)  # an unpaired surrogate is the usual reason
         raise
 
 
-def _flat(layout: Any) -> Encoded:
+def _from_ragged(layout: Any) -> Encoded:
     offsets: NDArray[np.int64] = layout.offsets.data
     return Encoded(layout.content.data[offsets[0] : offsets[-1]], np.diff(offsets))
 
 
-def _prove(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]) -> None:
-    """Compare ids, text by text."""
+def _compare(tokenizer: Tokenizer, encode_batch: EncodeBatch, texts: Sequence[str]) -> None:
+    """Raise _NotFastError unless gigatoken gives the tokenizer's own ids for all texts."""
     try:
-        ours, fast = tokenizer.encode_batch(texts), encode_batch(texts)
+        own, fast = tokenizer.encode_batch(texts), encode_batch(texts)
     except ValueError as error:
         raise _NotFastError(str(error).partition("\n")[0]) from error
-    if np.array_equal(ours.ids, fast.ids) and np.array_equal(ours.lengths, fast.lengths):
+    if np.array_equal(own.ids, fast.ids) and np.array_equal(own.lengths, fast.lengths):
         return
-    pairs = zip(texts, _apart(ours), _apart(fast))
-    different = next(text for text, one, other in pairs if not np.array_equal(one, other))
-    raise _NotFastError(f"gigatoken gives other ids than {tokenizer.library}, the first time for {_shown(different)}")
+    pairs = zip(texts, _split(own), _split(fast))
+    different = next(text for text, own_ids, fast_ids in pairs if not np.array_equal(own_ids, fast_ids))
+    raise _NotFastError(f"gigatoken and {tokenizer.library} give different ids, first for {_shorten(different)}")
 
 
-def _apart(encoded: Encoded) -> list[NDArray[Any]]:
+def _split(encoded: Encoded) -> list[NDArray[Any]]:
+    """Split concatenated ids into those of each text."""
     return np.split(encoded.ids, np.cumsum(encoded.lengths))[:-1]
 
 
-def _added_tokens(file: Mapping[str, Any]) -> list[str]:
-    """How the added tokens of a ``tokenizer.json`` are spelled, special or not."""
-    return [token["content"] for token in file.get("added_tokens") or ()]
-
-
-def _spelled_out(tokens: Sequence[str]) -> list[str]:
-    """Texts in which every token is spelled out: alone, in words, between spaces, and with the others."""
-    forms = list(dict.fromkeys(form for token in tokens for form in _forms(token)))
+def _texts_around(tokens: Sequence[str]) -> list[str]:
+    """Return texts that contain each token: alone, inside words, between spaces, and next to the others."""
+    forms: dict[str, None] = {}  # each token, and variants that a normalizer may map to it
+    for token in tokens:
+        composed, decomposed = (unicodedata.normalize(form, token) for form in ("NFC", "NFD"))
+        forms |= dict.fromkeys([token, token.upper(), token.lower(), composed, decomposed])
     around = [text for form in forms for text in (form, f"so{form} ends {form}it", f"a  {form}\n {form}{form} .")]
     return [*around, *_overlaps(tokens), "".join(tokens), " ".join(tokens)]
 
 
-def _forms(token: str) -> list[str]:
-    """A token, and texts that a normaliser may take for it."""
-    composed, apart = (unicodedata.normalize(form, token) for form in ("NFC", "NFD"))
-    return [token, token.upper(), token.lower(), composed, apart]
-
-
 def _overlaps(tokens: Sequence[str]) -> list[str]:
-    """Texts in which a token begins before another has ended, so that one of them must be chosen; not all of many."""
-    beginning: dict[str, list[str]] = {}
+    """Return up to `MAX_OVERLAPS` texts in which two tokens overlap, so that only one of them can match."""
+    by_prefix: dict[str, list[str]] = {}
     for token in tokens:
         for size in range(1, len(token)):
-            beginning.setdefault(token[:size], []).append(token)
-    ends = [(token, token[cut:]) for token in tokens for cut in range(1, len(token))]
-    texts = (token + other[len(end) :] for token, end in ends for other in beginning.get(end, ()))
+            by_prefix.setdefault(token[:size], []).append(token)
+    suffixes = [(token, token[start:]) for token in tokens for start in range(1, len(token))]
+    texts = (token + other[len(suffix) :] for token, suffix in suffixes for other in by_prefix.get(suffix, ()))
     return list(islice(texts, MOST_OVERLAPS))
 
 
-def _shown(text: str) -> str:
+def _shorten(text: str) -> str:
     return ascii(text if len(text) <= 60 else text[:60] + "...")

@@ -1,19 +1,18 @@
-"""Failures of the libraries that encode, as errors of this project."""
+"""Convert exceptions of encoder libraries to this project's errors."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-PANIC = "PanicException"  # of a library written in Rust; no `Exception`, and each has a class of its own
+PANIC = "PanicException"  # of Rust libraries: not an `Exception`, and a separate class in each
 
 
 @contextmanager
 def failures_as(error_of: Callable[[str], Exception]) -> Iterator[None]:
-    """Whatever a library raises in here becomes an error made of the first line of what it said.
+    """Convert any exception of a library to ``error_of(first line of its message)``.
 
-    Want of memory goes through, and so does what is no failure of the library: Ctrl-C, and what the handler of a signal
-    raises to end the program, which is no `Exception`.
+    MemoryError, Ctrl-C and the exceptions of signal handlers pass through unchanged.
     """
     try:
         yield
@@ -26,5 +25,5 @@ def failures_as(error_of: Callable[[str], Exception]) -> Iterator[None]:
 
 
 def cannot_encode(library: str) -> Callable[[str], ValueError]:
-    """For `failures_as`: the error of a text that a library does not encode."""
-    return lambda said: ValueError(f"{library} cannot encode this text: {said}")
+    """Return an ``error_of`` for `convert_library_errors` that names the library."""
+    return lambda message: ValueError(f"{library} cannot encode this text: {message}")

@@ -1,4 +1,4 @@
-"""GPT-2's tokenizer in the form it was published in: ``vocab.json`` and ``merges.txt``."""
+"""GPT-2's original tokenizer files, ``vocab.json`` and ``merges.txt``."""
 
 from __future__ import annotations
 
@@ -23,19 +23,22 @@ TWO = "--vocab-file vocab.json --merge-file merges.txt"
 
 
 class GPT2BPETokenizer(HuggingFaceTokenizer):
-    """A byte-level BPE that cuts words as GPT-2's does, kept as a ``tokenizer.json``.
+    """Byte-level BPE with GPT-2's word splitting, stored as a ``tokenizer.json``.
 
-    Its ids are those of ``transformers``' GPT2Tokenizer, of nothing but the text; ``<|endoftext|>`` ends a document.
+    Its ids equal those of ``transformers``' GPT2Tokenizer without special tokens; ``<|endoftext|>`` ends a document.
     """
 
     @classmethod
     def from_vocabulary(cls, vocab: Path, merges: Path, parse_special_tokens: bool = False) -> GPT2BPETokenizer:
-        """From the two files.
+        """Build the tokenizer from ``vocab.json`` and ``merges.txt``.
 
         Raises:
-            DataError: when one of them is missing, damaged or the other one, or lacks a byte or ``<|endoftext|>``.
+            DataError: if a file is missing, damaged or swapped with the other, or lacks a byte or ``<|endoftext|>``.
         """
-        _refuse_swapped(vocab, merges)
+        first, second = (read_file(path, TWO).lstrip()[:1] for path in (vocab, merges))
+        if first != b"{" and second == b"{":
+            fix = f"--vocab-file {shlex.quote(str(merges))} --merge-file {shlex.quote(str(vocab))}"
+            raise DataError(f"{merges} is a vocabulary and {vocab} is not: the two files are swapped", fix)
         vocabulary, pairs = _read_vocabulary(vocab), _read_merges(merges)
         try:
             tokenizer = byte_level_bpe(models.BPE(vocabulary, pairs), words=True)
@@ -47,24 +50,16 @@ class GPT2BPETokenizer(HuggingFaceTokenizer):
         return new
 
 
-def _refuse_swapped(vocab: Path, merges: Path) -> None:
-    """Raises DataError where each file begins as the other one should."""
-    first, second = (read_file(path, TWO).lstrip()[:1] for path in (vocab, merges))
-    if first != b"{" and second == b"{":
-        fix = f"--vocab-file {shlex.quote(str(merges))} --merge-file {shlex.quote(str(vocab))}"
-        raise DataError(f"{merges} holds a vocabulary, and {vocab} does not: they are swapped", fix)
-
-
 def _read_vocabulary(path: Path) -> dict[str, int]:
     content = read_file(path, "--vocab-file vocab.json")
     try:
         vocabulary = json.loads(content)
     except ValueError as error:
-        raise DataError(f"{path} is no JSON: {error}", "download it again") from error
+        raise DataError(f"{path} is not JSON: {error}", "download it again") from error
     if not isinstance(vocabulary, dict) or not all(type(number) is int for number in vocabulary.values()):
-        raise DataError(f"{path} is no table from tokens to ids", "--vocab-file vocab.json")
+        raise DataError(f"{path} is not a JSON object from tokens to ids", "--vocab-file vocab.json")
     if len(set(vocabulary.values())) < len(vocabulary) or min(vocabulary.values(), default=0) < 0:
-        raise DataError(f"{path} gives an id twice, or a negative one", "download it again")
+        raise DataError(f"{path} has a duplicate or negative id", "download it again")
     missing = [token for token in (*byte_letters(), END_OF_DOCUMENT) if token not in vocabulary]
     if missing:
         seen = f"{path} lacks {len(missing)} of the 256 bytes and {END_OF_DOCUMENT}, first '{missing[0]}'"
@@ -73,7 +68,7 @@ def _read_vocabulary(path: Path) -> dict[str, int]:
 
 
 def _read_merges(path: Path) -> list[tuple[str, str]]:
-    """The pairs, one a line, first first; the first line may name the format's version."""
+    """Return the merges in order of priority; a first line ``#version`` is skipped."""
     content = read_file(path, "--merge-file merges.txt")
     try:
         lines = content.decode().replace("\r\n", "\n").split("\n")
@@ -87,6 +82,6 @@ def _read_merges(path: Path) -> list[tuple[str, str]]:
             pairs.append((words[0], words[1]))
         elif line:
             raise DataError(
-                f"{path}:{number} is not two tokens with a space between: '{line[:40]}'", "download it again"
+                f"{path}:{number} is not two tokens separated by a space: '{line[:40]}'", "download it again"
             )
     return pairs

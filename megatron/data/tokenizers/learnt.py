@@ -1,4 +1,4 @@
-"""What tokenizers are made from, and where they are put."""
+"""Texts that tokenizers are trained on, and the folder they are saved in."""
 
 from __future__ import annotations
 
@@ -16,91 +16,71 @@ SAMPLE_BYTES = 2_000_000
 
 @dataclass(frozen=True)
 class Learnt:
-    """A tokenizer and the text it was made from.
+    """Trained tokenizer and statistics of its text."""
 
-    Attributes:
-        files: of the tokenizer, by name.
-        entries: of its vocabulary.
-        documents: read.
-        text_bytes: of their texts, in UTF-8.
-        sample_bytes: of the first of them, up to `SAMPLE_BYTES`, which were encoded to see how well it compresses.
-        sample_tokens: their ids.
-    """
-
-    files: Mapping[str, bytes]
-    entries: int
+    files: Mapping[str, bytes]  # of the tokenizer, by name
+    entries: int  # vocabulary size
     documents: int
-    text_bytes: int
-    sample_bytes: int
-    sample_tokens: int
+    text_bytes: int  # UTF-8 bytes of all texts
+    sample_bytes: int  # UTF-8 bytes of the first texts, up to `SAMPLE_BYTES`, encoded to measure the compression
+    sample_tokens: int  # ids of the sample
 
 
 class Texts:
-    """The texts of documents, one by one, and what went by.
-
-    Attributes:
-        documents: seen so far.
-        text_bytes: of their texts, in UTF-8.
-        sample: the first of them, of up to `SAMPLE_BYTES`.
-        sample_bytes: of the sample.
-    """
+    """Iterator over the texts of documents that collects statistics."""
 
     def __init__(self, documents: Iterable[Document]) -> None:
         self._documents = documents
-        self.documents = self.text_bytes = self.sample_bytes = 0
-        self.sample: list[str] = []
+        self.documents = 0
+        self.text_bytes = 0  # in UTF-8
+        self.sample: list[str] = []  # the first texts, up to `SAMPLE_BYTES`
+        self.sample_bytes = 0
 
     def __iter__(self) -> Iterator[str]:
-        """The texts.
+        """Yield the texts.
 
         Raises:
-            DataError: at the end, when all were empty.
+            DataError: at the end, if all were empty.
         """
         for document in self._documents:
             self.documents += 1
             for text in document.texts:
-                yield self._count(text.decode() if isinstance(text, bytes) else text)
+                if isinstance(text, bytes):
+                    text = text.decode()
+                size = len(text.encode())
+                self.text_bytes += size
+                if self.sample_bytes + size <= SAMPLE_BYTES or not self.sample:
+                    self.sample.append(text)
+                    self.sample_bytes += size
+                yield text
         if not self.text_bytes:
             raise DataError(f"the documents of the input are all empty ({self.documents:,})", "another --input")
 
-    def _count(self, text: str) -> str:
-        size = len(text.encode())
-        self.text_bytes += size
-        if self.sample_bytes + size <= SAMPLE_BYTES or not self.sample:
-            self.sample.append(text)
-            self.sample_bytes += size
-        return text
-
 
 def check_folder(folder: Path) -> None:
-    """Refuse a folder that has something in it.
-
-    Raises:
-        DataError: when it has.
-    """
+    """Raise DataError if a folder exists and is not empty."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        seen = f"{folder} is there already"
-        seen += ", with a tokenizer" if (folder / "tokenizer.json").exists() else " and not an empty folder"
-        raise DataError(seen, "another --output", f"remove {folder}")
+        content = "holds a tokenizer" if (folder / "tokenizer.json").exists() else "is not an empty folder"
+        raise DataError(f"{folder} already exists and {content}", "another --output", f"remove {folder}")
 
 
 def save_files(files: Mapping[str, bytes], folder: Path) -> None:
-    """Write the files of a tokenizer into a new folder, which appears when all are whole.
+    """Write the files of a tokenizer into a new folder, atomically.
 
     Raises:
-        DataError: when the folder is there and not empty.
-        OSError: when the disk refuses.
+        DataError: if the folder exists and is not empty.
+        OSError: if it cannot be written.
     """
     check_folder(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
-    growing = folder.with_name(f"{folder.name}.{os.getpid()}.part")
-    growing.mkdir()
+    temporary = folder.with_name(f"{folder.name}.{os.getpid()}.part")
+    temporary.mkdir()
     try:
         for name, content in files.items():
-            with open(growing / name, "wb") as file:
+            with open(temporary / name, "wb") as file:
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(growing, folder)
+        os.replace(temporary, folder)
     finally:
-        shutil.rmtree(growing, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Tokenizers that need no files: bytes, and ids that somebody else made."""
+"""Tokenizers without files: bytes, and ids written as decimal numbers."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from megatron.data.errors import DataError
 from megatron.data.tokenizers.encoded import Encoded
 from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, bytes_as_ids, tokenizer_files
 
-LONGEST = 100  # digits of a number; Python refuses to read thousands
+LONGEST = 100  # digits of a number; int() rejects strings of thousands of digits
 
 
 class ByteTokenizer:
-    """The bytes of UTF-8 text are its ids; 256 ends a document. Any bytes can be encoded."""
+    """Tokenizer whose ids are the UTF-8 bytes of the text; 256 ends a document. Any bytes can be encoded."""
 
     vocab_size = 257
     eod = 256
@@ -30,31 +30,31 @@ class ByteTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Of the fixed table."""
+        """Digest of the fixed mapping."""
         return fingerprint("0..255 are bytes", f"256 is {END_OF_DOCUMENT}")
 
     def encode(self, text: str | bytes) -> NDArray[np.uint8]:
-        """One id per byte."""
+        """Return one id per byte."""
         return np.frombuffer(text.encode() if isinstance(text, str) else text, dtype=np.uint8)
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> Encoded:
-        """One id per byte of each text."""
+        """Return one id per byte of each text."""
         pieces = [text.encode() if isinstance(text, str) else text for text in texts]
         lengths = np.fromiter(map(len, pieces), dtype=np.int64, count=len(pieces))
         return Encoded(np.frombuffer(b"".join(pieces), dtype=np.uint8).astype(np.uint16), lengths)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text, where bytes that are not UTF-8 become U+FFFD."""
+        """Return the text; bytes that are not UTF-8 become U+FFFD."""
         pieces = (END_OF_DOCUMENT.encode() if i == self.eod else bytes((i,)) for i in ids)
         return b"".join(pieces).decode(errors="replace")
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """A tokenizer of the same ids; only, to ``transformers`` ``<|endoftext|>`` spelled out in a text is one id."""
+        """Return a tokenizer of equal ids, except that ``transformers`` encodes ``<|endoftext|>`` in text as one id."""
         return tokenizer_files(bytes_as_ids())
 
 
 class NullTokenizer:
-    """Text that is ids already, written in decimal with spaces between; the last id ends a document."""
+    """Tokenizer of text that consists of space-separated decimal ids; the last id ends a document."""
 
     pad = None
     special_ids: Mapping[str, int] = {}
@@ -69,21 +69,21 @@ class NullTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Of the number of ids."""
+        """Digest of the vocabulary size."""
         return fingerprint("decimal ids", str(self.vocab_size))
 
     def encode(self, text: str | bytes) -> NDArray[np.int64]:
-        """The numbers in the text.
+        """Return the numbers in the text.
 
         Raises:
-            DataError: when a word is not an id of the vocabulary.
+            DataError: if a word is not an id of the vocabulary.
         """
         words = text.split()
         wrong = next((w for w in words if not self._is_id(w)), None)
         if wrong is not None:
             shown = wrong.decode(errors="replace") if isinstance(wrong, bytes) else wrong
             raise DataError(
-                f"NullTokenizer reads ids 0..{self.vocab_size - 1} with spaces between, not '{shown[:40]}'",
+                f"NullTokenizer reads ids 0..{self.vocab_size - 1} separated by spaces, not '{shown[:40]}'",
                 "--tokenizer-type ByteTokenizer",
             )
         return np.array([int(w) for w in words], dtype=np.int64)
@@ -92,19 +92,19 @@ class NullTokenizer:
         return word.isascii() and word.isdigit() and len(word) <= LONGEST and int(word) < self.vocab_size
 
     def encode_batch(self, texts: Sequence[str | bytes]) -> Encoded:
-        """The numbers in each text.
+        """Return the numbers in each text.
 
         Raises:
-            DataError: as `encode`.
+            DataError: if a word is not an id of the vocabulary.
         """
         arrays = [self.encode(text) for text in texts]
         lengths = np.fromiter(map(len, arrays), dtype=np.int64, count=len(arrays))
         return Encoded(np.concatenate([np.zeros(0, np.int64), *arrays]), lengths)
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The ids in decimal."""
+        """Return the ids as decimal numbers."""
         return " ".join(str(i) for i in ids)
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """None: nobody knows which text the ids were."""
+        """Return no files: the text behind the ids is unknown."""
         return {}

@@ -1,4 +1,4 @@
-"""A file of a tokenizer, read whole."""
+"""Read a tokenizer file."""
 
 from __future__ import annotations
 
@@ -8,14 +8,10 @@ from megatron.data.errors import DataError
 
 
 def read_file(path: Path, *fixes: str) -> bytes:
-    """The content of a file.
-
-    Args:
-        path: of the file.
-        fixes: what to say besides when it cannot be read.
+    """Return the content of a file.
 
     Raises:
-        DataError: when there is none, or it cannot be read.
+        DataError: if it cannot be read; the error suggests ``fixes``.
     """
     try:
         return path.read_bytes()

@@ -1,4 +1,4 @@
-"""The record beside a dataset of which tokenizer wrote it."""
+"""Record which tokenizer wrote a dataset, in ``<prefix>.tokens.json`` and ``<prefix>.tokenizer/``."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from megatron.data.tokenizers.choice import TokenizerChoice, build_tokenizer
 from megatron.data.tokenizers.encoded import Tokenizer
 from megatron.data.tokenizers.huggingface import HuggingFaceTokenizer
 
-RECORD = "tokens.json"  # <prefix>.tokens.json says what the ids of <prefix>.bin mean
+RECORD = "tokens.json"  # <prefix>.tokens.json describes the tokenizer of <prefix>.bin
+FOLDER = "tokenizer"  # <prefix>.tokenizer/ holds its files, if it has any
 OTHER_NAMES = {
     "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
     "Llama2Tokenizer": "SentencePieceTokenizer",
     "GPT2BPETokenizer": "HuggingFaceTokenizer",  # kept as a tokenizer.json
 }
-"""Types whose tokenizers, made of the same files, are those of another type."""
-
-FOLDER = "tokenizer"  # <prefix>.tokenizer/ holds the files of the tokenizer that made them, if it has any
+"""Tokenizer types that give the same ids as another type when built from the same files."""
+REWRITE = "rewrite the dataset with tools/preprocess_data.py"
 
 
 @dataclass(frozen=True)
 class TokenizerRecord:
-    """What a dataset says about the tokenizer that wrote it; ``None`` where an older record does not say it."""
+    """Description of the tokenizer that wrote a dataset. Fields missing from older records are ``None``."""
 
     tokenizer_type: str
     vocab_size: int
@@ -38,7 +38,7 @@ class TokenizerRecord:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer) -> TokenizerRecord:
-        """The record of a tokenizer."""
+        """Return the record of a tokenizer."""
         return cls(
             type(tokenizer).__name__,
             tokenizer.vocab_size,
@@ -50,53 +50,56 @@ class TokenizerRecord:
         )
 
     def to_bytes(self) -> bytes:
-        """Contents of the file."""
+        """Return the contents of the record file."""
         return (json.dumps(asdict(self), indent=1) + "\n").encode()
 
     @property
     def parses_special_tokens(self) -> bool:
-        """Whether special tokens that were spelled out in texts became their ids."""
+        """True if special tokens spelled out in text were encoded as their ids."""
         return bool((self.settings or {}).get("parse_special_tokens"))
 
     def may_be(self, tokenizer_type: str) -> bool:
-        """Whether the type of the tokenizer goes by this name too."""
+        """Return True if ``tokenizer_type`` is this type or an equivalent one."""
         return tokenizer_type in (self.tokenizer_type, kind(self.tokenizer_type)) or (
             kind(tokenizer_type) == kind(self.tokenizer_type) == "SentencePieceTokenizer"
         )
 
 
 def kind(tokenizer_type: str) -> str:
-    """One name for types that are the same."""
+    """Return the canonical name of equivalent types."""
     return OTHER_NAMES.get(tokenizer_type, tokenizer_type)
 
 
 def same_ids(one: str | Path, other: str | Path) -> bool:
-    """Whether an id means the same text in two datasets that both have a record, whenever and however it was made.
+    """Return True if two datasets both have a record and an id means the same text in both.
 
     Raises:
-        DataError: when a record cannot be understood.
+        DataError: if a record is invalid.
     """
     a, b = read_record(one), read_record(other)
     if a is None or b is None or (a.vocab_size, a.eod) != (b.vocab_size, b.eod):
         return False
-    return a.fingerprint == b.fingerprint or bool(_now(one) and _now(one) == _now(other))
+    if a.fingerprint == b.fingerprint:
+        return True
+    current = _current_fingerprint(one)
+    return current is not None and current == _current_fingerprint(other)
 
 
 def wrote(prefix: str | Path, tokenizer: Tokenizer) -> bool:
-    """Whether the ids of a dataset that has a record are those of a tokenizer.
+    """Return True if a dataset has a record and ``tokenizer`` gives the ids it was written with.
 
     Raises:
-        DataError: when the record cannot be understood.
+        DataError: if the record is invalid.
     """
     record = read_record(prefix)
     if record is None or (record.vocab_size, record.eod) != (tokenizer.vocab_size, tokenizer.eod):
         return False
     known = (tokenizer.fingerprint, *tokenizer.earlier_fingerprints)
-    return record.fingerprint in known or _now(prefix) == tokenizer.fingerprint
+    return record.fingerprint in known or _current_fingerprint(prefix) == tokenizer.fingerprint
 
 
-def _now(prefix: str | Path) -> str | None:
-    """The fingerprint that a record would have today, by the files beside it; None where they are not what it says."""
+def _current_fingerprint(prefix: str | Path) -> str | None:
+    """Return the current fingerprint of the recorded tokenizer, or None if it can no longer be rebuilt."""
     try:
         tokenizer = recorded_tokenizer(prefix)
     except DataError:
@@ -105,10 +108,10 @@ def _now(prefix: str | Path) -> str | None:
 
 
 def read_record(prefix: str | Path, tokenizer_type: str | None = None) -> TokenizerRecord | None:
-    """The record beside a dataset; None where none was written, as for a dataset of Megatron-LM.
+    """Read the record of a dataset; return None if there is none, as for a dataset of Megatron-LM.
 
     Raises:
-        DataError: when there is one and it cannot be understood, or names another type than ``tokenizer_type``.
+        DataError: if the record is invalid or names another type than ``tokenizer_type``.
     """
     path = Path(f"{prefix}.{RECORD}")
     try:
@@ -116,7 +119,7 @@ def read_record(prefix: str | Path, tokenizer_type: str | None = None) -> Tokeni
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError) as error:
-        raise DataError(f"{path}: {error}", "write the dataset anew with tools/preprocess_data.py") from error
+        raise DataError(f"{path}: {error}", REWRITE) from error
     if tokenizer_type is not None and not record.may_be(tokenizer_type):
         raise DataError(
             f"{prefix} was written with {record.tokenizer_type}, not with {tokenizer_type}",
@@ -126,55 +129,44 @@ def read_record(prefix: str | Path, tokenizer_type: str | None = None) -> Tokeni
 
 
 def recorded_tokenizer(prefix: str | Path, tokenizer_type: str | None = None) -> Tokenizer | None:
-    """The tokenizer that wrote a dataset, which is ``tokenizer_type`` if that is given; None without a record.
+    """Rebuild the tokenizer that wrote a dataset; return None if there is no record.
 
     Raises:
-        DataError: when the record names another type, or the tokenizer of that name now gives other ids.
+        DataError: if the record names another type than ``tokenizer_type``, or the rebuilt tokenizer differs from it.
     """
     record = read_record(prefix, tokenizer_type)
     if record is None:
         return None
-    tokenizer = _rebuilt(record, Path(f"{prefix}.{FOLDER}"), Path(f"{prefix}.{RECORD}"))
-    now = TokenizerRecord.of(tokenizer)
+    tokenizer = _rebuild(record, Path(f"{prefix}.{FOLDER}"), Path(f"{prefix}.{RECORD}"))
+    current = TokenizerRecord.of(tokenizer)
     if record.fingerprint in tokenizer.earlier_fingerprints:
-        now = replace(now, fingerprint=record.fingerprint)
-    if _said(now, record) != record:
-        raise DataError(
-            f"{prefix}.{RECORD} records {record}, but that tokenizer is now {now}",
-            "write the dataset anew with tools/preprocess_data.py",
-        )
+        current = replace(current, fingerprint=record.fingerprint)
+    if record.special_ids is None:  # an older record, without these fields
+        current = replace(current, pad=None, special_ids=None, settings=None)
+    if current != record:
+        raise DataError(f"{prefix}.{RECORD} records {record}, but that tokenizer is now {current}", REWRITE)
     return tokenizer
 
 
-def _rebuilt(record: TokenizerRecord, folder: Path, path: Path) -> Tokenizer:
+def _rebuild(record: TokenizerRecord, folder: Path, path: Path) -> Tokenizer:
     needs_size = record.tokenizer_type in ("NullTokenizer", "TikTokenizer")
     model = None if record.tokenizer_type in ("ByteTokenizer", "NullTokenizer") else str(folder)
     size = record.vocab_size if needs_size else None
     try:
-        if record.tokenizer_type == "HuggingFaceTokenizer":  # older data may be of one that is refused today
+        if record.tokenizer_type == "HuggingFaceTokenizer":
+            # Not through build_tokenizer, which refuses some tokenizers that older data were written with.
             return HuggingFaceTokenizer(folder, **(record.settings or {}))
         choice = TokenizerChoice(record.tokenizer_type, model, vocab_size=size, **(record.settings or {}))
     except TypeError as error:
-        raise DataError(f"{path}: {error}", "write the dataset anew with tools/preprocess_data.py") from error
+        raise DataError(f"{path}: {error}", REWRITE) from error
     return build_tokenizer(choice)
 
 
-def _said(now: TokenizerRecord, record: TokenizerRecord) -> TokenizerRecord:
-    """Of what a tokenizer is now, as much as a record says."""
-    if record.special_ids is not None:
-        return now
-    return TokenizerRecord(now.tokenizer_type, now.vocab_size, now.eod, now.fingerprint)
-
-
 def tokenizer_files(prefix: str | Path) -> dict[str, bytes]:
-    """Contents by name of the files that a model trained on a dataset carries, for `HuggingFaceTokenizer` to read.
+    """Return the Hugging Face files, by name, of the tokenizer that wrote a dataset.
 
-    A ByteTokenizer becomes a tokenizer of the same ids; only, ``<|endoftext|>`` spelled out in a text is one id to
-    ``transformers`` unless it is told otherwise (``split_special_tokens=True``). Without a record, or where the ids are
-    nobody's (NullTokenizer), there is no file.
-
-    Raises:
-        DataError: as `recorded_tokenizer`.
+    Empty without a record and for NullTokenizer. Those of a ByteTokenizer give the same ids, except that
+    ``transformers`` encodes ``<|endoftext|>`` in text as one id unless ``split_special_tokens=True``.
     """
     tokenizer = recorded_tokenizer(prefix)
     return {} if tokenizer is None else tokenizer.hugging_face_files()

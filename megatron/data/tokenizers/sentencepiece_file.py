@@ -1,6 +1,6 @@
-"""What is in a SentencePiece ``.model`` file, which is a protocol buffer, without the library for such.
+"""Parse and edit SentencePiece ``.model`` files, which are protocol buffers, without a protobuf library.
 
-Source: ``sentencepiece_model.proto`` (ModelProto) of SentencePiece; the encoding of protocol buffers.
+Source: ``sentencepiece_model.proto`` (ModelProto) of SentencePiece; the protocol buffer encoding.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ PIECE, SCORE, KIND = 1, 2, 3  # fields of SentencePiece
 MODEL_TYPE, SPACE_AS_SUFFIX, BYTE_FALLBACK = 3, 24, 35  # fields of TrainerSpec
 CHARSMAP, DUMMY_PREFIX, SQUEEZE_SPACES, ESCAPE_SPACES = 2, 3, 4, 5  # fields of NormalizerSpec
 
-VARINT, BYTES = 0, 2  # two of the ways in which a value is written
+VARINT, BYTES = 0, 2  # wire types
 
 
 class Kind(IntEnum):
-    """What a piece is."""
+    """Type of a piece."""
 
     NORMAL = 1
     UNKNOWN = 2
@@ -32,7 +32,7 @@ class Kind(IntEnum):
 
 
 class Algorithm(IntEnum):
-    """How a model cuts text into pieces."""
+    """Segmentation algorithm of a model."""
 
     UNIGRAM = 1
     BPE = 2
@@ -42,7 +42,7 @@ class Algorithm(IntEnum):
 
 @dataclass(frozen=True)
 class Piece:
-    """An entry of the vocabulary; its id is its place."""
+    """Vocabulary entry; its id is its position."""
 
     text: str
     score: float
@@ -51,43 +51,32 @@ class Piece:
 
 @dataclass(frozen=True)
 class Model:
-    """What of a model decides which ids a text has.
+    """Parts of a model that determine the ids of a text."""
 
-    Attributes:
-        pieces: by id.
-        algorithm: how text is cut.
-        byte_fallback: characters without a piece become the pieces of their bytes, not the unknown one.
-        space_as_suffix: a word ends in its space instead of beginning with it.
-        charsmap: compiled table of characters that are replaced first; may be empty.
-        dummy_prefix: a space is put before the text.
-        squeeze_spaces: spaces at both ends, and all but one of a run, are dropped.
-        escape_spaces: a space becomes U+2581.
-    """
-
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Piece, ...]  # by id
     algorithm: Algorithm
-    byte_fallback: bool
-    space_as_suffix: bool
-    charsmap: bytes
-    dummy_prefix: bool
-    squeeze_spaces: bool
-    escape_spaces: bool
+    byte_fallback: bool  # characters without a piece become the pieces of their bytes, not the unknown piece
+    space_as_suffix: bool  # spaces end words instead of beginning them
+    charsmap: bytes  # compiled normalization table, possibly empty
+    dummy_prefix: bool  # a space is added before the text
+    squeeze_spaces: bool  # leading, trailing and repeated spaces are removed
+    escape_spaces: bool  # spaces become U+2581
 
 
 def read_model(content: bytes) -> Model:
-    """The model in a file's ``content``.
+    """Parse a model file.
 
     Raises:
-        DataError: when it is none.
+        DataError: if ``content`` is not a SentencePiece model.
     """
     try:
         pieces = tuple(_piece(value) for field, _, value in _fields(content) if field == PIECES)
         trainer, normalizer = _message(content, TRAINER), _message(content, NORMALIZER)
         algorithm = Algorithm(int(trainer.get(MODEL_TYPE, Algorithm.UNIGRAM)))
     except (IndexError, ValueError, TypeError, struct.error) as error:
-        raise DataError(f"this is no SentencePiece model: {error}", "--tokenizer-model FILE.model") from error
+        raise DataError(f"this is not a SentencePiece model: {error}", "--tokenizer-model FILE.model") from error
     if not pieces:
-        raise DataError("this is no SentencePiece model: it has no pieces", "--tokenizer-model FILE.model")
+        raise DataError("this is not a SentencePiece model: it has no pieces", "--tokenizer-model FILE.model")
     charsmap = normalizer.get(CHARSMAP, b"")
     return Model(
         pieces,
@@ -102,13 +91,13 @@ def read_model(content: bytes) -> Model:
 
 
 def with_kinds(content: bytes, kind_of: Callable[[Piece], Kind]) -> bytes:
-    """The file's ``content`` with other kinds of pieces, and nothing else changed."""
+    """Return the file's ``content`` with the piece types of ``kind_of`` and nothing else changed."""
     written = []
     for field, raw, value in _fields(content):
         if field == PIECES and isinstance(value, bytes):
             piece = _piece(value)
             if kind_of(piece) is not piece.kind:
-                value += bytes((KIND << 3 | VARINT, kind_of(piece)))  # of a field that comes twice, the last counts
+                value += bytes((KIND << 3 | VARINT, kind_of(piece)))  # the last value of a repeated field wins
                 raw = bytes((PIECES << 3 | BYTES,)) + _varint(len(value)) + value
         written.append(raw)
     return b"".join(written)
@@ -125,42 +114,42 @@ def _piece(message: bytes | int) -> Piece:
 
 
 def _message(content: bytes, wanted: int) -> dict[int, bytes | int]:
-    """The values of a message inside another, by field."""
+    """Return the fields of a nested message."""
     parts = [value for field, _, value in _fields(content) if field == wanted and isinstance(value, bytes)]
     return {field: value for field, _, value in _fields(b"".join(parts))}
 
 
 def _fields(message: bytes) -> Iterator[tuple[int, bytes, bytes | int]]:
-    """Each field of a message: its number, all of its bytes, and its value."""
-    at = 0
-    while at < len(message):
-        begin = at
-        key, at = _read_varint(message, at)
+    """Yield each field of a message: number, raw bytes including the key, and value."""
+    position = 0
+    while position < len(message):
+        start = position
+        key, position = _read_varint(message, position)
         value: bytes | int
-        match key & 7:
-            case 0:
-                value, at = _read_varint(message, at)
-            case 1:
-                value, at = message[at : at + 8], at + 8
-            case 2:
-                size, at = _read_varint(message, at)
-                value, at = message[at : at + size], at + size
-            case 5:
-                value, at = message[at : at + 4], at + 4
-            case other:
-                raise ValueError(f"byte {begin:,} begins a field of kind {other}")
-        if at > len(message):
-            raise ValueError(f"it ends inside the field that begins at byte {begin:,}")
-        yield key >> 3, message[begin:at], value
+        wire_type = key & 7
+        if wire_type == VARINT:
+            value, position = _read_varint(message, position)
+        elif wire_type in (1, 2, 5):
+            size = {1: 8, 5: 4}.get(wire_type, 0)
+            if wire_type == BYTES:
+                size, position = _read_varint(message, position)
+            value = message[position : position + size]
+            position += size
+        else:
+            raise ValueError(f"the field at byte {start:,} has unknown wire type {wire_type}")
+        if position > len(message):
+            raise ValueError(f"it ends inside the field that begins at byte {start:,}")
+        yield key >> 3, message[start:position], value
 
 
-def _read_varint(message: bytes, at: int) -> tuple[int, int]:
-    """A number and where it ends: seven bits a byte, the lowest first; the last byte is below 128."""
+def _read_varint(message: bytes, position: int) -> tuple[int, int]:
+    """Return a varint (7 bits per byte, lowest first; the last byte is below 128) and its end position."""
     number = shift = 0
-    while message[at] >= 128:
-        number |= (message[at] & 127) << shift
-        at, shift = at + 1, shift + 7
-    return number | message[at] << shift, at + 1
+    while message[position] >= 128:
+        number |= (message[position] & 127) << shift
+        position += 1
+        shift += 7
+    return number | message[position] << shift, position + 1
 
 
 def _varint(number: int) -> bytes:

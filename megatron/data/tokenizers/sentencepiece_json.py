@@ -1,11 +1,11 @@
-"""A SentencePiece model as a ``tokenizer.json``, for ``transformers`` and gigatoken.
+"""Convert a SentencePiece model to a ``tokenizer.json``, for ``transformers`` and gigatoken.
 
-Only a model for which the result gives the same ids for every text is turned into one. What the format cannot say:
+Only models for which the ids are equal for every text are converted. The format differs from SentencePiece:
 
-* the sums by which a unigram model decides are taken in another precision, so that near-ties fall otherwise;
-* a table of replaced characters (NFKC) is applied to a character with its marks, or to CR LF, as a whole;
-* a symbol found in the text begins the text anew, with another space before it or other spaces dropped;
-* of two joints with the same score the left one comes first.
+* unigram scores are summed in another precision, so that near-ties differ;
+* a normalization table (NFKC) is applied to whole grapheme clusters: a character with its marks, or CR LF;
+* text on both sides of a matched symbol is normalized separately, with its own dummy prefix and removal of spaces;
+* two merges cannot have the same score, where SentencePiece takes the left one.
 """
 
 from __future__ import annotations
@@ -15,26 +15,31 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from megatron.data.tokenizers.huggingface import CONFIG, TOKENIZER
-from megatron.data.tokenizers.sentencepiece_file import Algorithm, Kind, Model, Piece
+from megatron.data.tokenizers.sentencepiece_file import Algorithm, Kind, Model
 
 SPACE = "\u2581"
 
 
 def hugging_face_files(model: Model, special: Mapping[str, int], roles: Mapping[str, str]) -> dict[str, bytes]:
-    """The files of a tokenizer with the ids of ``model``; none where there cannot be one.
+    """Return the files of a tokenizer with the ids of ``model``; empty if the format cannot express it.
 
     Args:
-        model: what the file holds.
+        model: content of the model file.
         special: ids of its special tokens.
-        roles: spelling of the tokens that ``transformers`` calls ``eos_token`` and the like.
+        roles: spelling of ``eos_token`` and other tokens for ``transformers``.
     """
-    if not _can_be_said(model, special):
+    if not _is_convertible(model, special):
         return {}
+    matching = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(piece, number, special) for number, piece in enumerate(model.pieces) if _whole(piece)],
+        "added_tokens": [
+            {"id": number, "content": piece.text, **matching, "special": piece.text in special}
+            for number, piece in enumerate(model.pieces)
+            if piece.kind in (Kind.CONTROL, Kind.USER_DEFINED)
+        ],
         "normalizer": {"type": "Sequence", "normalizers": list(_normalizers(model))},
         "pre_tokenizer": None,
         "post_processor": None,
@@ -48,7 +53,7 @@ def hugging_face_files(model: Model, special: Mapping[str, int], roles: Mapping[
     }
 
 
-def _can_be_said(model: Model, special: Mapping[str, int]) -> bool:
+def _is_convertible(model: Model, special: Mapping[str, int]) -> bool:
     if model.algorithm is not Algorithm.BPE or model.charsmap or model.space_as_suffix or not model.escape_spaces:
         return False
     kinds = {piece.kind for piece in model.pieces if piece.text not in special}
@@ -58,16 +63,6 @@ def _can_be_said(model: Model, special: Mapping[str, int]) -> bool:
     scores = [piece.score for piece in words if len(piece.text) > 1]
     letters = {piece.text for piece in words if len(piece.text) == 1}
     return len(set(scores)) == len(scores) and letters.issuperset("".join(piece.text for piece in words))
-
-
-def _whole(piece: Piece) -> bool:
-    """Whether a piece is never the result of cutting a text."""
-    return piece.kind in (Kind.CONTROL, Kind.USER_DEFINED)
-
-
-def _added(piece: Piece, number: int, special: Mapping[str, int]) -> dict[str, Any]:
-    marks = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": number, "content": piece.text, **marks, "special": piece.text in special}
 
 
 def _normalizers(model: Model) -> Iterator[dict[str, Any]]:
@@ -104,12 +99,12 @@ def _bpe(model: Model) -> dict[str, Any]:
 
 
 def _merges(model: Model) -> list[tuple[str, str]]:
-    """Every way to put a word together from two others: SentencePiece joins the pair whose word has the best score."""
+    """Return all splits of each piece into two others, best score first: the order of SentencePiece's merges."""
     scores = {piece.text: piece.score for piece in model.pieces if piece.kind is Kind.NORMAL}
     found = []
-    for word, score in scores.items():
-        for cut in range(1, len(word)):
-            left, right = word[:cut], word[cut:]
+    for piece, score in scores.items():
+        for split in range(1, len(piece)):
+            left, right = piece[:split], piece[split:]
             if left in scores and right in scores:
                 found.append((-score, left, right))
     found.sort(key=lambda merge: merge[0])

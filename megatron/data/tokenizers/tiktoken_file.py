@@ -1,4 +1,4 @@
-"""Tokenizers of tiktoken: byte sequences with their ranks, as OpenAI's ``.tiktoken`` files and as JSON."""
+"""Tokenizers stored as byte sequences with ranks: OpenAI's ``.tiktoken`` files, and Megatron-LM's JSON."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megatron.data.tokenizers.tiktoken_json import hugging_face_files
 
 RANKS, JSON = ".tiktoken", ".json"
 MEGATRON_VOCAB_SIZE = 1 << 17
-SPECIAL_TOKENS = 1000  # unless another number is given
+SPECIAL_TOKENS = 1000  # default of --tiktoken-num-special-tokens
 FIRST_SPECIAL = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
-"""What Megatron-LM's special tokens are called; ``<SPECIAL_7>`` and so on follow."""
+"""Megatron-LM's named special tokens; ``<SPECIAL_7>`` and following fill up the number."""
 
 GPT2 = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 CL100K = (
@@ -40,12 +40,12 @@ PATTERNS = {
     "v1": r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+",
     "v2": _CASED % ("", "", r"\p{N}"),
 }
-"""How Megatron-LM's two names cut text into words."""
+"""Megatron-LM's two pre-tokenization regexes."""
 
 
 @dataclass(frozen=True)
 class Encoding:
-    """What a file of ranks does not hold: how text is cut into words, and its special tokens with their ids."""
+    """Pre-tokenization regex and special tokens, which a file of ranks does not contain."""
 
     pattern: str
     special_ids: Mapping[str, int]
@@ -68,25 +68,17 @@ ENCODINGS = {
         _CASED % (_CONTRACTION, _CONTRACTION, r"\p{N}{1,3}"), {END_OF_DOCUMENT: 199999, "<|endofprompt|>": 200018}
     ),
 }
-"""OpenAI's encodings, by the names of their files."""
+"""OpenAI's encodings, by file name."""
 
 
 class TikTokenizer(LibraryTokenizer):
-    """The ids that the library ``tiktoken`` gives, of nothing but the text.
+    """Tokenizer of the ``tiktoken`` library.
 
-    A file that is called as one of `ENCODINGS` is that encoding, and ``<|endoftext|>`` ends a document. Any other, and
-    one for which a pattern is named, is read as Megatron-LM reads it: the special tokens come first, ``<unk>``,
-    ``<s>``, ``</s>`` (which ends a document) and so on, and the ids of the file after them.
+    A file named as one of `ENCODINGS` is that encoding, and ``<|endoftext|>`` ends a document. Any other file, or one
+    with an explicit pattern, is read as by Megatron-LM: special tokens come first (``<unk>``, ``<s>``, ``</s>``, which
+    ends a document, and so on), followed by the ids of the file.
 
-    A special token that is spelled out in a text stays text unless it is told otherwise.
-
-    Attributes:
-        files: the file by its name, which ends in ``.tiktoken`` or ``.json``.
-        vocab_size: the largest id, special tokens included, plus one.
-        eod: the id that ends a document.
-        pad: the id of ``<pad>``; None without one.
-        special_ids: ids of the special tokens.
-        settings: pattern and number of special tokens where they matter; ``parse_special_tokens`` where it is on.
+    Special tokens spelled out in text stay text unless ``parse_special_tokens``.
     """
 
     library = "tiktoken"
@@ -99,50 +91,51 @@ class TikTokenizer(LibraryTokenizer):
         vocab_size: int | None = None,
         parse_special_tokens: bool = False,
     ) -> None:
-        """Read a ``.tiktoken`` or ``.json`` file, or the one in a folder.
+        """Read a ``.tiktoken`` or ``.json`` file, or the only one in a folder.
 
         Args:
-            path: of the file or folder.
-            pattern: ``v1`` or ``v2``; by default the encoding of the file's name, and ``v2`` for a ``.json``.
-            num_special_tokens: how many ids come before those of the file, where the special tokens come first.
-            vocab_size: ids to keep, where the special tokens come first; by default all, which Megatron-LM does not
-                do for a file of more than 2**17.
-            parse_special_tokens: a special token that is spelled out in a text becomes its id.
+            path: file or folder.
+            pattern: ``v1`` or ``v2``; by default the encoding given by the file name, and ``v2`` for a ``.json``.
+            num_special_tokens: ids before those of the file, if special tokens come first.
+            vocab_size: ids to keep, if special tokens come first; by default all. Megatron-LM keeps at most 2**17.
+            parse_special_tokens: encode special tokens spelled out in text as their ids.
 
         Raises:
-            DataError: when there is no file, it is damaged, or the numbers do not fit it.
+            DataError: if the file is missing or damaged, or the sizes do not fit it.
         """
-        file = _the_file(Path(path))
+        file = _find_file(Path(path))
         content = read_file(file, f"--tokenizer-model FILE{RANKS}")
         self.files: Mapping[str, bytes] = {file.name if file.suffix == JSON else file.stem + RANKS: content}
         self.settings: Mapping[str, Any] = {"parse_special_tokens": True} if parse_special_tokens else {}
         encoding = ENCODINGS.get(file.stem) if file.suffix == RANKS and pattern is None else None
         if encoding is None:
             pattern = _pattern(pattern, file)
-            first = {"tiktoken_pattern": pattern, "tiktoken_num_special_tokens": num_special_tokens}
-            self.settings = {**self.settings, **first}
+            layout = {"tiktoken_pattern": pattern, "tiktoken_num_special_tokens": num_special_tokens}
+            self.settings = {**self.settings, **layout}
             ranks = _ranks(content, file)
-            ranks, encoding = _special_first(ranks, PATTERNS[pattern], num_special_tokens, vocab_size, file)
+            ranks, encoding = _special_tokens_first(ranks, PATTERNS[pattern], num_special_tokens, vocab_size, file)
         else:
-            _refuse_number(num_special_tokens, file)
+            if num_special_tokens != SPECIAL_TOKENS:
+                seen = f"the number of special tokens of {file.stem} is fixed, so {num_special_tokens} cannot be used"
+                raise DataError(seen, "leave out --tiktoken-num-special-tokens", "--tiktoken-pattern v2")
             ranks = _ranks(content, file)
         self._ranks, self._pattern, self.special_ids = ranks, encoding.pattern, encoding.special_ids
         self._known = frozenset(ranks.values()) | frozenset(self.special_ids.values())
         self.vocab_size = 1 + max(self._known)
         self.eod = self.special_ids.get(END_OF_DOCUMENT, self.special_ids.get("</s>", -1))
         self.pad = self.special_ids.get("<pad>")
-        self._encoding = _library(file).Encoding(
+        self._encoding = _import_tiktoken(file).Encoding(
             file.stem, pat_str=self._pattern, mergeable_ranks=ranks, special_tokens=dict(self.special_ids)
         )
 
     @property
     def fingerprint(self) -> str:
-        """Of the ranks, the pattern and the special tokens."""
+        """Digest of the ranks, the pattern and the special tokens."""
         return fingerprint(*self._facts())
 
     @property
     def earlier_fingerprints(self) -> tuple[str, ...]:
-        """Of the same, and the setting."""
+        """Digests of the same facts, without and with the setting."""
         return earlier_fingerprints(*self._facts())
 
     def _facts(self) -> tuple[str, ...]:
@@ -150,17 +143,17 @@ class TikTokenizer(LibraryTokenizer):
         return table.hexdigest(), self._pattern, json.dumps(dict(self.special_ids))
 
     def ids_of(self, texts: list[str]) -> list[list[int]]:
-        """Ids, on all cores unless in a worker process."""
+        """Encode, on all cores unless in a worker process."""
         if self.settings.get("parse_special_tokens"):
             return self._encoding.encode_batch(texts, num_threads=threads(), allowed_special="all")
         return self._encoding.encode_ordinary_batch(texts, num_threads=threads())
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text, special tokens spelled out; ids that the tokenizer does not have are left out."""
+        """Return the text, including special tokens; unknown ids are skipped."""
         return self._encoding.decode([int(number) for number in ids if number in self._known])
 
     def hugging_face_files(self) -> dict[str, bytes]:
-        """A ``tokenizer.json`` of the same ids; only, to ``transformers`` a special token spelled out is its id."""
+        """Return a ``tokenizer.json`` of equal ids, except that ``transformers`` parses special tokens in text."""
         return dict(self._hugging_face_files)
 
     @cached_property
@@ -168,42 +161,36 @@ class TikTokenizer(LibraryTokenizer):
         return hugging_face_files(self._ranks, self._pattern, self.special_ids, self.eod)
 
 
-def _the_file(path: Path) -> Path:
+def _find_file(path: Path) -> Path:
     if not path.is_dir():
         return path
     files = [file for file in sorted(path.iterdir()) if file.suffix in (RANKS, JSON)]
     if len(files) != 1:
-        seen = f"{path} holds {len(files)} files that end in {RANKS} or {JSON}, not one"
+        seen = f"{path} holds {len(files)} files ending in {RANKS} or {JSON}, not one"
         raise DataError(seen, f"--tokenizer-model {path}/FILE{RANKS}")
     return files[0]
-
-
-def _refuse_number(num_special_tokens: int, file: Path) -> None:
-    if num_special_tokens != SPECIAL_TOKENS:
-        seen = f"{file.stem} has special tokens of its own, not {num_special_tokens}"
-        raise DataError(seen, "leave out --tiktoken-num-special-tokens", "--tiktoken-pattern v2")
 
 
 def _pattern(pattern: str | None, file: Path) -> str:
     if pattern is None and file.suffix == JSON:
         return "v2"
     if pattern not in PATTERNS:
-        seen = f"{file.name} does not say how text is cut into words, and it is not called as one of OpenAI's encodings"
+        seen = f"{file.name} has no pre-tokenization regex, and its name is not that of one of OpenAI's encodings"
         names = " or ".join(name + RANKS for name in ENCODINGS)
         raise DataError(f"{seen} ({names})", "--tiktoken-pattern v1", "--tiktoken-pattern v2")
     return pattern
 
 
 def _ranks(content: bytes, file: Path) -> dict[bytes, int]:
-    """Byte sequences and their ranks.
+    """Parse byte sequences and their ranks.
 
     Raises:
-        DataError: when a line or entry is no such pair, one comes twice, or a byte is missing.
+        DataError: if an entry is malformed or a duplicate, or a byte is missing.
     """
     pairs = _json_ranks(content, file) if file.suffix == JSON else _line_ranks(content, file)
     ranks = dict(pairs)
     if len(ranks) < len(pairs) or len(set(ranks.values())) < len(pairs):
-        raise DataError(f"{file} gives a token or a rank twice", "copy it again")
+        raise DataError(f"{file} has a duplicate token or rank", "copy it again")
     missing = [byte for byte in range(256) if bytes((byte,)) not in ranks]
     if missing:
         raise DataError(f"{file} lacks {len(missing)} of the 256 bytes, first 0x{missing[0]:02X}", "copy it again")
@@ -217,7 +204,7 @@ def _line_ranks(content: bytes, file: Path) -> list[tuple[bytes, int]]:
             token, rank = line.split()
             pairs.append((base64.b64decode(token, validate=True), int(rank)))
         except ValueError as error:  # also of base64
-            seen = f"{file}:{number} is not a token in base64 and its rank: {line[:40]!r}"
+            seen = f"{file}:{number} is not a base64 token and its rank: {line[:40]!r}"
             raise DataError(seen, "copy it again") from error
     return pairs
 
@@ -227,37 +214,37 @@ def _json_ranks(content: bytes, file: Path) -> list[tuple[bytes, int]]:
         entries = json.loads(content)
         pairs = [(base64.b64decode(entry["token_bytes"], validate=True), entry["rank"]) for entry in entries]
     except (ValueError, TypeError, KeyError, binascii.Error) as error:
-        seen = f'{file} is no list of {{"rank": 0, "token_bytes": "AA==", "token_str": "..."}}: {error!r}'
+        seen = f'{file} is not a list of {{"rank": 0, "token_bytes": "AA==", "token_str": "..."}}: {error!r}'
         raise DataError(seen, f"--tokenizer-model FILE{RANKS}") from error
     if [rank for _, rank in pairs] != list(range(len(pairs))):
         raise DataError(f"the ranks of {file} are not 0, 1, 2 and so on", "copy it again")
     return pairs
 
 
-def _special_first(
+def _special_tokens_first(
     ranks: dict[bytes, int], pattern: str, num_special_tokens: int, vocab_size: int | None, file: Path
 ) -> tuple[dict[bytes, int], Encoding]:
-    """Ids after those of the special tokens, ``vocab_size`` in all."""
+    """Shift ranks behind the special tokens and keep ``vocab_size`` ids in all."""
     if num_special_tokens < len(FIRST_SPECIAL):
-        seen = f"{num_special_tokens} special tokens do not hold {' '.join(FIRST_SPECIAL)}"
+        seen = f"{num_special_tokens} special tokens are too few for {' '.join(FIRST_SPECIAL)}"
         raise DataError(seen, "--tiktoken-num-special-tokens 1000")
-    has = num_special_tokens + 1 + max(ranks.values())
-    if vocab_size is None and has > MEGATRON_VOCAB_SIZE:
+    full_size = num_special_tokens + 1 + max(ranks.values())
+    if vocab_size is None and full_size > MEGATRON_VOCAB_SIZE:
         raise DataError(
-            f"{file} and {num_special_tokens} special tokens make {has:,} ids; Megatron-LM keeps the first 2**17",
+            f"{file} and {num_special_tokens} special tokens make {full_size:,} ids; Megatron-LM keeps the first 2**17",
             f"--vocab-size {MEGATRON_VOCAB_SIZE}",
-            f"--vocab-size {has}",
+            f"--vocab-size {full_size}",
         )
-    size = has if vocab_size is None else vocab_size
-    if not num_special_tokens + 256 <= size <= has:
-        seen = f"{file} and {num_special_tokens} special tokens make {has:,} ids, not {size:,}"
-        raise DataError(seen, f"--vocab-size {has}", "leave out --vocab-size")
+    size = full_size if vocab_size is None else vocab_size
+    if not num_special_tokens + 256 <= size <= full_size:
+        seen = f"{file} and {num_special_tokens} special tokens make {full_size:,} ids, not {size:,}"
+        raise DataError(seen, f"--vocab-size {full_size}", "leave out --vocab-size")
     kept = {token: num_special_tokens + rank for token, rank in ranks.items() if num_special_tokens + rank < size}
     names = [*FIRST_SPECIAL, *(f"<SPECIAL_{number}>" for number in range(len(FIRST_SPECIAL), num_special_tokens))]
     return kept, Encoding(pattern, {name: number for number, name in enumerate(names)})
 
 
-def _library(file: Path) -> Any:
+def _import_tiktoken(file: Path) -> Any:
     try:
         import tiktoken
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Ranked byte sequences as a ``tokenizer.json``, for ``transformers`` and gigatoken."""
+"""Convert tiktoken ranks to a ``tokenizer.json``, for ``transformers`` and gigatoken."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from megatron.data.tokenizers.huggingface import CONFIG, TOKENIZER, byte_letters
 def hugging_face_files(
     ranks: Mapping[bytes, int], pattern: str, special: Mapping[str, int], end: int
 ) -> dict[str, bytes]:
-    """The files of a tokenizer of the same ids; none where a special token is spelled like one of the byte sequences.
+    """Return the files of a tokenizer with equal ids; empty if a special token is spelled like a byte sequence.
 
     Args:
-        ranks: byte sequences and their ids, in whose order pairs are joined.
-        pattern: of the words into which text is cut first.
+        ranks: byte sequences and their ids, in merge order.
+        pattern: pre-tokenization regex.
         special: special tokens and their ids.
-        end: the id of the one that ends a document.
+        end: id that ends a document.
     """
     letters = byte_letters()
     spelled = {token: "".join(letters[byte] for byte in token) for token in ranks}
@@ -26,11 +26,15 @@ def hugging_face_files(
         return {}
     words = {"type": "Split", "pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
+    matching = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     tokenizer = {
         "version": "1.0",
         "truncation": None,
         "padding": None,
-        "added_tokens": [_added(token, number) for token, number in sorted(special.items(), key=lambda item: item[1])],
+        "added_tokens": [
+            {"id": number, "content": token, **matching, "special": True}
+            for token, number in sorted(special.items(), key=lambda item: item[1])
+        ],
         "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [words, byte_level]},
         "post_processor": None,
@@ -43,7 +47,7 @@ def hugging_face_files(
             "end_of_word_suffix": None,
             "fuse_unk": False,
             "byte_fallback": False,
-            "ignore_merges": True,  # a word that is a token is that token
+            "ignore_merges": True,  # as in tiktoken: a word found in the vocabulary is not split
             "vocab": {**special, **vocabulary},
             "merges": [(spelled[left], spelled[right]) for left, right in _merges(ranks)],
         },
@@ -60,13 +64,8 @@ def hugging_face_files(
     }
 
 
-def _added(token: str, number: int) -> dict[str, object]:
-    marks = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
-    return {"id": number, "content": token, **marks, "special": True}
-
-
 def _merges(ranks: Mapping[bytes, int]) -> list[tuple[bytes, bytes]]:
-    """Every way to put a sequence together from two others: of all pairs, tiktoken joins the one of the least rank."""
+    """Return all splits of each token into two others, by rank: tiktoken merges the pair of lowest rank."""
     found = []
     for token in sorted(ranks, key=lambda token: ranks[token]):
         cuts = ((token[:cut], token[cut:]) for cut in range(1, len(token)))

@@ -1,4 +1,4 @@
-"""Text to ids and back, and the record beside a dataset of which tokenizer wrote it: all names in one place."""
+"""Public names of the tokenizers and of the tokenizer record beside a dataset."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A byte-level BPE tokenizer made from text, as GPT-2's was."""
+"""Train a byte-level BPE tokenizer, as GPT-2's."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from megatron.data.text.corpus import Document
 from megatron.data.tokenizers.huggingface import END_OF_DOCUMENT, byte_letters, byte_level_bpe, tokenizer_files
 from megatron.data.tokenizers.learnt import Learnt, Texts
 
-SMALLEST = 257  # the bytes and the end of a document
-FEWEST_PAIRS = 2  # a pair seen once is no pattern
+SMALLEST = 257  # the bytes and the end-of-document token
+FEWEST_PAIRS = 2  # minimum frequency of a merge
 
 
 def train_bpe(documents: Iterable[Document], vocab_size: int) -> Learnt:
-    """A tokenizer of at most ``vocab_size`` entries: `END_OF_DOCUMENT`, the 256 bytes, and the most frequent merges.
+    """Train a tokenizer of at most ``vocab_size`` entries: the 256 bytes, `END_OF_DOCUMENT` and frequent merges.
 
-    It depends on the texts alone, not on their order. Fewer entries come out where the text has no more pairs.
+    The result depends on the texts but not on their order. It is smaller if the text has no more pairs to merge.
 
     Raises:
-        DataError: when ``vocab_size`` is too small, or there is no text.
+        DataError: if ``vocab_size`` is too small or there is no text.
     """
     check_size(vocab_size)
     tokenizer = byte_level_bpe(models.BPE(), words=True)
@@ -41,11 +41,7 @@ def train_bpe(documents: Iterable[Document], vocab_size: int) -> Learnt:
 
 
 def check_size(vocab_size: int) -> None:
-    """Refuse a vocabulary that does not hold every byte.
-
-    Raises:
-        DataError: when it does not.
-    """
+    """Raise DataError if the vocabulary is too small for the 256 bytes and the end-of-document token."""
     if vocab_size < SMALLEST:
-        seen = f"a vocabulary of {vocab_size} does not hold the 256 bytes and {END_OF_DOCUMENT}"
+        seen = f"a vocabulary of {vocab_size} is too small for the 256 bytes and {END_OF_DOCUMENT}"
         raise DataError(seen, f"--vocab-size {SMALLEST} or more")

@@ -1,4 +1,4 @@
-"""A SentencePiece tokenizer made from text, as Llama's was."""
+"""Train a SentencePiece tokenizer, as Llama's."""
 
 from __future__ import annotations
 
@@ -15,86 +15,78 @@ from megatron.data.tokenizers.learnt import Learnt, Texts
 from megatron.data.tokenizers.sentencepiece_model import MODEL, SentencePieceTokenizer
 
 MODEL_TYPES = ("bpe", "unigram")
-LONGEST = 10_000  # characters of a sentence: SentencePiece passes over long ones, so they are cut
-THREADS = 16  # a part of what the result depends on, so the same everywhere
+LONGEST = 10_000  # characters of a sentence; longer lines, which SentencePiece would skip, are split
+THREADS = 16  # constant, because the result depends on it
 SMALLEST = 259  # the 256 bytes, <unk>, <s> and </s>
 
 
 class Sentences:
-    """At most ``most`` lines of the texts: all, or a sample in which each line is as likely as another.
+    """Uniform random sample of at most ``most`` lines of the texts.
 
     Source: algorithm R of Vitter, "Random sampling with a reservoir", 1985.
-
-    Attributes:
-        seen: lines there were.
-        kept: lines of the sample, in the order of the text.
     """
 
     def __init__(self, texts: Iterable[str], most: int) -> None:
-        chance = random.Random(0)
-        chosen: list[tuple[int, str]] = []
+        generator = random.Random(0)
+        reservoir: list[tuple[int, str]] = []
         self.seen = 0
         for line in _lines(texts):
             if self.seen < most:
-                chosen.append((self.seen, line))
-            elif (place := chance.randrange(self.seen + 1)) < most:
-                chosen[place] = (self.seen, line)
+                reservoir.append((self.seen, line))
+            elif (place := generator.randrange(self.seen + 1)) < most:
+                reservoir[place] = (self.seen, line)
             self.seen += 1
-        self.kept = [line for _, line in sorted(chosen)]
+        self.kept = [line for _, line in sorted(reservoir)]  # in the order of the text
 
 
 def train_sentencepiece(
-    documents: Iterable[Document], vocab_size: int, model_type: str, most_sentences: int
+    documents: Iterable[Document], vocab_size: int, model_type: str, max_sentences: int
 ) -> tuple[Learnt, Sentences]:
-    """A tokenizer of at most ``vocab_size`` pieces, 256 bytes among them, so that no text is without ids.
+    """Train a tokenizer of at most ``vocab_size`` pieces, including the 256 bytes, so that every text can be encoded.
 
-    Text is taken as it is: no character is replaced, no space dropped. Digits are pieces by themselves, as are runs of
-    spaces. Equal texts give equal files.
+    Text is not normalized and no space is removed. Digits are separate pieces; runs of spaces may be pieces. Equal
+    texts give equal files.
 
     Args:
         documents: read once.
         vocab_size: number of pieces.
         model_type: ``bpe`` or ``unigram``.
-        most_sentences: lines that are learnt from; they are kept in memory.
+        max_sentences: number of lines to train on, kept in memory.
 
     Returns:
-        The tokenizer, and what it was learnt from.
+        The tokenizer, and the lines it was trained on.
 
     Raises:
-        DataError: when ``vocab_size`` is too small, or there is no text.
+        DataError: if ``vocab_size`` is too small or there is no text.
     """
     check_size(vocab_size)
     texts = Texts(documents)
-    sentences = Sentences(texts, most_sentences)
-    content = _train(sentences.kept, vocab_size, model_type)
+    sentences = Sentences(texts, max_sentences)
+    content = _run_trainer(sentences.kept, vocab_size, model_type)
     tokenizer = SentencePieceTokenizer.of(content, Path(MODEL))
     tokens = tokenizer.encode_batch(texts.sample).ids.size
     files = {MODEL: content, **tokenizer.hugging_face_files()}
-    learnt = Learnt(files, tokenizer.vocab_size, texts.documents, texts.text_bytes, texts.sample_bytes, tokens)
-    return learnt, sentences
+    trained = Learnt(files, tokenizer.vocab_size, texts.documents, texts.text_bytes, texts.sample_bytes, tokens)
+    return trained, sentences
 
 
 def check_size(vocab_size: int) -> None:
-    """Refuse a vocabulary that does not hold every byte.
-
-    Raises:
-        DataError: when it does not.
-    """
+    """Raise DataError if the vocabulary is too small for the 256 bytes and the special tokens."""
     if vocab_size < SMALLEST:
-        seen = f"a vocabulary of {vocab_size} does not hold the 256 bytes, <unk>, <s> and </s>"
+        seen = f"a vocabulary of {vocab_size} is too small for the 256 bytes, <unk>, <s> and </s>"
         raise DataError(seen, f"--vocab-size {SMALLEST} or more")
 
 
 def _lines(texts: Iterable[str]) -> Iterator[str]:
     for text in texts:
         for line in text.split("\n"):
-            yield from (line[begin : begin + LONGEST] for begin in range(0, len(line), LONGEST))
+            yield from (line[start : start + LONGEST] for start in range(0, len(line), LONGEST))
 
 
-def _train(sentences: list[str], vocab_size: int, model_type: str) -> bytes:
+def _run_trainer(sentences: list[str], vocab_size: int, model_type: str) -> bytes:
     file = io.BytesIO()
     try:
-        _library().SentencePieceTrainer.train(
+        _import_sentencepiece().SentencePieceTrainer.train(
             sentence_iterator=iter(sentences),
             model_writer=file,
             model_type=model_type,
@@ -112,13 +104,13 @@ def _train(sentences: list[str], vocab_size: int, model_type: str) -> bytes:
     except RuntimeError as error:
         needed = re.search(r"smaller than required_chars. \d+ vs (\d+)", str(error))
         if needed is None:
-            raise DataError(f"SentencePiece cannot learn from this text: {error}", "another --input") from error
-        seen = f"a vocabulary of {vocab_size} does not hold the bytes and the frequent characters of the text"
+            raise DataError(f"SentencePiece cannot train on this text: {error}", "another --input") from error
+        seen = f"a vocabulary of {vocab_size} is too small for the bytes and the frequent characters of the text"
         raise DataError(seen, f"--vocab-size {needed[1]} or more") from error
     return file.getvalue()
 
 
-def _library() -> Any:
+def _import_sentencepiece() -> Any:
     try:
         import sentencepiece
     except ImportError as error:

@@ -113,7 +113,7 @@ def test_layouts_after_one_that_fails_are_started_again(tmp_path: Path) -> None:
     assert asked == ["0,1,2,3,4,5,6,7,8", "5,6,7,8"]
     (bad,) = [check for check in report.parts[1].checks if check.verdict == FAILED]
     assert bad.what == f"{layouts(4, 4)[4].name}, fp32"
-    assert bad.told == "not over after 1 s; see layouts-fp32.log"
+    assert bad.told == "timed out after 1 s; see layouts-fp32.log"
 
 
 def test_ranks_that_fail_after_all_layouts_have_not_passed(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_ranks_that_fail_after_all_layouts_have_not_passed(tmp_path: Path) -> No
 
     part = run(tmp_path, act, parts="layouts")[0].parts[1]
     (bad,) = [check for check in part.checks if check.verdict == FAILED]
-    assert (bad.what, bad.told) == ("ranks end well, fp32", "not over after 1 s")
+    assert (bad.what, bad.told) == ("ranks exit cleanly, fp32", "timed out after 1 s")
 
 
 def test_a_page_that_is_cut_short_does_not_look_like_a_good_one(tmp_path: Path) -> None:
@@ -137,7 +137,7 @@ def test_a_page_that_is_cut_short_does_not_look_like_a_good_one(tmp_path: Path) 
         return 0
 
     report, _ = run(tmp_path, act, parts="bandwidth")
-    assert pages[0].startswith("# Cluster acceptance: not over, bandwidth still to come\n")
+    assert pages[0].startswith("# Cluster acceptance: unfinished, bandwidth still to come\n")
     assert report.verdict == "passed, without layouts, interruption"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -34,7 +35,7 @@ def probe(folder: Path, seconds: float = 20.0, lost: int = -1) -> dict[int, dict
 def test_a_good_file_system(tmp_path: Path) -> None:
     told = probe(tmp_path)
     assert [good for _, good, _ in verdicts(told, HOSTS)] == [True, True]
-    assert lock_sentence(told, HOSTS) == (True, "a lock that one node holds is held for the others")
+    assert lock_sentence(told, HOSTS) == (True, "a lock held by one node excludes the others")
     assert [rank for rank, entry in told.items() if "write_mb_per_s" in entry] == [0, 2, 4]
     assert all(entry["write_mb_per_s"] > 0 for rank, entry in told.items() if rank % 2 == 0)
 
@@ -43,7 +44,7 @@ def test_a_folder_that_is_not_shared(tmp_path: Path) -> None:
     (shared,) = verdicts(probe(tmp_path, seconds=0.5, lost=3), HOSTS)
     what, good, sentence = shared
     assert (what, good) == ("folder shared by all ranks", False)
-    assert "node0 does not see what ranks 3 write" in sentence
+    assert "node0 does not see files written by ranks 3" in sentence
 
 
 def test_locks_that_end_at_the_machine(tmp_path: Path) -> None:
@@ -64,22 +65,31 @@ def test_no_locks_at_all(tmp_path: Path) -> None:
 
 
 def test_a_rename_that_is_not_atomic(tmp_path: Path) -> None:
-    original = Path.replace
+    """Rank 0 leaves the second page empty until another rank has read it, however the threads are scheduled."""
+    original_replace, original_is_torn, caught = Path.replace, filesystem.is_torn, threading.Event()
 
     def replace(self: Path, target: Path) -> Path:
         if target.name != "page":
-            return original(self, target)
+            return original_replace(self, target)
+        is_first = not target.exists()  # nobody reads before the first page is announced
         target.write_bytes(b"")
-        for _ in range(20):
-            os.sched_yield()
+        if not is_first:
+            caught.wait(60.0)
         target.write_bytes(self.read_bytes())
         return target
 
-    with patch.object(Path, "replace", replace), patch.object(filesystem, "REPLACEMENTS", 20):
+    def is_torn(path: Path) -> bool:
+        torn = original_is_torn(path)
+        if torn:
+            caught.set()
+        return torn
+
+    patches = patch.object(Path, "replace", replace), patch.object(filesystem, "is_torn", is_torn)
+    with patches[0], patches[1], patch.object(filesystem, "REPLACEMENTS", 2):
         told = probe(tmp_path)
     what, good, sentence = verdicts(told, HOSTS)[1]
     assert (what, good) == ("rename replaces a file at once", False)
-    assert "reads found a file torn or gone" in sentence
+    assert "reads found a file torn or missing" in sentence
 
 
 def test_what_is_torn(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ def test_a_resumed_run_goes_on_from_the_newest_checkpoint(tmp_path: Path) -> Non
     trial.undisturbed(part)
     trial.interrupted(part)
     (bad,) = [check for check in part.checks if check.verdict == FAILED]
-    assert bad.told == "it went on after step 2 of 6"
+    assert bad.told == "it continued after step 2 of 6"
 
 
 @given(steps=st.integers(6, 500), ranks=st.integers(1, 64), seed=st.integers(0, 10**10))
@@ -90,7 +90,7 @@ def test_all_well(tmp_path: Path) -> None:
     part, runs = tried(tmp_path)
     assert part.verdict == OK
     assert [check.told for check in part.checks if "losses" in check.what] == [
-        "equal to the bit",
+        "bitwise equal",
         "steps 9 to 10 differ by 1.0e-07 at most (allowed: 1e-05)",
     ]
     assert runs.programs["killed"][:6] == ["tools/acceptance.py", "rank", "train", "1", "5", "3"]
@@ -101,7 +101,7 @@ def test_all_well(tmp_path: Path) -> None:
 
 WRONG: dict[str, tuple[str, Callable[[Path], Callable[[], int | None]], str]] = {
     "fails": ("undisturbed", lambda folder: lambda: 1, "exit status 1 after 2 s"),
-    "hangs": ("undisturbed", lambda folder: lambda: None, "not over after 2 s after 2 s"),
+    "hangs": ("undisturbed", lambda folder: lambda: None, "timed out after 2 s after 2 s"),
     "not killed": (
         "killed",
         lambda folder: lambda: write(folder / "killed", [(0, STEPS)]) or 0,
@@ -110,13 +110,13 @@ WRONG: dict[str, tuple[str, Callable[[Path], Callable[[], int | None]], str]] = 
     "hangs when killed": (
         "killed",
         lambda folder: lambda: write(folder / "killed", [(0, 4)]),
-        "not over after 2 s, with step 4 as the last in the log",
+        "timed out after 2 s, with step 4 as the last in the log",
     ),
     "does not resume": ("resumed", lambda folder: lambda: 1, "exit status 1 after 2 s"),
     "begins anew": (
         "resumed",
         lambda folder: lambda: write(folder / "killed", [(0, 4), (0, STEPS)]) or 0,
-        "it went on after step 0 of 4",
+        "it continued after step 0 of 4",
     ),
     "dies too early": (
         "killed",
@@ -128,12 +128,12 @@ WRONG: dict[str, tuple[str, Callable[[Path], Callable[[], int | None]], str]] = 
         lambda folder: (
             lambda: write(folder / "killed", [(0, 4), (4, STEPS)], lambda i: loss(i) * (1 + 1e-15 * (i > 7))) or 0
         ),
-        "(they must be equal to the bit)",
+        "(they must be bitwise equal)",
     ),
     "loses a step": (
         "resumed",
         lambda folder: lambda: write(folder / "killed", [(0, 3), (4, STEPS)]) or 0,
-        "no loss was recorded of step 4",
+        "no loss was recorded for step 4",
     ),
     "not a number": (
         "resumed",

@@ -46,7 +46,7 @@ def test_what_hangs_is_ended_with_all_that_it_started(tmp_path: Path) -> None:
     with patch.object(launcher, "GRACE", 0.2):
         outcome = Launcher([sys.executable], tmp_path).run("hang", [program(tmp_path / "hang.py", hang)], 3)
     assert outcome.status is None
-    assert outcome.ended.startswith("not over after ")
+    assert outcome.ended.startswith("timed out after ")
     wait_until_gone(map(int, outcome.log.read_text().splitlines()[-1].split()))
 
 

@@ -86,7 +86,7 @@ def test_gpus_that_are_not_found(device: str, driver: str | None, gpus: tuple[in
 def test_a_rank_of_which_nothing_is_heard(tmp_path: Path, facts: dict[str, Any]) -> None:
     part = ranks(tmp_path, facts, lambda rank, told: None if rank == 3 else told)
     assert part.verdict == FAILED
-    assert part.checks[-1].told == "nothing was heard of ranks 3"
+    assert part.checks[-1].told == "no report from ranks 3"
 
 
 def test_no_rank_at_all(tmp_path: Path) -> None:

@@ -62,8 +62,8 @@ def test_the_page_and_the_data(tmp_path: Path) -> None:
         (Report("", "", [part(OK)], unasked=["layouts"]), "passed, without layouts"),
         (Report("", "", [part(OK), part(SKIPPED)]), "passed, without x"),
         (Report("", "", [part(FAILED), part(SKIPPED)]), "FAILED"),
-        (Report("", "", [part(OK)], left=["layouts", "bandwidth"]), "not over, layouts, bandwidth still to come"),
-        (Report("", "", [part(FAILED)], left=["layouts"]), "not over, layouts still to come, FAILED already"),
+        (Report("", "", [part(OK)], left=["layouts", "bandwidth"]), "unfinished, layouts, bandwidth still to come"),
+        (Report("", "", [part(FAILED)], left=["layouts"]), "unfinished, layouts still to come, FAILED already"),
     ],
 )
 def test_what_was_not_tried_has_not_passed(report: Report, verdict: str, tmp_path: Path) -> None:

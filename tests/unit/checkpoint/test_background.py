@@ -61,7 +61,7 @@ def test_the_memory_is_taken_once_and_is_as_large_as_the_parts() -> None:
 def test_other_sizes_are_refused() -> None:
     small = {"a": GlobalTensor((4,), (4,), torch.float32, (Part(whole((4,)), torch.zeros(4)),))}
     large = {"a": GlobalTensor((40,), (40,), torch.float32, (Part(whole((40,)), torch.zeros(40)),))}
-    with pytest.raises(ValueError, match="a does not fit into the memory"):
+    with pytest.raises(ValueError, match="a does not fit into the host buffer"):
         Staging(small).copy(large)
 
 

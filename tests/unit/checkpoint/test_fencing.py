@@ -82,7 +82,7 @@ def refused(claim: Claim) -> None:
 
     def rename(source: Any, target: Any) -> None:
         real(source, target)
-        seen[:] = [Path(target).name] if Path(source).parent == claim.shop else []
+        seen[:] = [Path(target).name] if Path(source).parent == claim.staging else []
 
     def fsync(file: int) -> None:
         if seen == ["iter_0000002"] and not AT_IT:
@@ -229,7 +229,7 @@ def test_without_the_fence_it_would_be_seen(template: Path, monkeypatch: pytest.
 
 def test_files_of_other_ranks_make_no_folder(tmp_path: Path) -> None:
     with hold(tmp_path, start=OLD) as old:
-        folder = begin(tmp_path / "iter_0000005", old.shop)
+        folder = begin(tmp_path / "iter_0000005", old.staging)
         with hold(tmp_path, start=NEW):
             for name in ("tensors_00003.safetensors", "tokenizer/tokenizer.json"):
                 with pytest.raises(FileNotFoundError):
@@ -261,7 +261,7 @@ def test_a_number_that_is_given_again_is_not_the_old_starts(tmp_path: Path, what
         shutil.rmtree(folder / what)
         with hold(folder, start=Start(job="18")) as new:
             assert new.epoch == old.epoch
-            built = begin(folder / "iter_0000002", new.shop)
+            built = begin(folder / "iter_0000002", new.staging)
             with pytest.raises(SupersededError):
                 save_as(old, 2, 2)
             assert built.is_dir()

@@ -56,7 +56,7 @@ def test_the_newest_that_can_be_trusted(tmp_path: Path) -> None:
     manifest, passed_over = runs.newest()
     assert manifest.path == runs.path(20)
     assert [found.path.name for found in passed_over] == ["iter_0000040.tmp", "iter_0000030"]
-    assert "does not fit" in str(passed_over[1].problem)
+    assert "does not match" in str(passed_over[1].problem)
     assert [runs.newest(step)[0].path for step in (20, 10)] == [runs.path(20), runs.path(10)]
     assert runs.newest(10)[1] == []  # those of other steps were not asked for
 

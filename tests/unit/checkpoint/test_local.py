@@ -106,7 +106,7 @@ def test_what_a_folder_holds(tmp_path: Path) -> None:
     assert [(h.iteration, len(h.files)) for h in found] == [(3, 1), (2, 2), (1, 2)]
     assert found[0].mark == marker((runs.path(3) / MANIFEST).read_bytes()).decode()
     (note,) = notes
-    assert note.startswith(f"passed over {runs.path(4)}: {MARKER} does not fit {MANIFEST}")
+    assert note.startswith(f"passed over {runs.path(4)}: {MARKER} does not match {MANIFEST}")
     assert held_in(tmp_path / "none") == ([], [])
 
 

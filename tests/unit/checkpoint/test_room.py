@@ -40,7 +40,7 @@ def test_where_there_is_room_nothing_is_told(tmp_path: Path) -> None:
 def test_too_little_room_is_told_with_both_numbers(tmp_path: Path) -> None:
     problem = with_free(lambda: 3 << 20, tmp_path / "not/made/yet", 4 << 20)
     assert str(problem) == (
-        f"E816 {tmp_path}/not/made/yet: a checkpoint takes 4.00 MB, and its disk has 3.00 MB left\n"
+        f"E816 {tmp_path}/not/made/yet: a checkpoint takes 4.00 MiB, and its disk has 3.00 MiB left\n"
         "  fix: free some space | --save A_FOLDER_ELSEWHERE"
     )
 

@@ -100,7 +100,7 @@ def test_floating_types_are_converted_and_others_are_not(tmp_path: Path) -> None
     half = small()["a"].empty([Box((1, 2, 0), (1, 3, 5))], torch.bfloat16)
     read(manifest, {"a": half}, ALONE)
     assert small()["a"].is_in(half)
-    with pytest.raises(CheckpointError, match=r"ids is I64 there, torch.float32 here"):
+    with pytest.raises(CheckpointError, match=r"ids is I64 in the checkpoint, torch.float32 here"):
         read(manifest, {"ids": GlobalTensor((5,), (5,), torch.float32, ())}, ALONE)
 
 
@@ -125,8 +125,8 @@ def test_what_does_not_fit_is_told_at_once(tmp_path: Path) -> None:
     assert not isinstance(caught.value, DamagedError)
     _, *lines = str(caught.value).splitlines()
     assert lines == [
-        "a is [24, 5] viewed as [2, 12, 5] there, [24, 5] viewed as [24, 5] here",
-        "b is not in it",
+        "a is [24, 5] viewed as [2, 12, 5] in the checkpoint, [24, 5] viewed as [24, 5] here",
+        "b is missing from the checkpoint",
         "[2:3, 0:1, 0:1] is not inside optim.exp_avg.a, which is [2, 12, 5]",
     ]
 
@@ -144,21 +144,21 @@ def test_a_checkpoint_with_a_hole_is_not_read(tmp_path: Path) -> None:
         lambda: read(manifest, {"a": small()["a"].empty([Box((0, 0, 0), (1, 1, 1))])}, ALONE),
         lambda: CheckpointReader(manifest).read("a"),
     ):
-        with pytest.raises(DamagedError, match=r"chunks of a do not make it up: nothing holds \[1:2, 0:12, 0:5\]"):
+        with pytest.raises(DamagedError, match=r"\[1:2, 0:12, 0:5\] is not covered"):
             attempt()
 
 
 @pytest.mark.parametrize(
     ("entry", "sentence"),
     [
-        (small()["a"].entry([Box((0, 0, 0), (2, 12, 4))]), r"a: nothing holds \[0:2, 0:12, 4:5\]"),
+        (small()["a"].entry([Box((0, 0, 0), (2, 12, 4))]), r"a: \[0:2, 0:12, 4:5\] is not covered"),
         (small()["a"].entry([whole((2, 12, 5)), Box((1, 1, 1), (1, 1, 1))]), r"overlap in \[1:2, 1:2, 1:2\]"),
         (GlobalTensor((24, 5), (5, 24), torch.float32, ()), r"\[5, 24\] is not a view of \[24, 5\]"),
         (
             GlobalTensor((24, 5), (24, 5), torch.float32, (Part(whole((24, 5)), torch.ones(5, 24)),)),
             "a tensor .5, 24. for",
         ),
-        (GlobalTensor((2,), (2,), torch.float32, (Part(whole((2,)), torch.ones(2).double()),)), "comes where"),
+        (GlobalTensor((2,), (2,), torch.float32, (Part(whole((2,)), torch.ones(2).double()),)), "not the next entry"),
     ],
 )
 def test_parts_that_are_wrong(tmp_path: Path, entry: GlobalTensor, sentence: str) -> None:

@@ -1,6 +1,6 @@
-"""Command lines that must be refused, and what is said about them: ``tests/golden/bad_configs.txt``.
+"""Command lines that must be refused, and their messages: ``tests/golden/bad_configs.txt``.
 
-Write the file anew, after reading the difference, with ``python -m tests.unit.config.bad_configs``.
+Regenerate the file, then read the difference: ``python -m tests.unit.config.bad_configs``.
 """
 
 from __future__ import annotations
@@ -259,6 +259,7 @@ CASES = (
     Case("--fp16 --initial-loss-scale 1 --min-loss-scale 2"),
     Case("--lr 1e-3 --decoupled-lr 1e-5 --min-lr 1e-4"),
     Case("--lr 1e-3 --decoupled-lr 1e-5 --decoupled-min-lr 1e-4"),
+    Case("--lr-factors 'layers.2.*=0.5' --weight-decay-factors 'nobody*=2' '*.bias=1'"),
     Case("--lr-factors embedding --weight-decay-factors '*.bias=-1' 'x=fast'"),
     Case("--decoupled-min-lr 1e-6 --optimizer sgd --exp-avg-dtype bf16 --spike-window 4"),
     Case("--optimizer lion --exp-avg-sq-dtype bf16 --ema-decay 1 --skip-spikes 0"),

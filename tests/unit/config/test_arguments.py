@@ -141,8 +141,8 @@ def test_notes_tell_what_may_not_be_meant(monkeypatch: pytest.MonkeyPatch) -> No
     sets = ["--valid-data-path", "1", there, "2", there, "--multiple-validation-sets", "--split", "9,1,0"]
     notes = parse([*run, "--train-data-path", there, *sets, "--eod-id", "3"], {}).notes
     assert notes == (
-        f"--valid-data-path names {there} more than once: each time it is read by itself, in the same order",
-        "the weights of --valid-data-path have no effect: each of its prefixes is a validation set by itself",
+        f"--valid-data-path contains {there} more than once: every occurrence is read in the same order",
+        "the weights of --valid-data-path have no effect: each of its prefixes is a separate validation set",
         "--split has no effect without --data-path",
         "--eod-id has no effect without --reset-position-ids, --reset-attention-mask or --eod-mask-loss",
     )
@@ -153,8 +153,8 @@ def test_notes_tell_what_was_ignored_and_why() -> None:
         "--use-flash-attn", "--num-workers", "4", "--sequence-parallel", "--transformer-impl", "local"
     ).notes
     assert len(notes) == 4
-    assert notes[0].startswith("ignored: --use-flash-attn because attention")
-    assert notes[1].startswith("ignored: --num-workers 4 because samples")
+    assert notes[0].startswith("ignored: --use-flash-attn because ")
+    assert notes[1].startswith("ignored: --num-workers 4 because ")
     assert notes[3] == "--sequence-parallel has no effect without TP above 1"
     assert accepted().notes == ()
 
@@ -167,12 +167,24 @@ def test_notes_on_options_without_effect_count_them_and_leave_out_those_of_a_pre
     assert note == "--adam-beta2 and --adam-eps have no effect without optimizer adam or muon"
 
 
-def test_a_check_says_that_it_does_not_know_the_names_of_parameters() -> None:
-    factors = ["--lr-factors", "nobody*=0.5", "--check-config"]
-    assert accepted(*factors).notes == (
-        "--lr-factors: whether its patterns name parameters is not checked here, but when the run starts",
-    )
-    assert accepted(*factors[:-1]).notes == ()
+@pytest.mark.parametrize("option", ["--lr-factors", "--weight-decay-factors"])
+def test_patterns_that_match_no_parameter_are_refused_without_building_the_model(option: str) -> None:
+    assert accepted(option, "layers.1.*=2", "*.bias=0", "--check-config").notes == ()
+    for flags in (["--check-config"], []):
+        with pytest.raises(UserError) as error:
+            accepted(option, "layers.2.*=2", "embeding.word_embeddings.weight=0.5", "*.bias=0", *flags)
+        first, second = error.value.problems
+        assert first.code == second.code == "E407"
+        assert f"'layers.2.*' in {option} " in first.sentence
+        assert second.fixes == (f"{option} 'embedding.word_embeddings.weight=0.5'",)
+
+
+def test_patterns_are_matched_before_the_tokenizer_tells_the_size_of_the_vocabulary() -> None:
+    base = ["--mock-data", "--tokenizer-type", "ByteTokenizer", "--train-iters", "1", "--lr-factors"]
+    untied = parse([*base, "output_layer.*=2", "--untie-embeddings-and-output-weights"], {})
+    assert untied.config.model.vocab_size is None
+    with pytest.raises(UserError, match="E407"):
+        parse([*base, "output_layer.*=2"], {})
 
 
 def test_megatron_without_biases_is_told_which_gelu() -> None:
@@ -203,7 +215,7 @@ def test_flags_that_are_ignored_for_one_reason_share_a_note() -> None:
 def test_samples_that_fill_no_step_are_noted_and_not_counted() -> None:
     argv = ["--set", "train_iters=null", "--global-batch-size", "64", "--train-samples"]
     parsed = accepted(*argv, "1000")
-    assert parsed.notes == ("--train-samples 1,000: the last 40 do not fill a step of 64 and are left out",)
+    assert parsed.notes == ("--train-samples 1,000: the last 40 are not used, because they do not fill a step of 64",)
     assert "\nlength     15 steps, 960 samples, " in parsed.summary()
     assert accepted(*argv, "960").notes == ()
 
@@ -218,7 +230,7 @@ def test_documents_are_recorded_by_what_reads_a_mask(words: str) -> None:
 def test_recorded_steps_that_are_all_watched_are_noted(interval: int, told: bool) -> None:
     dropless = ("--hidden-dropout", "0", "--attention-dropout", "0", "--device", "auto", "--run-dir", "runs/a")
     notes = accepted("--cuda-graph", "step", "--log-health-interval", str(interval), *dropless).notes
-    assert any("--cuda-graph step repeats none" in note for note in notes) is told
+    assert any("--cuda-graph step has no effect" in note for note in notes) is told
 
 
 def test_words_belong_to_the_flag_before_them() -> None:

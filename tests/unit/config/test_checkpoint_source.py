@@ -35,9 +35,7 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_flag_is_needed_for_the_model_and_what_comes_from_the_checkpoint_is_told() -> None:
     parsed = going_on("--resume-mode", "weights-only")
     assert to_dict(parsed.config)["model"] == SAVED["model"]
-    (told,) = [
-        note for note in parsed.notes if note.startswith("from the checkpoint's model, where no flag says other")
-    ]
+    (told,) = [note for note in parsed.notes if note.startswith("taken from the checkpoint's model")]
     assert "--norm-epsilon 1e-06" in told
     assert "--window-size 7" in told
     assert "--vocab-size" not in told
@@ -67,7 +65,7 @@ def test_a_flag_that_contradicts_the_shape_is_left_to_the_comparison() -> None:
 def test_samples_are_no_longer_than_what_the_model_knows() -> None:
     assert going_on().config.training.seq_length == 64
     assert "--seq-length 64" in going_on().notes[0]
-    with pytest.raises(UserError, match="E105 samples of 128 tokens exceed the 64 positions"):
+    with pytest.raises(UserError, match="E105 samples of 128 tokens exceed the model's 64 positions"):
         going_on("--seq-length", "128")
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from megatron.config.arguments import parse
-from megatron.config.compare import APPROVED, FIELDS, REFUSALS, ROLES, Comparison, Role, compare
+from megatron.config.compare import ALLOWED_ROLES, FIELDS, REFUSALS, ROLES, Comparison, Role, compare
 from megatron.config.run import RESUME_MODES, RunConfig
 from megatron.config.settings import SETTINGS
 from megatron.config.sources import to_dict
@@ -44,8 +44,8 @@ def codes(comparison: Comparison) -> list[str]:
 def test_every_option_has_one_role() -> None:
     listed = [name for names in FIELDS.values() for name in names.split()]
     assert sorted(listed) == sorted(SETTINGS), "an option is missing in the table, or is there twice"
-    assert set(APPROVED) == set(RESUME_MODES)
-    assert set(REFUSALS) == set(Role) - set.intersection(*APPROVED.values())
+    assert set(ALLOWED_ROLES) == set(RESUME_MODES)
+    assert set(REFUSALS) == set(Role) - set.intersection(*ALLOWED_ROLES.values())
 
 
 @pytest.mark.parametrize("mode", RESUME_MODES)
@@ -83,7 +83,7 @@ CHANGES = {
 @pytest.mark.parametrize(("role", "flags"), [(role, flags) for role, all_ in CHANGES.items() for flags in all_])
 def test_a_change_is_approved_or_refused_by_its_role(role: Role, flags: str, mode: str) -> None:
     comparison = compared("", flags, mode)
-    assert (comparison.problems == ()) == (role in APPROVED[mode])
+    assert (comparison.problems == ()) == (role in ALLOWED_ROLES[mode])
     assert mode == "weights-only" or comparison.lines[0].startswith(flags.split()[0]) or role is Role.SHAPE
 
 
@@ -253,7 +253,7 @@ def test_what_another_version_wrote() -> None:
     saved["optimizer"]["lr_decay_style"] = "stairs"
     comparison = compare(saved, run("--clip-grad 2"), "exact")
     assert comparison.lines == (
-        "the checkpoint has options that this version does not know: training.num_helpers 8, novelties.depth [1, 2]",
+        "the checkpoint has options unknown to this version: training.num_helpers 8, novelties.depth [1, 2]",
         "--lr-decay-style: checkpoint stairs -> now linear",
         "--clip-grad: checkpoint 1 -> now 2",
     )
@@ -266,7 +266,7 @@ def test_a_model_with_unknown_options_is_refused(mode: str) -> None:
     saved: dict[str, Any] = to_dict(run())
     saved["model"]["memory_slots"] = 8
     (problem,) = compare(saved, run(), mode).problems
-    sentence = "the checkpoint's model has options that this version does not know: model.memory_slots 8"
+    sentence = "the checkpoint's model has options unknown to this version: model.memory_slots 8"
     assert (problem.code, problem.sentence, problem.fixes) == ("E822", sentence, ("update this program",))
 
 
@@ -284,4 +284,4 @@ def test_no_value_is_too_strange(name: str) -> None:
         saved: dict[str, Any] = to_dict(run())
         saved[SETTINGS[name].group][name] = value
         comparison = compare(saved, run(), mode)
-        assert comparison.problems == () or ROLES[name] not in APPROVED[mode]
+        assert comparison.problems == () or ROLES[name] not in ALLOWED_ROLES[mode]

@@ -16,8 +16,8 @@ from megatron.config.data_paths import (
     DEFAULT_SPLIT,
     MOST_SOURCES,
     Blend,
+    DataPathArgs,
     Source,
-    Words,
     blend_problems,
     data_sources,
     read_blend,
@@ -52,7 +52,7 @@ def as_megatron_reads(words: list[str]) -> tuple[list[str], list[float] | None] 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(st.lists(st.sampled_from(["0.3", "1", "2e-3", "7", "a", "b/c", "d.1"]), min_size=1, max_size=7))
 def test_lists_mean_what_they_mean_to_megatron(words: list[str]) -> None:
-    theirs, found = as_megatron_reads(words), list(blend_problems(Words(tuple(words), "--data-path")))
+    theirs, found = as_megatron_reads(words), list(blend_problems(DataPathArgs(tuple(words), "--data-path")))
     assert (theirs is None) == (found != [])
     assert theirs is None or plain(read_blend(words)) == theirs
 
@@ -63,9 +63,9 @@ WORDS = st.lists(st.sampled_from(["0.3", "0", "-1", "nan", "inf", "1e308", "a", 
 @settings(max_examples=200, derandomize=True, deadline=None)
 @given(WORDS)
 def test_what_is_offered_instead_is_a_blend(words: list[str]) -> None:
-    for problem in blend_problems(Words(tuple(words), "--data-path")):
+    for problem in blend_problems(DataPathArgs(tuple(words), "--data-path")):
         for fix in problem.fixes:
-            mended = Words(tuple(shlex.split(fix)[1:]), "--data-path")
+            mended = DataPathArgs(tuple(shlex.split(fix)[1:]), "--data-path")
             assert problem.sentence not in [left.sentence for left in blend_problems(mended)], fix
 
 
@@ -189,6 +189,6 @@ def test_what_cannot_be_understood_is_told_at_once() -> None:
 
 def test_a_blend_has_a_largest_number_of_sources() -> None:
     most = tuple(f"p{i}" for i in range(MOST_SOURCES))
-    assert list(blend_problems(Words(most, "--data-path"))) == []
-    (problem,) = blend_problems(Words((*most, "q"), "--data-path"))
+    assert list(blend_problems(DataPathArgs(most, "--data-path"))) == []
+    (problem,) = blend_problems(DataPathArgs((*most, "q"), "--data-path"))
     assert problem.sentence == "--data-path has 32,767 prefixes; a blend holds at most 32,766"

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.checks.ends import skip_train, stop_file
+from megatron.config.checks.ends import check_skip_train, check_stop_file
 from megatron.config.run import CheckpointConfig, RunConfig, TrainingConfig
 
 
 def codes(file: str) -> list[str]:
     config = RunConfig(training=TrainingConfig(stop_file=file))
-    return [problem.code for problem in stop_file(config, 1)]
+    return [problem.code for problem in check_stop_file(config, 1)]
 
 
 def test_a_file_needs_a_folder_and_a_name(tmp_path: Path) -> None:
@@ -23,11 +23,11 @@ def test_a_file_needs_a_folder_and_a_name(tmp_path: Path) -> None:
     assert codes("x" * 5000) == []  # which no disk has
     for bad in ("", str(tmp_path), f"{tmp_path}/none/stop", f"{tmp_path}/there/stop", "s3://bucket/stop"):
         assert codes(bad) == ["E311"]
-    assert [*stop_file(RunConfig(), 1)] == []
+    assert [*check_stop_file(RunConfig(), 1)] == []
 
 
 def test_the_fix_makes_the_folder(tmp_path: Path) -> None:
-    (problem,) = stop_file(RunConfig(training=TrainingConfig(stop_file=f"{tmp_path}/a/b/stop")), 1)
+    (problem,) = check_stop_file(RunConfig(training=TrainingConfig(stop_file=f"{tmp_path}/a/b/stop")), 1)
     assert problem.fixes == (f"mkdir -p {tmp_path}/a/b",)
 
 
@@ -49,4 +49,4 @@ def test_an_evaluation_needs_weights_and_batches(
     where = {name: value if name == "load" else str(tmp_path / value) for name, value in checkpoint.items()}
     training = TrainingConfig(skip_train=True, eval_iters=eval_iters)
     config = RunConfig(training=training, checkpoint=CheckpointConfig(**where))
-    assert [problem.code for problem in skip_train(config, 1)] == ["E312"] * problems
+    assert [problem.code for problem in check_skip_train(config, 1)] == ["E312"] * problems

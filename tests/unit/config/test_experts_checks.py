@@ -17,14 +17,14 @@ BALANCED = "--moe-aux-loss-coeff 0.01"
     [
         (f"--moe-router-topk 2 {BALANCED}", []),
         (f"--moe-router-topk 1 --moe-router-pre-softmax {BALANCED}", []),
-        (f"--moe-router-topk 1 {BALANCED}", ["its weight is 1"]),
+        (f"--moe-router-topk 1 {BALANCED}", ["every weight is 1"]),
         ("--moe-router-topk 2", ["no balancing loss"]),
         (f"--moe-router-load-balancing-type none {BALANCED}", ["no balancing loss"]),
         (f"--moe-router-load-balancing-type aux_loss {BALANCED}", ["depends on the micro-batches"]),
     ],
 )
 def test_remarks(flags: str, said: list[str]) -> None:
-    words = "its weight is 1", "no balancing loss", "depends on the micro-batches"
+    words = "every weight is 1", "no balancing loss", "depends on the micro-batches"
     notes = parse(shlex.split(f"{RUN} --vocab-size 257 --num-experts 4 {flags}"), {}).notes
     assert [word for word in words if any(word in note for note in notes)] == said
 

@@ -20,14 +20,14 @@ def refused(flags: str, nodes: int, ranks: int) -> str:
 
 def test_it_says_how_many_nodes_to_use() -> None:
     said = refused("--tensor-model-parallel-size 2 --pipeline-model-parallel-size 4", nodes=3, ranks=4)
-    sentence = "E202 12 ranks are not a multiple of TP x PP = 8: 3 nodes of 4, and whole models take a multiple of 2"
+    sentence = "E202 12 ranks are not a multiple of TP x PP = 8: 3 nodes of 4, and whole models need a multiple of 2"
     assert said.splitlines()[0] == sentence
     assert said.splitlines()[1].startswith("  fix: torchrun --nnodes 2 | torchrun --nnodes 4 | --tensor-")
 
 
 def test_of_one_node_too() -> None:
     said = refused("--pipeline-model-parallel-size 8", nodes=1, ranks=4)
-    assert "E202 4 ranks are not a multiple of TP x PP = 8: 1 node of 4, and whole models take a multiple of 2" in said
+    assert "E202 4 ranks are not a multiple of TP x PP = 8: 1 node of 4, and whole models need a multiple of 2" in said
     assert "fix: torchrun --nnodes 2 | --pipeline-model-parallel-size 4" in said
 
 

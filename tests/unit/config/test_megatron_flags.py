@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config import megatron_absent as absent
-from megatron.config import megatron_flags as table
 from megatron.config.arguments import parse
 from megatron.config.foreign import GENERAL, why_not
+from megatron.config.megatron_absent import FAMILIES, OTHERS
+from megatron.config.megatron_flags import HARMLESS_VALUES, IGNORED, OTHER_DEFAULTS, REFUSED
 from megatron.config.problems import UserError
 from megatron.config.settings import SPELLINGS, Setting
 
@@ -47,25 +47,25 @@ def test_the_list_is_whole() -> None:
 
 @pytest.mark.parametrize("flag", MEGATRON, ids=lambda flag: flag.spelling)
 def test_every_flag_is_ours_or_named(flag: Flag) -> None:
-    kinds = [flag.spelling in SPELLINGS, flag.spelling in table.IGNORED, flag.spelling in table.REFUSED]
+    kinds = [flag.spelling in SPELLINGS, flag.spelling in IGNORED, flag.spelling in REFUSED]
     assert sum(kinds) <= 1, "in two tables"
     assert any(kinds) or why_not(flag.spelling) is not None
 
 
 def test_the_tables_name_nothing_else() -> None:
-    assert set(table.IGNORED) | set(table.REFUSED) | set(absent.OTHERS.split()) <= NAMES
-    assert set(table.HARMLESS_VALUES) <= set(table.IGNORED)
-    assert [p for p in absent.FAMILIES if not any(name.startswith(p) for name in NAMES - set(SPELLINGS))] == []
+    assert set(IGNORED) | set(REFUSED) | set(OTHERS.split()) <= NAMES
+    assert set(HARMLESS_VALUES) <= set(IGNORED)
+    assert [p for p in FAMILIES if not any(name.startswith(p) for name in NAMES - set(SPELLINGS))] == []
 
 
 def test_the_rest_is_in_no_other_table() -> None:
-    rest = absent.OTHERS.split()
+    rest = OTHERS.split()
     assert len(rest) == len(set(rest))
-    assert [f for f in rest if f in table.IGNORED or f in table.REFUSED or f.startswith(tuple(absent.FAMILIES))] == []
+    assert [f for f in rest if f in IGNORED or f in REFUSED or f.startswith(tuple(FAMILIES))] == []
 
 
 def test_what_is_offered_instead_is_a_flag() -> None:
-    for _, fixes in table.REFUSED.values():
+    for _, fixes in REFUSED.values():
         for spelling in re.findall(r"--[a-z-]+", " ".join(fixes)):
             assert spelling in SPELLINGS or spelling in GENERAL or f"drop {spelling}" in fixes, spelling
 
@@ -97,8 +97,8 @@ def test_defaults_are_those_of_megatron_or_differ_for_a_reason() -> None:
 
     differing = [f.spelling for f in MEGATRON if f.spelling in SPELLINGS and f.spelling == SPELLINGS[f.spelling].flag]
     differing = [s for s in differing if not same(SPELLINGS[s], next(f.default for f in MEGATRON if f.spelling == s))]
-    assert set(differing) <= set(table.OTHER_DEFAULTS)
-    assert set(table.OTHER_DEFAULTS) <= set(SPELLINGS) & NAMES
+    assert set(differing) <= set(OTHER_DEFAULTS)
+    assert set(OTHER_DEFAULTS) <= set(SPELLINGS) & NAMES
 
 
 def test_a_script_of_megatron_runs() -> None:
@@ -120,7 +120,7 @@ def test_a_script_of_megatron_runs() -> None:
     model = parsed.config.model
     assert (model.kv_groups, model.head_dim, model.activation, model.add_bias_linear) == (2, 8, "swiglu", False)
     (ignored,) = (note for note in parsed.notes if note.startswith("ignored, as docs/flags.md explains: --"))
-    assert set(re.findall(r"--[\w-]+", ignored)) == set(script.split()) & set(table.IGNORED)
+    assert set(re.findall(r"--[\w-]+", ignored)) == set(script.split()) & set(IGNORED)
     assert len(parsed.summary().splitlines()) <= 15 - len(("train", "valid")), "those of the data are added to a run's"
     assert (parsed.config.parallel.zero_stage, parsed.config.parallel.overlap_param_gather) == (1, True)
 
@@ -128,7 +128,7 @@ def test_a_script_of_megatron_runs() -> None:
 def test_a_precision_aware_optimizer_is_said_by_the_formats_of_its_moments() -> None:
     parsed = parse([*RUN, "--use-precision-aware-optimizer", "--exp-avg-dtype", "bf16"], {})
     (note,) = parsed.notes
-    assert "--exp-avg-dtype, --exp-avg-sq-dtype and --store-param-remainders alone say it" in note
+    assert "--exp-avg-dtype, --exp-avg-sq-dtype and --store-param-remainders select it" in note
     assert parsed.config.optimizer.exp_avg_dtype == "bf16"
 
 
@@ -146,10 +146,10 @@ def test_the_data_of_a_script_of_megatron(monkeypatch: pytest.MonkeyPatch) -> No
     assert (data.split, data.data_cache_path, data.vocab_file) == ("949,50,1", "cache", "vocab.json")
     assert (data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss) == (True, True, True)
     told = [note.partition(":")[0] for note in parsed.notes]
-    assert told == ["ignored", "ignored", "ignored", "--data-path names megatron/case0 more than once"]
+    assert told == ["ignored", "ignored", "ignored", "--data-path contains megatron/case0 more than once"]
 
 
-@pytest.mark.parametrize("spelling", sorted(set(table.IGNORED) - set(table.HARMLESS_VALUES)))
+@pytest.mark.parametrize("spelling", sorted(set(IGNORED) - set(HARMLESS_VALUES)))
 def test_ignored_flags_change_nothing(spelling: str) -> None:
     beside = {"--group-query-attention": ["--num-query-groups", "4"], "--no-position-embedding": ["--swiglu"]}
     argv = [*RUN, "--use-rotary-position-embeddings", *beside.get(spelling, [])]
@@ -168,6 +168,6 @@ def test_values_that_are_not_harmless_are_refused() -> None:
 def test_masks_that_megatron_would_not_make_are_made_and_noted() -> None:
     files = ["--data-path", str(LIST.parent / "megatron" / "case0"), "--set", "data.mock_data=false"]
     argv = [*RUN, *files, "--no-create-attention-mask-in-dataloader"]
-    told = "documents do not see each other; Megatron-LM, told to make no masks, would let them"
+    told = "attention is restricted to documents; Megatron-LM would not restrict it without masks"
     assert told in parse([*argv, "--reset-attention-mask"], {}).notes
     assert told not in parse(argv, {}).notes

@@ -17,7 +17,6 @@ from megatron.config.memory import (
     checkpoint_bytes,
     rank_bytes,
     rank_parameters,
-    shown,
     state_bytes,
     transient_bytes,
 )
@@ -140,11 +139,6 @@ def test_so_they_are_on_every_rank_whatever_is_cut(pool: Pool) -> None:
         foretold = [rank_bytes(config, 4, rank) for rank in range(4)]
         assert [rank[number] for rank in found] == foretold, flags
         assert max(foretold, key=lambda parts: sum(parts.values())) == state_bytes(config, 4), flags
-
-
-def test_bytes_are_shown_in_the_unit_that_fits() -> None:
-    megabytes = {0.5: "0.50 MB", 102: "102.00 MB", 103: "0.10 GB", 1.5 * 2**20: "1,536.00 GB"}
-    assert {n: shown(n * 2**20) for n in megabytes} == megabytes
 
 
 def lent(rank: int, world_size: int, flags: str) -> tuple[int, int]:

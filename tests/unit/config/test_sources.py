@@ -95,7 +95,7 @@ def test_names_may_be_nested_flat_or_hyphenated() -> None:
         ({"lr": float("inf")}, "E002", "f: optimizer.lr: inf is not a number"),
         ({"split": 1}, "E002", "f: data.split: 1 is not text (put it in quotes)"),
         ({"rampup_batch_size": [1, 2]}, "E002", "f: training.rampup_batch_size: takes 3 values, not 2"),
-        ({"lr": 1.0, "optimizer": {"lr": 2.0}}, "E003", "f: lr is there twice, by group and flat"),
+        ({"lr": 1.0, "optimizer": {"lr": 2.0}}, "E003", "f: lr is set twice, by group and flat"),
         ({"normalization": "Batch"}, "E002", "f: model.normalization: 'Batch' is not one of LayerNorm, RMSNorm"),
     ],
 )
@@ -123,7 +123,7 @@ def test_from_dict_tells_everything_at_once() -> None:
         (b"lr: [1", "is not YAML"),
         (b"- 1\n- 2\n", "must hold 'name: value' lines"),
         (b"", "must hold 'name: value' lines"),
-        (b"\xff\xfe\x00", "not text in UTF-8"),
+        (b"\xff\xfe\x00", "not a UTF-8 text file"),
     ],
 )
 def test_files_that_cannot_be_read(content: bytes, sentence: str, tmp_path: Path) -> None:

@@ -27,12 +27,12 @@ def test_everything_that_matters_is_said() -> None:
     assert told["ranks"] == "8 = DP 4 (copies of the model) x TP 2 (tensor and sequence parallel)"
     assert "4 layers, hidden 128, 8 heads of 16 on 4 key/value heads, swiglu MLP of 384" in told["model"]
     assert told["parameters"].endswith("on each rank); vocabulary 257 padded to 512")
-    parts = "weights 0.88 MB, gradients 1.75 MB, masters 1.75 MB, moments 3.51 MB"
-    assert told["memory"] == f"7.90 MB on each rank, without activations: {parts}"
+    parts = "weights 0.88 MiB, gradients 1.75 MiB, masters 1.75 MiB, moments 3.51 MiB"
+    assert told["memory"] == f"7.90 MiB on each rank, without activations: {parts}"
     assert told["batch"] == "16 samples x 256 = 4,096 tokens a step: 2 micro-batches of 2 on each DP rank"
     assert told["length"] == "1,000 steps, 16,000 samples, 4,096,000 tokens; evaluation on 3 batches at the end"
     assert told["optimizer"] == "adam, learning rate 0.001 cosine to 0.0001, warm-up 5% of the decay, clip 1"
-    assert told["precision"] == "bf16, masters and gradients fp32"
+    assert told["precision"] == "bf16, main parameters and gradients fp32"
     assert "ramp" not in told
 
 
@@ -52,7 +52,7 @@ def test_experts_have_a_grid_and_parameters_that_are_active() -> None:
     expert = 4 * 3 * 96 * 128  # of all layers
     assert total - active == 6 * expert
     assert total - held == 4 * expert - 2 * (384 - 257) * 128  # half of the experts are elsewhere, two tables padded
-    assert "compute a token" in told["parameters"]
+    assert "active per token" in told["parameters"]
 
 
 PIPELINE = ["--preset", "tiny-llama", "--pipeline-model-parallel-size", "2", "--global-batch-size", "8"]
@@ -77,7 +77,10 @@ def test_stages_that_differ_are_shown_as_a_layout() -> None:
     assert told["pipeline"].startswith("zb-h1, 2 stages Et*3|ttL, bubble ")
     unknown = "--mock-data --train-iters 10 --tokenizer-type ByteTokenizer --num-layers 5"
     parsed = parse([*unknown.split(), *PIPELINE], {"RANK": "0", "WORLD_SIZE": "2"})
-    assert "2 stages of equal cost; the tokenizer says what the output layer costs, bubble 11.1%" in parsed.summary()
+    assert (
+        "2 stages of equal cost; the cost of the output layer depends on the tokenizer, bubble 11.1%"
+        in parsed.summary()
+    )
     assert "5 layers do not divide over 2 stages" in parsed.summary()
 
 
@@ -88,10 +91,10 @@ def test_a_run_that_changed_its_batch_has_the_length_it_will_have() -> None:
 
 
 def test_checkpoints_are_described_where_there_are_any() -> None:
-    assert rows(ranks=1)["saves"] == "nothing: there is no --save"
+    assert rows(ranks=1)["saves"] == "none: --save is not set"
     often = ["--preset", "llama2-7b", "--bf16", "--save", "ckpt", "--save-interval", "1000"]
     parameters = ModelConfig(**{n: v for n, v in PRESETS["llama2-7b"].items() if n in SHAPE}).num_parameters()
-    size = f"{parameters * 12 / 2**30:,.2f} GB"
+    size = f"{parameters * 12 / 2**30:,.2f} GiB"
     argv = [*often, "--vocab-size", "32000"]
     assert rows(*argv, ranks=1)["saves"] == f"every 1,000 steps and at the end, {size} each, to ckpt"
     kept = rows(*argv, "--keep-last", "3", "--keep-every", "50000", ranks=1)["saves"]

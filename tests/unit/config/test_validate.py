@@ -138,7 +138,7 @@ def test_files_that_exist_are_accepted(tmp_path: Path) -> None:
     prefix = str(tmp_path / "corpus")
     config = replace(GOOD, data=DataConfig(data_path=(prefix,)))
     (tmp_path / "corpus.idx").touch()
-    assert [p.sentence for p in problems(config, 1)] == [f"--data-path: {prefix}.bin is not there"]
+    assert [p.sentence for p in problems(config, 1)] == [f"--data-path: {prefix}.bin does not exist"]
     (tmp_path / "corpus.bin").touch()
     assert problems(config, 1) == []
 

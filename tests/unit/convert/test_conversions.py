@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import os
 import signal
 from collections.abc import Callable
@@ -7,15 +8,25 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tokenizers
 import torch
 from safetensors.torch import load_file
+from tokenizers import models, trainers
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from megatron.checkpoint.errors import CheckpointError
 from megatron.checkpoint.folder import Checkpoints
 from megatron.config.model import ModelConfig
-from megatron.convert.check import TOLERANCE, MismatchError
+from megatron.convert.check import SAMPLE_TEXTS, TOLERANCE, MismatchError
 from megatron.convert.checkpoint import open_checkpoint
 from megatron.convert.conversions import from_hf, to_hf
+from megatron.data.tokenizers.huggingface import (
+    END_OF_DOCUMENT,
+    HuggingFaceTokenizer,
+    byte_letters,
+    byte_level_bpe,
+    tokenizer_files,
+)
 from megatron.model import hf
 from tests.solo import Allocations, tiny
 from tests.unit.convert.folders import ignore, llama, random_weights, write_checkpoint, write_folder
@@ -133,3 +144,49 @@ def test_no_memory_larger_than_the_largest_tensor_is_asked_for(kind: str, tmp_pa
         left = seen.alive
     assert seen.largest == largest
     assert left < largest / 10, "nothing is kept"
+
+
+def trained_bpe() -> dict[str, bytes]:
+    """A byte-level BPE with GPT-2's words, whose digits and line ends are cut otherwise than Qwen's."""
+    tokenizer = byte_level_bpe(models.BPE(), words=True)
+    special = [END_OF_DOCUMENT]
+    trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=byte_letters())
+    tokenizer.train_from_iterator([*SAMPLE_TEXTS, "In 1234567 the year 2024 99.95"] * 3, trainer)
+    return tokenizer_files(tokenizer)
+
+
+def test_a_tokenizer_that_transformers_reads_otherwise_is_refused(tmp_path: Path) -> None:
+    files = {f"tokenizer/{name}": content for name, content in trained_bpe().items()}
+    qwen2 = llama(add_qkv_bias=True, vocab_size=512)
+    manifest = write_checkpoint(tmp_path / "iter_0000007", qwen2, files=files)
+    with pytest.raises(MismatchError, match=r"ids for \d+ of [\s\S]* model_type qwen2"):
+        to_hf(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
+    assert [path.name for path in tmp_path.iterdir()] == ["iter_0000007"], "nothing is written"
+
+    to_hf(manifest, tmp_path / "out", ignore, shard_bytes=10**9, checked=False)
+    ours, text = HuggingFaceTokenizer(tmp_path / "out"), SAMPLE_TEXTS[1]
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")(text)["input_ids"] != list(ours.encode(text))
+    assert PreTrainedTokenizerFast.from_pretrained(tmp_path / "out")(text)["input_ids"] == list(ours.encode(text))
+
+
+@pytest.mark.parametrize("named", [None, "Qwen2Tokenizer"])
+def test_the_tokenizer_class_is_one_that_reads_the_same_ids(named: str | None, tmp_path: Path) -> None:
+    files = trained_bpe()
+    settings = json.loads(files["tokenizer_config.json"]) | {"tokenizer_class": named}
+    files["tokenizer_config.json"] = json.dumps({k: v for k, v in settings.items() if v is not None}).encode()
+    carried = {f"tokenizer/{name}": content for name, content in files.items()}
+    qwen3 = llama(qk_layernorm=True, vocab_size=512)
+    manifest = write_checkpoint(tmp_path / "iter_0000007", qwen3, files=carried)
+    to_hf(manifest, tmp_path / "out", ignore, shard_bytes=10**9)
+    ours, theirs = HuggingFaceTokenizer(tmp_path / "out"), AutoTokenizer.from_pretrained(tmp_path / "out")
+    assert all(theirs(text)["input_ids"] == list(ours.encode(text)) for text in SAMPLE_TEXTS)
+    written = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert written == settings | {"tokenizer_class": "PreTrainedTokenizerFast"}
+
+
+def test_a_tokenizer_that_transformers_cannot_load_is_refused(tmp_path: Path) -> None:
+    tokenizer = tokenizers.Tokenizer(models.Unigram([("<unk>", 0.0), ("a", -1.0)], unk_id=0))
+    files = {f"tokenizer/{name}": content for name, content in tokenizer_files(tokenizer).items()}
+    qwen2 = write_checkpoint(tmp_path / "iter_0000007", llama(add_qkv_bias=True), files=files)
+    with pytest.raises(MismatchError, match="AutoTokenizer of transformers"):
+        to_hf(qwen2, tmp_path / "out", ignore, shard_bytes=10**9)

@@ -234,7 +234,7 @@ def test_special_ids() -> None:
     assert special_ids(unsaid, 3)["eos_token_id"] == 2
     several = files | {"generation_config.json": b'{"eos_token_id": [2, 0]}'}
     assert special_ids(several, 3)["eos_token_id"] == [2, 0], "what was said of generation comes first"
-    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is no JSON object"):
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json is not a JSON object"):
         special_ids(files | {"tokenizer_config.json": b"{"}, 3)
     with pytest.raises(CheckpointError, match=r"generation_config\.json is no JSON object"):
         special_ids(files | {"generation_config.json": b"[]"}, 3)

@@ -169,7 +169,7 @@ def test_index_that_does_not_fit_its_files_is_refused(tmp_path: Path) -> None:
     read_with(places)
     first, second = sorted(set(places.values()))
     name = next(name for name, file in places.items() if file == first)
-    with pytest.raises(DamagedError, match=f"do not fit: {name} in {second}"):
+    with pytest.raises(DamagedError, match=f"do not match: {name} in {second}"):
         read_with(places | {name: second})
     with pytest.raises(DamagedError, match=r"outside its folder: \.\./x"):
         read_with(places | {name: "../x"})
@@ -245,7 +245,7 @@ def test_mixed_types_are_read_as_the_widest(tmp_path: Path) -> None:
         ({"hidden_size": 0}, "E600 {0}: hidden_size 0: must be at least 1"),
         ({"num_attention_heads": 0}, "E600 {0}: num_attention_heads 0"),
         ({"num_key_value_heads": 3}, "E102 {0}: 4 query heads cannot share 3 key/value heads"),
-        ({"head_dim": 7}, "E106 {0}: 7 of a head's 7 channels"),
+        ({"head_dim": 7}, "E106 {0}: 7 of 7 channels per head"),
         ({"max_position_embeddings": 0}, "E600 {0}: max_position_embeddings 0"),
     ],
 )

@@ -285,7 +285,7 @@ def test_another_corpus_under_the_same_name_is_built_anew_and_told(tmp_path: Pat
     made = megatron_order.tables([5, 9, 8, 5], [0, 1, 2, 3], 10, 4, 1)
     assert ids(dataset) == [megatron_order.item(texts[0], made, i) for i in range(len(dataset))]
     assert len(cache.notes) == 1
-    assert f"{tmp_path / '0'} is not what it was" in cache.notes[0]
+    assert f"{tmp_path / '0'} has changed since" in cache.notes[0]
 
 
 def test_a_source_without_a_sample_is_named(tmp_path: Path) -> None:

@@ -96,8 +96,8 @@ def test_files_that_changed_under_their_name_are_told_once(tmp_path: Path) -> No
     for samples in (1, 2):
         assert same(cache.tables("order", FACTS | {"files": "abd", "samples": samples}, example, "corpus"), example())
     (note,) = cache.notes
-    assert "corpus is not what it was" in note
-    assert "built anew" in note
+    assert "corpus has changed since" in note
+    assert "built again" in note
     quiet = Cache(tmp_path)
     quiet.tables("order", FACTS | {"files": "xyz"}, example, "another corpus")
     quiet.tables("order", FACTS | {"files": "abd", "samples": 3}, example, "corpus")
@@ -162,7 +162,7 @@ def test_an_entry_of_other_facts_is_not_used(tmp_path: Path) -> None:
     (entry / ABOUT).write_text(json.dumps(about))
     cache = Cache(tmp_path)
     assert same(cache.tables("order", FACTS, lambda: {"c": np.ones(1)}), {"c": np.ones(1)})
-    assert "tells of other tables" in cache.notes[0]
+    assert "describes other tables" in cache.notes[0]
 
 
 def test_what_is_mapped_is_the_file_that_was_proved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -341,7 +341,7 @@ def test_without_locks_everyone_builds_and_the_first_is_kept(tmp_path: Path, mon
 
     assert cache.tables("order", FACTS, build)["a"].dtype == np.int64
     assert cache.notes == other.notes
-    assert "has no locks" in cache.notes[0]
+    assert "has no file locks" in cache.notes[0]
     assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
 
 

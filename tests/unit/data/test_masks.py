@@ -94,12 +94,12 @@ def test_without_flags_special_ids_are_ids(eod: int | None) -> None:
 def test_what_is_told() -> None:
     assert Masks(EOD, PAD).describe() is None
     told = Masks(EOD, PAD, reset_attention=True, drop_eod=True).describe()
-    assert told == "end with id 3: attention stays within one, what follows an end does not count"
+    assert told == "end with id 3: no attention across documents, no loss on the first token of each"
 
 
 @pytest.mark.parametrize("flag", FLAGS)
 def test_a_mask_of_documents_needs_their_end(flag: str) -> None:
-    with pytest.raises(ValueError, match="end of a document"):
+    with pytest.raises(ValueError, match="end-of-document id"):
         Masks(**{flag: True})
 
 

@@ -181,7 +181,7 @@ def test_the_summary_has_a_line_per_source(corpora: dict[str, str]) -> None:
         f"             {24 * SEQ:,} tokens = {24 * SEQ / once[0]:.2f} epochs of {once[0]:,} in {wiki}",
     ]
     assert source.summary()[3].startswith("valid      8 samples of 2 sources")
-    assert "documents  end with id 3: what follows an end does not count" in source.summary()
+    assert "documents  end with id 3: no loss on the first token of each" in source.summary()
 
 
 def test_the_summary_of_many_sources_is_short(corpora: dict[str, str]) -> None:

@@ -75,9 +75,9 @@ def test_without_a_record_the_flags_say_it(tmp_path: Path, mock: bool) -> None:
     assert vocabulary(bare, 77) == 77
     assert vocabulary(DataConfig(mock_data=mock, data_path=path, tokenizer_type="ByteTokenizer"), None) == 257
     assert vocabulary(DataConfig(mock_data=mock, data_path=path, tokenizer_type="NullTokenizer"), 99) == 99
-    with pytest.raises(DataError, match="nothing says how large"):
+    with pytest.raises(DataError, match="vocabulary size is unknown"):
         vocabulary(bare, None)
-    with pytest.raises(DataError, match="must be told"):
+    with pytest.raises(DataError, match="needs --vocab-size"):
         vocabulary(DataConfig(mock_data=mock, data_path=path, tokenizer_type="NullTokenizer"), None)
 
 
@@ -90,7 +90,7 @@ def test_training_needs_the_record_and_not_the_tokenizer(tmp_path: Path) -> None
         vocabulary(data, 50000)
     bare = DataConfig(data_path=(str(tmp_path / "y"),), tokenizer_type="HuggingFaceTokenizer")
     assert vocabulary(bare, 77) == 77
-    with pytest.raises(DataError, match="nothing says how large the vocabulary is\n  fix: --vocab-size"):
+    with pytest.raises(DataError, match="vocabulary size is unknown\n  fix: --vocab-size"):
         vocabulary(bare, None)
 
 
@@ -126,7 +126,7 @@ def test_datasets_of_different_tokenizers_are_refused(tmp_path: Path) -> None:
 def test_a_dataset_without_a_record_is_trusted_and_told(tmp_path: Path) -> None:
     a, b, c = record(tmp_path / "a", ByteTokenizer()), str(tmp_path / "b"), str(tmp_path / "c")
     assert vocabulary(DataConfig(data_path=(b, a, c)), None) == 257
-    assert f"nothing beside {b} and 1 more says which tokenizer" in (unrecorded(DataConfig(data_path=(b, a, c))) or "")
+    assert f"no tokenizer is recorded beside {b} and 1 more" in (unrecorded(DataConfig(data_path=(b, a, c))) or "")
     assert unrecorded(DataConfig(data_path=(a,))) is None
     assert unrecorded(DataConfig(data_path=(b, c))) is None, "nobody has one"
 
@@ -213,7 +213,7 @@ def test_padding_that_has_another_role_is_none(tmp_path: Path, role: str, meant:
 
 
 def test_weights_that_know_fewer_ids_are_not_made_larger(recorded: DataConfig) -> None:
-    with pytest.raises(DataError, match=r"499 is too small for .*: the weights in hf:theirs know no others") as error:
+    with pytest.raises(DataError, match=r"499 is too small for .*: the weights in hf:theirs") as error:
         vocabulary(recorded, 499, "hf:theirs")
     assert "--vocab-size" not in str(error.value)
     assert "--output-prefix PREFIX --tokenizer-type HuggingFaceTokenizer --tokenizer-model theirs" in str(error.value)

@@ -118,8 +118,8 @@ def test_no_prompts() -> None:
         ([[1], []], 3, "prompt 2 is empty"),
         ([[1, 101]], 3, r"prompt 1 has id 101, but the model's ids are 0\.\.100"),
         ([[1] * 10], 7, r"exceed the model's 16 positions\n  fix: --max-new-tokens 6"),
-        ([[1] * 16], 1, "has 16 positions, which must hold the new tokens too"),
-        ([[1]], 0, "0 new tokens"),
+        ([[1] * 16], 1, "has 16 positions for prompt and new tokens"),
+        ([[1]], 0, "--max-new-tokens 0: must be"),
     ],
 )
 def test_what_cannot_be_continued_is_refused(prompts: list[list[int]], new: int, message: str) -> None:

@@ -140,7 +140,7 @@ def test_ids_in_decimal() -> None:
     assert ids.encode(" 3 14\n1 ") == [3, 14, 1]
     assert "".join(streamed(ids, [3, 14], [1, 5, 9])) == " 1 5 9"
     for word in ("x", "-1", "\u0663"):
-        with pytest.raises(InferenceError, match="prompts are ids"):
+        with pytest.raises(InferenceError, match="a prompt is token ids"):
             ids.encode(f"1 {word}")
 
 

@@ -76,23 +76,23 @@ def test_boundaries_that_are_known_are_not_looked_for(monkeypatch: pytest.Monkey
     expected = attend(q, k, v, Sight(5, CPU, documents=documents))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.Tensor, "nonzero", None)
-        assert torch.equal(attend(q, k, v, Sight(5, CPU, documents=documents, known=known)), expected)
+        assert torch.equal(attend(q, k, v, Sight(5, CPU, documents=documents, known_boundaries=known)), expected)
     assert double.calls == [("documents", False)] * 2
 
 
 def test_a_mask_is_made_once_and_only_for_those_who_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     installed(monkeypatch, FlashAttention())
-    sight = Sight(5, CPU, window=2)
+    mask = Sight(5, CPU, window=2)
     q, k, v = torch.randn(3, 5, 2, 2, 8)
-    ATTENTION.candidates["flash_attn"].make()(q, k, v, sight)
-    assert "mask" not in vars(sight)
-    ATTENTION.candidates["torch"].make()(q, k, v, sight)
-    assert sight.mask is vars(sight)["mask"]
+    ATTENTION.candidates["flash_attn"].make()(q, k, v, mask)
+    assert "dense" not in vars(mask)
+    ATTENTION.candidates["torch"].make()(q, k, v, mask)
+    assert mask.dense is vars(mask)["dense"]
 
 
 def test_gpu_kernels_are_missing_here() -> None:
     for name in ("flash_attn", "cudnn"):
         missing = ATTENTION.candidates[name].missing
-        assert "on GPUs" in str(missing(CPU, torch.bfloat16))
-        assert "on GPUs" in str(missing(torch.device("cuda"), torch.float32))
+        assert "on a GPU" in str(missing(CPU, torch.bfloat16))
+        assert "on a GPU" in str(missing(torch.device("cuda"), torch.float32))
     assert "cannot be imported" in str(ATTENTION.candidates["flash_attn"].missing(torch.device("cuda"), torch.bfloat16))

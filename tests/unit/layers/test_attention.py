@@ -34,7 +34,7 @@ def visible(q: int, k: int, sample: int, window: int | None, documents: Tensor |
 @pytest.mark.parametrize("window", [None, 1, 4, LENGTH, 100])
 def test_mask(window: int | None, documents: Tensor | None) -> None:
     plain = window is None and documents is None
-    assert (Sight(LENGTH, torch.device("cpu"), window, documents).mask is None) is plain
+    assert (Sight(LENGTH, torch.device("cpu"), window, documents).dense is None) is plain
     mask = attention_mask(LENGTH, window, documents, torch.device("cpu")).expand(2, 1, LENGTH, LENGTH)
     for sample in range(2):
         for q in range(LENGTH):
@@ -48,9 +48,9 @@ def attention(config: ModelConfig) -> SelfAttention:
 
 def scene_of(config: ModelConfig, documents: Tensor | None) -> Scene:
     batch = random_batch(config, length=LENGTH, documents=documents)
-    sight = Sight(LENGTH, torch.device("cpu"), config.window_size, documents)
+    mask = Sight(LENGTH, torch.device("cpu"), config.window_size, documents)
     rotary = Rotary(config, torch.float64, torch.device("cpu")) if config.rotary_dim else None
-    return Scene(batch, rotary(LENGTH, None) if rotary else None, sight)
+    return Scene(batch, rotary(LENGTH, None) if rotary else None, mask)
 
 
 def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: Scene, documents: Tensor | None) -> Tensor:
@@ -67,9 +67,9 @@ def by_loops(layer: SelfAttention, x_SBH: Tensor, scene: Scene, documents: Tenso
         q, k, v = (qkv[..., r : r + d] for r in rows)
         if layer.q_layernorm is not None and layer.k_layernorm is not None:
             q, k = layer.q_layernorm(q), layer.k_layernorm(k)
-        if scene.rotation is not None:
-            turn = scene.rotation
-            q, k = (rotate(t.unsqueeze(2), turn.cos, turn.sin, turn.interleaved).squeeze(2) for t in (q, k))
+        if scene.rotary is not None:
+            rotary = scene.rotary
+            q, k = (rotate(t.unsqueeze(2), rotary.cos, rotary.sin, rotary.interleaved).squeeze(2) for t in (q, k))
         for b in range(2):
             for s in range(LENGTH):
                 keys = [j for j in range(LENGTH) if visible(s, j, b, c.window_size, documents)]

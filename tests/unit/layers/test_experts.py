@@ -182,8 +182,8 @@ def test_a_fault_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None
     if fault == "unweighted":
         monkeypatch.setattr(torch, "einsum", lambda equation, weights, parts: parts.sum(1))
     if fault == "experts swapped":
-        product = experts._product
-        monkeypatch.setattr(experts, "_product", lambda x, ws, rows: product(x, ws[::-1], rows))
+        product = experts._grouped_matmul
+        monkeypatch.setattr(experts, "_grouped_matmul", lambda x, ws, rows: product(x, ws[::-1], rows))
     if fault == "gradients of others' rows":
         original = GradSink.add
         monkeypatch.setattr(

@@ -129,7 +129,7 @@ def test_an_even_choice_costs_the_least() -> None:
     even = torch.eye(EXPERTS, dtype=torch.float64).mul(1e-9).unsqueeze(1).expand(-1, SAMPLES, -1)
     for logits_SBE, expected in ((alone, EXPERTS), (even, 1.0)):
         chosen = logits_SBE.flatten(0, 1).argmax(1, keepdim=True)
-        loss = made._balance(logits_SBE.softmax(-1), chosen, batch)
+        loss = made._balancing_loss(logits_SBE.softmax(-1), chosen, batch)
         assert loss.item() / tokens == pytest.approx(expected, rel=1e-9)
 
 
@@ -173,7 +173,7 @@ def test_bf16_tokens_are_judged_in_fp32() -> None:
 
 @pytest.mark.parametrize("fault", ["unmasked", "by token", "not scaled"])
 def test_a_wrong_balancing_loss_is_noticed(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = Router._balance
+    original = Router._balancing_loss
 
     def balance(self: Router, probs_SBE: Tensor, experts_TK: Tensor, batch: Any) -> Tensor:
         if fault == "unmasked":
@@ -183,6 +183,6 @@ def test_a_wrong_balancing_loss_is_noticed(fault: str, monkeypatch: pytest.Monke
         loss = original(self, probs_SBE, experts_TK, batch)
         return loss / EXPERTS if fault == "not scaled" else loss
 
-    monkeypatch.setattr(Router, "_balance", balance)
+    monkeypatch.setattr(Router, "_balancing_loss", balance)
     with pytest.raises(AssertionError):
         test_losses_and_gradients_are_those_of_loops("seq_aux_loss", 2)

@@ -209,6 +209,15 @@ def test_a_wrong_number_of_contributions_is_an_error(given: str, told: str) -> N
         buckets.finish()
 
 
+def test_views_are_made_once() -> None:
+    """They are asked for at every contribution."""
+    buckets, _ = build()
+    before = {name: buckets.target(name) for name in buckets.specs}
+    buckets.start_step(1)
+    assert all(buckets.target(name) is view for name, view in before.items())
+    assert all(view.shape == buckets.specs[name].local_shape for name, view in before.items())
+
+
 def test_start_step_forgets_the_last_step() -> None:
     buckets, sink = build()
     buckets.start_step(1)

@@ -169,9 +169,9 @@ def test_parts_of_all_ranks_are_the_matrices(name: str, tp: int) -> None:
             part, i = parts[number]
             assert part.shape == matrix.shape
             x = part.of(held(spec, stored), spec)
-            over_rows = part.cut == 0
+            over_rows = part.sharded_dim == 0
             here = part.once(x).mT @ x if over_rows else x @ x.mT
-            gram = gram + here[i] / (tp if part.cut is None else 1)
+            gram = gram + here[i] / (tp if part.sharded_dim is None else 1)
         expected = matrix.mT @ matrix if over_rows else matrix @ matrix.mT
         torch.testing.assert_close(gram, expected, rtol=1e-12, atol=1e-12)
 
@@ -183,7 +183,7 @@ def test_every_expert_has_its_own_matrices(ep: int, etp: int) -> None:
         (part,) = parts_of(spec, split=True)
         assert part.count == (8 if len(view) == 4 else 4) // ep
         assert part.shape == view[-2:]
-        assert part.cut == (None if etp == 1 else 0 if dim < len(view) - 1 else 1)
+        assert part.sharded_dim == (None if etp == 1 else 0 if dim < len(view) - 1 else 1)
 
 
 def matrices_of(name: str, weight: Tensor, queries: int, experts: int) -> list[Tensor]:

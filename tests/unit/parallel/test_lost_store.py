@@ -29,7 +29,7 @@ def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     port = int(os.read(reader, 10))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=PATIENCE)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
-    monkeypatch.setattr(mesh, "_words", lambda: store)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
     yield child
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)

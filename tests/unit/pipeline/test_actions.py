@@ -32,7 +32,7 @@ def test_text_is_what_pytorch_writes() -> None:
 
 @pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 3F0", "-1F0", "2F0x", "2.0F1", "9" * 5000 + "F0", "²F0"])
 def test_text_that_is_no_action_is_quoted(text: str) -> None:
-    with pytest.raises(ScheduleError, match="is no action") as error:
+    with pytest.raises(ScheduleError, match="is not an action") as error:
         Action.parse(text)
     assert f"'{text}'" in error.value.sentence
 
@@ -80,12 +80,12 @@ def test_a_file_as_people_and_spreadsheets_write_it(tmp_path: Path) -> None:
 
 def test_errors_name_the_line_and_the_cell(tmp_path: Path) -> None:
     path = tmp_path / "mine.csv"
-    with pytest.raises(ScheduleError, match=r"mine\.csv, line 2: '1Q0' is no action"):
+    with pytest.raises(ScheduleError, match=r"mine\.csv, line 2: '1Q0' is not an action"):
         loaded(path, "0F0,0B0\n1F0,1Q0\n")
-    with pytest.raises(ScheduleError, match="line 2: '0UNSHARD' is no action here") as error:
+    with pytest.raises(ScheduleError, match="line 2: '0UNSHARD' is not an action here") as error:
         loaded(path, "0F0,0B0\n0UNSHARD,1F0\n")
     assert error.value.fixes
-    with pytest.raises(ScheduleError, match="line 2 has no action; line 2 is what rank 1 does"):
+    with pytest.raises(ScheduleError, match="line 2 has no action; line 2 lists the actions of rank 1"):
         loaded(path, "0F0,0B0\n,,\n1F0,1B0\n")
 
 
@@ -101,7 +101,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(ScheduleError, match="cannot be read as a schedule: field larger"):
         Schedule.load(tmp_path / "long.csv")
     (tmp_path / "empty.csv").write_text("\n,\n")
-    with pytest.raises(ScheduleError, match=r"empty\.csv has no action; each line is what a rank does"):
+    with pytest.raises(ScheduleError, match=r"empty\.csv has no action; each line lists the actions of a rank"):
         Schedule.load(tmp_path / "empty.csv")
 
 

@@ -164,7 +164,7 @@ def test_both_ends_name_the_same_channel() -> None:
         ("0RECV_F0", "0RECV_F0 has no other end: the stages are 0 to 2"),
         ("2SEND_F0", "2SEND_F0 has no other end: the stages are 0 to 2"),
         ("3RECV_F0", "3RECV_F0 has no other end: the stages are 0 to 2"),
-        ("1SEND_F3", "1SEND_F3 goes nowhere: stages 1 and 2 are both on rank 1"),
+        ("1SEND_F3", "1SEND_F3 has no channel: stages 1 and 2 are both on rank 1"),
     ],
 )
 def test_what_has_no_channel(text: str, sentence: str) -> None:

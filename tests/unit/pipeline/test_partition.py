@@ -159,30 +159,30 @@ def test_the_layout_of_a_regular_split_is_short() -> None:
 
 REFUSED = {
     "E|t|m|L": "'m' at character 5 is multi-token prediction",
-    "[['embedding'], ['decoder', 'loss']]": "'[' at character 1 is no part of a layout: lists of names",
-    "Et||tL": "stage 1 has nothing in it",
-    "EttL|": "stage 1 has nothing in it",
-    "ttL": "does not begin with E: a layout begins",
+    "[['embedding'], ['decoder', 'loss']]": "'[' at character 1 is not part of a layout: lists of names",
+    "Et||tL": "stage 1 is empty",
+    "EttL|": "stage 1 is empty",
+    "ttL": "does not begin with E: a layout is",
     "EtE|tL": "has more than one E, at character 1 and 3",
     "E*2ttL": "has more than one E, at character 1:",
-    "Ett": "does not end with L: a layout begins",
+    "Ett": "does not end with L: a layout is",
     "EtL|tL": "has more than one L, at character 3 and 6",
     "Et|L": "has 1 layer, and the model 2",
     "Et|t|tL": "has 3 layers, and the model 2",
     "Et, |(tL": "'(' at character 6 is never closed",
-    "Et|t)L": "')' at character 5 closes nothing",
-    "E*|ttL": "'*' at character 2 has no number behind it",
+    "Et|t)L": "')' at character 5 has no opening parenthesis",
+    "E*|ttL": "'*' at character 2 has no number after it",
     "E2t|L": "'2' at character 2 has no * before it",
     "Et|*2tL": "'*' at character 4 has no letter or parenthesis before it",
     "Et(*2)tL": "'*' at character 4 has no letter or parenthesis before it",
-    "Et|xL": "'x' at character 4 is no part",
-    "": "stage 0 has nothing in it",
-    "Et *2 *3|L": "'*' at character 7 comes right after another",
-    "E(t|)*2*1L": "'*' at character 8 comes right after another",
+    "Et|xL": "'x' at character 4 is not part",
+    "": "stage 0 is empty",
+    "Et *2 *3|L": "'*' at character 7 follows another",
+    "E(t|)*2*1L": "'*' at character 8 follows another",
     "Et*1000000L": "repeats more than any model",
     "E((t*999)*999)*999L": "repeats more than any model",
     f"Et*{'9' * 5000}L": "repeats more than any model",
-    "Et*\u0662L": "'\u0662' at character 4 is no part",
+    "Et*\u0662L": "'\u0662' at character 4 is not part",
 }
 
 
@@ -234,5 +234,5 @@ def test_one_layer_is_told_as_one() -> None:
 
 @pytest.mark.parametrize("make", [stages_of, lambda sizes: written("E|" + "|".join("t" * n for n in sizes) + "|L", 3)])
 def test_only_ends_may_be_without_layers(make: Callable[[list[int]], object]) -> None:
-    with pytest.raises(ScheduleError, match=r"stage \d (would have no layers|has nothing)"):
+    with pytest.raises(ScheduleError, match=r"stage \d (would have no layers|is empty)"):
         make([1, 0, 2])

@@ -113,9 +113,9 @@ def test_any_group_of_at_least_the_ranks_keeps_the_bubble(p: int, v: int, m: int
 @pytest.mark.parametrize(
     ("arguments", "sentence", "fixes"),
     [
-        (("1f2b", 2, 1, 4), "no schedule is called '1f2b'; there are gpipe, 1f1b,", ("--pipeline-schedule 1f1b",)),
-        (("ZB-V", 2, 2, 4), "no schedule is called 'ZB-V'", ("--pipeline-schedule zb-v",)),
-        (("fancy", 2, 1, 4), "no schedule is called 'fancy'", ()),
+        (("1f2b", 2, 1, 4), "there is no schedule '1f2b'; choose from gpipe, 1f1b,", ("--pipeline-schedule 1f1b",)),
+        (("ZB-V", 2, 2, 4), "there is no schedule 'ZB-V'", ("--pipeline-schedule zb-v",)),
+        (("fancy", 2, 1, 4), "there is no schedule 'fancy'", ()),
         (
             ("1f1b", 4, 2, 8),
             "1f1b has 1 stage on each rank, not 2",
@@ -226,5 +226,5 @@ def test_gpipe_is_breadth_first_as_in_pytorch_but_for_the_order_of_backward(tmp_
 def test_reductions_that_pytorch_plans_are_refused(tmp_path: Path) -> None:
     schedule = stock_schedule(stock.ScheduleGPipe, 2, 1, 4)
     stock.PipelineScheduleMulti._dump_csv(schedule, tmp_path / "stock.csv")
-    with pytest.raises(ScheduleError, match=r"stock.csv, line 1: '0REDUCE_GRAD' is no action here.*FSDP"):
+    with pytest.raises(ScheduleError, match=r"stock.csv, line 1: '0REDUCE_GRAD' is not an action here.*FSDP"):
         Schedule.load(tmp_path / "stock.csv")

@@ -174,5 +174,5 @@ def test_where_the_stages_are_can_be_given() -> None:
 
 
 def test_costs_of_another_pipeline_are_refused() -> None:
-    with pytest.raises(ScheduleError, match="'forward' of 3 stages, and the schedule has 4"):
+    with pytest.raises(ScheduleError, match="'forward' for 3 stages, and the schedule has 4"):
         search(2, 2, 4, Costs.uniform(3))

@@ -269,7 +269,7 @@ def test_a_step_without_work() -> None:
 
 
 def test_what_never_arrives_is_named() -> None:
-    with pytest.raises(ScheduleError, match="rank 1 waits for 1RECV_F0 for ever") as error:
+    with pytest.raises(ScheduleError, match="rank 1 waits for 1RECV_F0 forever") as error:
         simulate(make("1f1b", 2, 1, 2), Costs.uniform(2))
     assert "add_communication" in error.value.fixes[0]
 
@@ -277,10 +277,10 @@ def test_what_never_arrives_is_named() -> None:
 @pytest.mark.parametrize(
     ("costs", "words"),
     [
-        (Costs.uniform(3), "'forward' of 3 stages, and the schedule has 2"),
-        (Costs((1, 1), (1, 1), (1,)), "'weight' of 1 stages"),
-        (Costs((1, 1), (1, 1), (1, 1), activation=(1,)), "'activation' of 1 stages"),
-        (Costs.uniform(2, float("nan")), "'forward' nan: each is a number from 0 on"),
+        (Costs.uniform(3), "'forward' for 3 stages, and the schedule has 2"),
+        (Costs((1, 1), (1, 1), (1,)), "'weight' for 1 stages"),
+        (Costs((1, 1), (1, 1), (1, 1), activation=(1,)), "'activation' for 1 stages"),
+        (Costs.uniform(2, float("nan")), "'forward' nan: each must be a finite number"),
         (Costs.uniform(2, weight=-1), "'weight' -1"),
         (Costs.uniform(2, latency=float("inf")), "'latency' inf"),
     ],

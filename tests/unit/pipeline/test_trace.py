@@ -97,13 +97,13 @@ def test_events_of_others_are_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"name": "0X0"}, "'0X0' is no action"),
+        ({"name": "0X0"}, "'0X0' is not an action"),
         ({"name": "0SEND_F0"}, "0SEND_F0 is computed on rank 0 of 2"),
         ({"pid": 2}, "0B0 is computed on rank 2 of 2"),
         ({"ts": float("nan")}, "0B0 starts at nan and takes"),
         ({"dur": -1}, "0B0 starts at 2000000.0 and takes -1 microseconds"),
         ({"ts": 1.6e6}, "rank 0 starts 0B0 at 1.6 s, before 0F0 is over"),
-        ({"ts": "soon"}, "it is no trace of a pipeline"),
+        ({"ts": "soon"}, "it is not a trace of a pipeline"),
     ],
 )
 def test_an_event_that_cannot_be_is_refused(changes: dict[str, Any], words: str, tmp_path: Path) -> None:

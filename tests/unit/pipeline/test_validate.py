@@ -165,7 +165,7 @@ def test_a_deadlock_of_ordered_channels_that_mailboxes_would_not_have() -> None:
     assert not Play(found, (0, 1)).comes_to_its_end()
     assert refusal(found) == (
         "rank 1 has 1RECV_F1 where 1RECV_F0 belongs: transfer 0 from rank 0 to rank 1 is 0SEND_F0, "
-        "and receives stand in the order of the sends"
+        "and receives must be in the order of the sends"
     )
     validate(add_communication(found.only(COMPUTE)))
 
@@ -174,7 +174,8 @@ def test_a_circle_is_told_rank_by_rank() -> None:
     found = add_communication(program("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"))
     assert not Play(found, (0, 1), ordered=False).comes_to_its_end()
     assert refusal(found) == (
-        "ranks wait for each other in a circle: rank 0 waits for 0RECV_B0 before 0B0, which rank 1 sends after 1B0; "
+        "deadlock: ranks wait for each other in a cycle: "
+        "rank 0 waits for 0RECV_B0 before 0B0, which rank 1 sends after 1B0; "
         "rank 1 waits for 1RECV_F1 before 1F1, which rank 0 sends after 0F1"
     )
 
@@ -205,10 +206,10 @@ def test_ranks_that_only_wait_for_a_circle_are_not_in_it() -> None:
         (("0F0 0B0 0F2 0B2",), "rank 0 has no 0F1: stages 0 to 0 each do micro-batches 0 to 2"),
         (("0B0 0F0",), "rank 0 has 0B0 before 0F0, whose result it needs"),
         (("0F0 0SEND_F0 0B0",), "0SEND_F0 has no other end: the stages are 0 to 0"),
-        (("0F0 1F0 0SEND_F0 1B0 0B0",), "0SEND_F0 goes nowhere: stages 0 and 1 are both on rank 0"),
+        (("0F0 1F0 0SEND_F0 1B0 0B0",), "0SEND_F0 has no channel: stages 0 and 1 are both on rank 0"),
         (("0F0 1F0 0B0 1B0",), "rank 0 has 0B0 before 1B0, whose result it needs"),
         (("0F0 1F0 0B0",), "rank 0 has 0B0 but no 1B0 or 1I0, whose result it needs"),
-        (("0F0 0B0", ""), "rank 1 of 2 does nothing: every rank has a stage"),
+        (("0F0 0B0", ""), "rank 1 of 2 has no action: every rank needs a stage"),
     ],
 )
 def test_sentences(lines: tuple[str, ...], sentence: str) -> None:
@@ -246,7 +247,7 @@ def test_an_evaluation_goes_forward_and_keeps_nothing() -> None:
     forwards = pairs(3).only(EVALUATION)
     assert validate(forwards, evaluation=True) == Peaks((0, 0), (0, 0), (0, 0))
     assert "no 1RECV_F1" in refusal(without(forwards, "1RECV_F1"), evaluation=True)
-    assert refusal(pairs(3), evaluation=True) == "rank 0 has 0RECV_B0 in an evaluation, which only goes forward"
+    assert refusal(pairs(3), evaluation=True) == "rank 0 has 0RECV_B0 in an evaluation, which has only forwards"
 
 
 def test_forwards_alone_train_nothing() -> None:

@@ -44,7 +44,7 @@ def test_what_the_examples_start_they_have_checked_before() -> None:
 
 def test_a_stage_of_the_ramp_that_no_schedule_runs_is_found() -> None:
     started = Started.by("train_llama3_70b", "--rampup-batch-size", "512", "8", "4000000")
-    with pytest.raises(UserError, match=r"E303 the ramp passes batches .* 16: 520, 536"):
+    with pytest.raises(UserError, match=r"E303 batches of the ramp .* 16: 520, 536"):
         started.config()
 
 
@@ -173,11 +173,11 @@ def test_other_ways_to_start(environ: dict[str, str], words: list[str]) -> None:
 @pytest.mark.parametrize(
     ("environ", "sentence"),
     [
-        ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: there are torchrun and srun"),
-        ({"NETWORK": "roce"}, "NETWORK=roce: there are infiniband and ethernet"),
+        ({"LAUNCHER": "mpirun"}, "LAUNCHER=mpirun: must be torchrun or srun"),
+        ({"NETWORK": "roce"}, "NETWORK=roce: must be infiniband or ethernet"),
         ({"SPARES": "128"}, "SPARES=128 leaves no node to run on"),
-        ({"SPARES": "two"}, "SPARES=two: this is a number"),
-        ({"MIN_NODES": "-1"}, "MIN_NODES=-1: this is a number"),
+        ({"SPARES": "two"}, "SPARES=two: must be a number"),
+        ({"MIN_NODES": "-1"}, "MIN_NODES=-1: must be a number"),
         ({"VENV": "absent"}, "VENV=absent: there is no absent/bin/activate"),
         (
             {"CONTAINER": "absent.sif", "DRY_RUN": "", "SLURM_JOB_ID": "7"},

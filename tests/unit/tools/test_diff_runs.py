@@ -199,7 +199,7 @@ def test_a_tolerance_is_a_distance(runs: Path, flags: tuple[str, str]) -> None:
 
 def test_what_is_no_run(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([str(runs / "plain"), str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"diff_runs: {tmp_path} is not the folder of a run: ")
+    assert capsys.readouterr().err.startswith(f"diff_runs: {tmp_path} is not a run folder: ")
     (tmp_path / "new").mkdir()
     shutil.copy(runs / "plain" / "config.yaml", tmp_path / "new")
     status, lines = told(tmp_path, "new", str(runs / "plain"), capsys)

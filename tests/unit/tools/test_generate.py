@@ -105,7 +105,7 @@ def test_a_model_without_a_tokenizer_reads_and_writes_ids(tmp_path: Path, capsys
     ids = generate(model(), [[7, 11]], 4, Sampling(0.0))[0]
     assert capsys.readouterr().out == " ".join(map(str, [7, 11, *ids])) + "\n"
     assert main([*flags, "--prompt", "seven"]) == 2
-    assert "prompts are ids" in capsys.readouterr().err
+    assert "a prompt is token ids" in capsys.readouterr().err
 
 
 def test_weights_are_rounded_into_the_format_of_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -124,9 +124,9 @@ def test_weights_are_rounded_into_the_format_of_the_run(tmp_path: Path, capsys: 
     [
         (["--prompt", "x" * 41], 2, "prompt 1 has 41 tokens; the model has 40 positions"),
         (["--prompt", "x", "--max-new-tokens", "40"], 2, "fix: --max-new-tokens 39"),
-        (["--prompt", "x", "--max-new-tokens", "0"], 2, "nothing to generate"),
+        (["--prompt", "x", "--max-new-tokens", "0"], 2, "must be at least 1"),
         (["--prompt", "x", "--top-k", "0"], 2, "fix: --top-k 50"),
-        (["--prompt", "x", "--greedy", "--top-k", "5"], 2, "change nothing"),
+        (["--prompt", "x", "--greedy", "--top-k", "5"], 2, "have no effect"),
         (["--prompt", "x", "--batch-size", "0"], 2, "--batch-size 0"),
         (["--prompt", "x", "--ckpt-step", "15"], 1, "a checkpoint of step 15"),
         (["--prompt", "x", "--ema"], 1, "has no average of the weights"),
@@ -154,7 +154,7 @@ def test_nothing_to_load(tmp_path: Path, load: str, capsys: pytest.CaptureFixtur
 def test_a_hugging_face_folder_needs_its_prefix(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("{}")
     assert main(["--load", str(tmp_path), "--prompt", "x"]) == 2
-    seen = f"--load {tmp_path} is a Hugging Face model, no folder of checkpoints"
+    seen = f"--load {tmp_path} is a Hugging Face model, not a folder of checkpoints"
     assert capsys.readouterr().err == f"generate: {seen}\n  fix: --load hf:{tmp_path}\n"
 
 

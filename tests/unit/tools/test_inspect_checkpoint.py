@@ -34,7 +34,7 @@ def test_ls(runs: Checkpoints, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ls", str(runs.folder)]) == 0
     first, second = capsys.readouterr().out.splitlines()
     assert first.split()[:4] == ["iter_0000002", "step", "2", "-"]
-    assert first.endswith("ago  has no COMPLETE: it is no checkpoint, or its save was cut off")
+    assert first.endswith("ago  has no COMPLETE: it is not a checkpoint, or its save was interrupted")
     assert second.split()[:5] == ["iter_0000001", "step", "1", "1.15", "kB"]
     assert second.endswith("s ago  complete")
 
@@ -193,7 +193,7 @@ def test_what_cannot_be_read(runs: Checkpoints, capsys: pytest.CaptureFixture[st
     (runs.path(2) / MANIFEST).write_text("{}")
     for command in (["show"], ["diff", str(runs.path(1))]):
         assert main([*command, str(runs.path(2))]) == 2
-        assert "does not fit manifest.json" in capsys.readouterr().err
+        assert "does not match manifest.json" in capsys.readouterr().err
 
 
 def test_help_and_ls_need_no_torch(runs: Checkpoints) -> None:
@@ -231,7 +231,7 @@ def test_in_an_object_store(capsys: pytest.CaptureFixture[str]) -> None:
     (RemotePath("memory://inspect/run/iter_0000003/attempt-1") / "x").write_bytes(b"x")
     assert main(["ls", "memory://inspect/run/"]) == 0
     first, second, third = capsys.readouterr().out.splitlines()
-    assert first.endswith("has no COMPLETE: it is no checkpoint, or its save was cut off")
+    assert first.endswith("has no COMPLETE: it is not a checkpoint, or its save was interrupted")
     assert second.split()[:5] == ["iter_0000002", "step", "2", "1.15", "kB"]
     assert second.endswith("s ago  complete")
     assert third.endswith("complete")
@@ -247,4 +247,4 @@ def test_in_an_object_store(capsys: pytest.CaptureFixture[str]) -> None:
     assert "a  F32 [24, 5]  min 0" in capsys.readouterr().out
     assert main(["ls", "memory://inspect/nothing"]) == 2
     assert main(["ls", "zz://bucket"]) == 2
-    assert "no kind of store is called zz://" in capsys.readouterr().err
+    assert "zz:// is not a known kind of store" in capsys.readouterr().err

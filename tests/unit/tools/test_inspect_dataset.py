@@ -82,7 +82,7 @@ def test_an_id_that_is_none_is_told_with_its_place(prefix: str, capsys: pytest.C
     assert main([prefix]) == 0
     assert main([prefix, "--verify", "--samples", "4"]) == 1
     out, err = capsys.readouterr()
-    assert "    text none: the tokenizer does not have all of these ids\n" in out
+    assert "    text none: some ids are not in the tokenizer\n" in out
     sentence = "1 of 312 ids are below 0 or not below 257; the first: 257 is token 1 of document 3"
     assert err == f"inspect_dataset: {prefix}: {sentence}\n"
     assert main([prefix, "--verify", "--vocab-size", "258"]) == 0
@@ -133,8 +133,8 @@ def test_data_without_a_record_are_read_by_flags(tmp_path: Path, capsys: pytest.
     out = capsys.readouterr().out
     for line in (
         "  tokenizer  no record\n",
-        "  ids        3 different ids; nobody says how many the vocabulary has (--vocab-size N)\n",
-        "  ends       nobody says which id ends a document (--eod-id N)\n",
+        "  ids        3 different ids; the vocabulary size is unknown (--vocab-size N)\n",
+        "  ends       the end-of-document id is unknown (--eod-id N)\n",
         "    ids  104 105 0\n",
     ):
         assert line in out
@@ -157,20 +157,20 @@ def test_floats_are_no_ids(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert main([prefix, "--samples", "1"]) == 0
     assert "    ids  0.5 2.0\n" in capsys.readouterr().out
     assert main([prefix, "--verify"]) == 1
-    assert "x: float32 are no ids, and training refuses them\n" in capsys.readouterr().err
+    assert "x: values of type float32 are not ids and cannot be trained on\n" in capsys.readouterr().err
 
 
 def test_another_tokenizer_than_recorded_is_refused(prefix: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([prefix, "--tokenizer-type", "NullTokenizer", "--vocab-size", "257"]) == 1
-    assert "was written with another ByteTokenizer than the flags name" in capsys.readouterr().err
+    assert "was written with another ByteTokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("flags", "sentence"),
     [
-        (["--samples", "-1"], "--samples and --top are numbers of things to show"),
-        (["--top", "3"], "--top counts ids, which only --verify reads"),
-        (["--tokenizer-model", "x"], "--tokenizer-model says no type"),
+        (["--samples", "-1"], "--samples and --top must be at least 0"),
+        (["--top", "3"], "--top needs --verify"),
+        (["--tokenizer-model", "x"], "--tokenizer-model needs --tokenizer-type"),
     ],
 )
 def test_flags_that_do_not_go_together(flags: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -183,7 +183,10 @@ def test_a_picture(prefix: str, tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert capsys.readouterr().out.endswith(f"lengths of documents: {tmp_path}/h.png\n")
     assert (tmp_path / "h.png").read_bytes().startswith(b"\x89PNG")
     assert main([prefix, "--histogram", str(tmp_path / "h.gif")]) == 2
-    assert f"h.gif: pictures end in .png, .pdf, .svg\n  fix: --histogram {tmp_path}/h.png" in capsys.readouterr().err
+    assert (
+        f"h.gif: the suffix must be one of .png, .pdf, .svg\n  fix: --histogram {tmp_path}/h.png"
+        in capsys.readouterr().err
+    )
     assert main([prefix, "--json", "--histogram", str(tmp_path / "none" / "h.png")]) == 1
     out, err = capsys.readouterr()
     assert json.loads(out)["problem"] is None

@@ -69,7 +69,7 @@ def test_what_is_there_stays_unless_it_is_to_be_overwritten(tmp_path: Path, caps
 
 def test_multimodal_data_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--input", "x", "--output-prefix", "y", "--multimodal"]) == 2
-    assert "the modes of multimodal data are not read" in capsys.readouterr().err
+    assert "multimodal data are not supported" in capsys.readouterr().err
 
 
 def test_an_interrupt_is_no_traceback(

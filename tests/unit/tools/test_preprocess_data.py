@@ -92,9 +92,9 @@ def test_ids_written_as_text(tmp_path: Path) -> None:
     ("line", "flags", "message"),
     [
         ('{"text": ', [], "c.jsonl:5 is not JSON"),
-        ('{"text": "\\ud800"}', [], "c.jsonl:5: 'text' is not Unicode: character 0 is half of a surrogate pair"),
+        ('{"text": "\\ud800"}', [], "c.jsonl:5: 'text' is not Unicode: character 0 is an unpaired surrogate"),
         ('{"txt": "a"}', [], "c.jsonl:5 has no key 'text'"),
-        ("", ["--json-keys", "text", "text"], "a key is named twice"),
+        ("", ["--json-keys", "text", "text"], "a key is given twice"),
         ("", ["--tokenizer-type", "NullTokenizer", "--vocab-size", "9"], "c.jsonl:1: NullTokenizer reads ids 0..8"),
         ("", ["--input", "nothing.jsonl"], "--input nothing.jsonl: there is no such file"),
     ],
@@ -113,14 +113,14 @@ def test_a_mistake_is_told_in_a_sentence_and_leaves_no_files(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--tokenizer-type", "NullTokenizer"], "must be told how many ids"),
+        (["--tokenizer-type", "NullTokenizer"], "needs --vocab-size"),
         (["--vocab-size", "300"], "ByteTokenizer has 257 ids, not 300"),
         (
             ["--tokenizer-type", "HuggingFaceTokenizer"],
-            "HuggingFaceTokenizer must be told where it is",
+            "HuggingFaceTokenizer needs --tokenizer-model",
         ),
         (["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", "nowhere"], "there is no nowhere"),
-        (["--tokenizer-model", "nowhere"], "ByteTokenizer reads no file"),
+        (["--tokenizer-model", "nowhere"], "ByteTokenizer does not use --tokenizer-model"),
     ],
 )
 def test_a_tokenizer_that_cannot_be_made_is_a_wrong_flag(
@@ -415,7 +415,10 @@ def test_a_worker_that_is_killed_ends_it_with_a_sentence(long_corpus: Path, tmp_
     os.kill(workers[1], signal.SIGKILL)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 1
-    assert "preprocess_data: a worker process was ended by SIGKILL; perhaps memory ran out\n  fix: --workers 1" in err
+    assert (
+        "preprocess_data: a worker process was killed by SIGKILL; it may have run out of memory\n  fix: --workers 1"
+        in err
+    )
     assert "Traceback" not in err
     assert list(tmp_path.iterdir()) == []
     wait_until_gone(workers)
@@ -431,7 +434,7 @@ def test_after_a_kill_nothing_looks_complete_and_the_next_run_cleans_up(
     wait_until_gone(workers)
     assert all(path.suffix == ".part" for path in (tmp_path / "data").iterdir())
     assert run(tmp_path / "data", "--input", str(corpus)) == 0
-    assert "which a run that was killed had left" in capsys.readouterr().err
+    assert "left by a run that was killed" in capsys.readouterr().err
     names = {path.name for path in (tmp_path / "data").iterdir()}
     assert names == {f"out_text_document.{end}" for end in ("bin", "idx", "tokens.json")}
 

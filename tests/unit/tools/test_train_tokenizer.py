@@ -74,7 +74,7 @@ def test_a_sentencepiece_model_is_made_and_used(
     assert train(corpus, tmp_path / "spm", "--suffix", ".jsonl", *flags) == 0
     out = capsys.readouterr().out.splitlines()
     entries = int(re.findall(r"entries: (\d+)", out[1])[0])
-    assert out[2] == "lines: 60, learnt from a sample of 50; --input-sentence-size for more or fewer"
+    assert out[2] == "lines: 60, trained on a sample of 50 (--input-sentence-size)"
     assert (out[3] == NO_FILES) == (model_type == "unigram")
     told = out[-1].split(": ")[1]
     assert told == f"--tokenizer-type SentencePieceTokenizer --tokenizer-model {tmp_path}/spm"
@@ -97,10 +97,16 @@ def test_a_sentencepiece_model_is_made_and_used(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--type", "sentencepiece", "--vocab-size", "258"], "a vocabulary of 258 does not hold the 256 bytes, <unk>"),
-        (["--sentencepiece-model-type", "bpe"], "--sentencepiece-model-type is of SentencePiece"),
-        (["--input-sentence-size", "9"], "--input-sentence-size is of SentencePiece\n  fix: --type sentencepiece"),
-        (["--type", "sentencepiece", "--input-sentence-size", "0"], "--input-sentence-size 0 is no number of lines"),
+        (
+            ["--type", "sentencepiece", "--vocab-size", "258"],
+            "a vocabulary of 258 is too small for the 256 bytes, <unk>",
+        ),
+        (["--sentencepiece-model-type", "bpe"], "--sentencepiece-model-type applies only to SentencePiece"),
+        (
+            ["--input-sentence-size", "9"],
+            "--input-sentence-size applies only to SentencePiece\n  fix: --type sentencepiece",
+        ),
+        (["--type", "sentencepiece", "--input-sentence-size", "0"], "--input-sentence-size 0 must be at least 1"),
     ],
 )
 def test_flags_that_cannot_be_are_told(
@@ -120,7 +126,7 @@ def test_less_text_than_entries_is_told(corpus: Path, tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("flags", "status", "message"),
     [
-        (["--vocab-size", "100"], 2, "a vocabulary of 100 does not hold the 256 bytes"),
+        (["--vocab-size", "100"], 2, "a vocabulary of 100 is too small for the 256 bytes"),
         (["--input", "nothing"], 1, "--input nothing: there is no such file"),
         (["--suffix", ".md"], 1, "c.md is UTF-16, not UTF-8 text"),
         (["--suffix", ".gz"], 1, "no file below it ends in .gz"),
@@ -191,5 +197,5 @@ def test_a_tokenizer_that_is_there_stays(corpus: Path, tmp_path: Path, capsys: p
     assert train(corpus, tmp_path / "bpe") == 0
     before = {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()}
     assert train(corpus, tmp_path / "bpe", "--vocab-size", "280") == 2
-    assert "bpe is there already, with a tokenizer\n  fix: another --output" in capsys.readouterr().err
+    assert "bpe already exists and holds a tokenizer\n  fix: another --output" in capsys.readouterr().err
     assert {p: p.read_bytes() for p in (tmp_path / "bpe").iterdir()} == before

@@ -92,7 +92,7 @@ def test_those_who_use_the_model_may_take_it(tmp_path: Path) -> None:
     assert torch.equal(written, average[name].to(written.dtype))
 
 
-def test_who_asks_for_what_is_not_there_is_told(tmp_path: Path) -> None:
+def test_a_missing_average_is_reported(tmp_path: Path) -> None:
     run(tmp_path, "")
     with pytest.raises(CheckpointError, match="iter_0000006 has no average of the weights"):
         open_pretrained(f"{tmp_path}/saved", average=True)

@@ -1,4 +1,4 @@
-"""A run that was killed goes on as if nothing had happened, to the bit; what a checkpoint holds of it; full disks."""
+"""A killed run resumes to the bit; contents of checkpoints; full disks."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.runs import (
 
 STEPS = 9
 LENGTH = f"--train-iters {STEPS} --save-interval 2"
-"""Not a multiple of the interval: the last checkpoint is the end's."""
+"""Not a multiple of the interval: the last checkpoint is that of the end."""
 
 FP16 = "--fp16 --initial-loss-scale 1e13 --hysteresis 1 --loss-scale-window 2"
 RUNS = {
@@ -59,9 +59,9 @@ def run_of(folder: Path, flags: str = "") -> RunConfig:
 
 
 def check_twins(folder: Path, flags: str, *kills: int, again: str = "") -> Path:
-    """A run, and the same run killed in these steps and started again each time (with the flags ``again``), are one.
+    """Compare a run with the same run killed in the steps ``kills`` and restarted each time with the flags ``again``.
 
-    Returns the folder of the run that was killed.
+    Returns the folder of the killed run.
     """
     whole, parts = folder / "whole", folder / "parts"
     uninterrupted = start(run_of(whole, flags))
@@ -106,7 +106,7 @@ def test_killed_before_the_first_checkpoint_means_from_the_beginning(tmp_path: P
 
 
 def write_documents(prefix: Path, seed: int = 0) -> str:
-    """Flags of a small dataset of random documents; a run goes through it twice."""
+    """Write a small dataset of random documents, which a run reads twice; return its flags."""
     random = np.random.default_rng(seed)
     with IndexedDatasetWriter(prefix, np.int32) as writer:
         for _ in range(40):
@@ -175,7 +175,7 @@ def test_other_samples_are_refused(tmp_path: Path, other: str) -> None:
 
 
 def test_data_that_changed_in_their_validation_part_are_refused(tmp_path: Path) -> None:
-    """Of which no sample was consumed: the last document of all. The part that is trained on may have changed too."""
+    """Only the last document has changed, of which no sample was consumed; the training part might have changed too."""
     flags = f"{write_documents(tmp_path / 'documents')} --eval-iters 1"
     start(run_of(tmp_path, flags), before_step(6, kill))
     path = tmp_path / "documents.bin"
@@ -190,15 +190,15 @@ def test_data_that_changed_in_their_validation_part_are_refused(tmp_path: Path) 
 
 
 def per_split(folder: Path, **files: str) -> str:
-    """Flags of files for each split; what is in them follows from their names."""
+    """Write a file for each split, with content that depends on its name; return the flags."""
     for name in files.values():
         write_documents(folder / name, seed=ord(name))
     paths = " ".join(f"--{split}-data-path {folder / name}" for split, name in files.items())
     return f"--no-mock-data {paths} --eval-iters 1 --eval-interval 3"
 
 
-def test_other_files_to_evaluate_on_are_told(tmp_path: Path) -> None:
-    """And the training goes on as if nothing had happened."""
+def test_other_evaluation_data_are_noted(tmp_path: Path) -> None:
+    """And training resumes unchanged."""
     before = per_split(tmp_path, train="a", valid="b", test="c")
     after = per_split(tmp_path, train="a", valid="c", test="b")
     start(run_of(tmp_path / "whole", before))
@@ -223,7 +223,7 @@ def test_the_flag_that_named_the_other_files_is_named(tmp_path: Path) -> None:
 
 
 def test_the_way_out_that_is_offered_is_one(tmp_path: Path) -> None:
-    """Put behind the command that was refused: later flags count."""
+    """Append the fix to the refused command: later flags win."""
     start(run_of(tmp_path, write_documents(tmp_path / "documents")), before_step(6, kill))
     other = write_documents(tmp_path / "others", seed=1)
     refused = start(run_of(tmp_path, other)).err
@@ -232,7 +232,7 @@ def test_the_way_out_that_is_offered_is_one(tmp_path: Path) -> None:
 
 
 def test_the_same_samples_in_another_order_are_refused(tmp_path: Path) -> None:
-    """As from a version that shuffles in another way: no option and no file has changed."""
+    """As from a version with another shuffle: no option and no file has changed."""
     flags = write_documents(tmp_path / "documents")
     start(run_of(tmp_path, flags), before_step(6, kill))
 
@@ -252,7 +252,7 @@ def test_the_same_documents_elsewhere_are_the_same_samples(tmp_path: Path) -> No
     assert f"--data-path: checkpoint {tmp_path}/documents -> now {tmp_path}/moved" in told.out
 
 
-def test_a_full_disk_does_not_end_a_run_that_can_go_on(tmp_path: Path) -> None:
+def test_a_full_disk_does_not_end_a_run_that_can_continue(tmp_path: Path) -> None:
     told = start(run_of(tmp_path), full_disk(4, 6))
     assert told.status == 0
     assert saved_steps(tmp_path / "saved") == [2, 8, 9]
@@ -293,7 +293,7 @@ def test_which_checkpoints_are_kept(tmp_path: Path, flags: str, kept: list[int])
 
 
 def test_what_a_checkpoint_holds(tmp_path: Path) -> None:
-    """Against the trainer that is left at the end of the same run, by names of its own parameters."""
+    """Compared with the trainer at the end of the same run, by parameter name."""
     start(run_of(tmp_path, "--bf16"))
     tensors, numbers = checkpoint(tmp_path / f"saved/iter_{STEPS:07d}")
     trainer = build(run_of(tmp_path, "--bf16"), 0, 1)

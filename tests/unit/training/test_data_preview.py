@@ -1,4 +1,4 @@
-"""What ``--check-config`` says of the data, against files written here."""
+"""The data lines of ``--check-config``, for files written here."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_generated_tokens_have_no_files() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--data-path", "--train-data-path"])
-def test_of_many_datasets_only_a_few_are_told(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_few_of_many_datasets_are_listed(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     size = Size(1000, 50_000, 1000)
     monkeypatch.setattr("megatron.training.data_preview.measure", lambda prefix: size)
     names = [f"x{i}" for i in range(500)]
@@ -140,7 +140,7 @@ def test_a_part_without_data_is_refused_as_at_the_start(argv: tuple[str, ...]) -
     assert said == expected
 
 
-def test_what_the_start_leaves_out_is_told() -> None:
+def test_splits_that_the_start_leaves_out_are_noted() -> None:
     write(Path("a"), 100)
     argv = ("--data-path", "a", "--eval-iters", "1")
     (note,) = [row for row in told(*argv) if row.startswith("note ")]
@@ -155,7 +155,7 @@ def test_large_parts_are_not_opened(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(told("--data-path", "a", "--split", "8,1,1", "--eval-iters", "1")) == 2
 
 
-def test_what_is_done_at_the_end_of_documents_is_told_as_at_the_start() -> None:
+def test_document_masks_are_described_as_at_the_start() -> None:
     write(Path("a"), 100)
     argv = ("--data-path", "a", "--split", "8,1,1", "--reset-attention-mask", "--eod-mask-loss")
     (row,) = [row for row in told(*argv, "--eod-id", "7") if row.startswith("documents ")]
@@ -186,7 +186,7 @@ def test_it_is_printed_fast_and_without_torch() -> None:
 
 
 @pytest.mark.parametrize("split", [(), ("--split", "1,0,0")])
-def test_text_that_is_read_many_times_is_told_as_at_the_start(split: tuple[str, ...]) -> None:
+def test_many_epochs_are_noted_as_at_the_start(split: tuple[str, ...]) -> None:
     for name, documents, reads in (("a", 10, 10), ("b", 20, 5), ("c", 25, 0)):
         write(Path(name), documents)
         argv = ("--data-path" if split else "--train-data-path", name, *split)

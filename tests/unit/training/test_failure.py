@@ -25,26 +25,26 @@ LOST = {
 
 
 @pytest.mark.parametrize("text", LOST)
-def test_records_tell_of_a_lost_rank_in_a_sentence_and_the_console_with_everything(text: str) -> None:
+def test_lost_contact_takes_one_line_in_the_records_and_the_full_text_on_the_console(text: str) -> None:
     error = RuntimeError(text)
     assert sentence(error) == f"{LOST_CONTACT} ({LOST[text]})"
     assert explain(error) == f"{LOST_CONTACT}\n  {text}"
 
 
 @pytest.mark.parametrize("text", ["", "NCCL error in: x.cpp:1, unhandled " + 100 * "y" + "\nLast error:\nz"])
-def test_a_clause_is_short_whatever_the_library_says(text: str) -> None:
+def test_a_quoted_cause_is_short(text: str) -> None:
     told = sentence(dist.DistBackendError(text))
     assert told.startswith(f"{LOST_CONTACT} (")
     assert len(told) < len(LOST_CONTACT) + 70
     assert "\n" not in told
 
 
-def test_errors_that_speak_to_people_are_told_as_they_are() -> None:
+def test_expected_errors_are_reported_with_their_own_text() -> None:
     for error in (UserError([Problem("E701", "the disk is gone")]), NonFiniteError("layers.3 came first")):
         assert sentence(error) == explain(error) == str(error)
 
 
-def test_records_tell_where_in_the_pipeline_it_happened() -> None:
+def test_records_name_the_pipeline_action_that_failed() -> None:
     error = ValueError("too hot")
     error.add_note("in the pipeline at 3F2")
     assert sentence(error) == "ValueError: too hot, in the pipeline at 3F2"
@@ -54,7 +54,7 @@ def test_records_tell_where_in_the_pipeline_it_happened() -> None:
     assert sentence(lost) == f"{LOST_CONTACT} (Connection closed by peer), in the pipeline at 2B2"
 
 
-def test_records_of_who_lost_contact_tell_what_the_first_rank_failed_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_records_after_lost_contact_have_the_error_of_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     words: dict[str, str] = {}
     monkeypatch.setattr(failure, "leave_word", words.__setitem__)
     monkeypatch.setattr(failure, "words_left", lambda names: {name: words[name] for name in names if name in words})
@@ -63,6 +63,6 @@ def test_records_of_who_lost_contact_tell_what_the_first_rank_failed_of(monkeypa
     assert sentence(KeyError("cause")) == "KeyError: 'cause'"
 
 
-def test_of_a_bug_the_records_have_kind_and_words() -> None:
+def test_records_of_a_bug_have_its_class_and_message() -> None:
     assert sentence(KeyError("cause")) == "KeyError: 'cause'"
     assert explain(KeyError("cause")).startswith("KeyError: 'cause'")

@@ -1,4 +1,4 @@
-"""finished.json: there exactly if the last step is taken and saved, whatever happens on the way."""
+"""``finished.json`` exists exactly if the last step has been taken and saved."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def run_of(folder: Path, flags: str = "") -> RunConfig:
 
 
 def told(folder: Path) -> dict[str, Any] | None:
-    """What the file says, where it is there."""
+    """Return the content of the file, or None."""
     path = folder / finished.NAME
     return json.loads(path.read_text()) if path.exists() else None
 
@@ -112,7 +112,7 @@ def test_a_longer_run_takes_it_back_before_its_first_step(tmp_path: Path) -> Non
     assert proof["iteration"] == 8
 
 
-def test_a_start_that_stops_before_its_first_step_has_taken_it_back(tmp_path: Path) -> None:
+def test_a_start_that_stops_before_its_first_step_has_removed_the_file(tmp_path: Path) -> None:
     start(run_of(tmp_path, "--lr-decay-style constant"))
     (tmp_path / "stop").touch()
     start(run_of(tmp_path, f"--lr-decay-style constant --train-iters 8 --stop-file {tmp_path}/stop"))
@@ -139,7 +139,7 @@ def no_room(*arguments: object) -> None:
 def test_a_disk_that_is_full_by_then_costs_the_status_and_the_next_start_mends_it(tmp_path: Path) -> None:
     failed = start(run_of(tmp_path), patch.object(finished, "write_file", no_room))
     assert (failed.status, told(tmp_path)) == (1, None)
-    assert "finished.json, the proof that training has ended, cannot be written: the disk is full" in failed.err
+    assert "finished.json, which marks the end of training, cannot be written: the disk is full" in failed.err
     assert "Traceback" not in failed.err
     assert start(run_of(tmp_path)).status == 0
     assert told(tmp_path) is not None
@@ -156,7 +156,7 @@ def test_a_write_that_fails_leaves_nothing_half_written(tmp_path: Path, call: st
 
 
 def test_a_run_that_has_nothing_to_do_has_its_last_checkpoint_in_its_own_folder(tmp_path: Path) -> None:
-    """As where it begins with the last one of another folder."""
+    """As when it starts from the last checkpoint of another folder."""
     start(run_of(tmp_path / "old"))
     config = tiny_run(tmp_path, f"{SAVING.format(tmp_path)} --load {tmp_path}/old/saved")
     again = start(config)
@@ -166,14 +166,14 @@ def test_a_run_that_has_nothing_to_do_has_its_last_checkpoint_in_its_own_folder(
     assert proof["checkpoint"] == str(tmp_path / "saved/iter_0000006")
 
 
-def test_a_proof_that_cannot_be_taken_back_stops_the_start(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_removed_stops_the_start(tmp_path: Path) -> None:
     (tmp_path / finished.NAME / "x").mkdir(parents=True)
     failed = start(tiny_run(tmp_path))
     assert (failed.status, failed.samples) == (1, {})
 
 
 def test_a_checkpoint_of_another_step_does_not_count(tmp_path: Path) -> None:
-    """A trainer that is further than what it has saved has not saved its end."""
+    """A trainer that is ahead of its last checkpoint has not saved its end."""
     seen: list[bool] = []
 
     def look(trainer: Trainer) -> None:

@@ -1,4 +1,4 @@
-"""Which machine failed first, and of what sort: the line that scripts read."""
+"""The line in ``failures.jsonl``: which machine failed first, and the kind of failure."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_without_slurm_a_machine_has_its_own_name() -> None:
         ({"SLURM_NNODES": "1"}, "rank 3"),
     ],
 )
-def test_the_machine_is_told_where_there_are_several(environ: Mapping[str, str], told: str) -> None:
+def test_the_machine_is_named_in_runs_on_several(environ: Mapping[str, str], told: str) -> None:
     if "SLURM_NNODES" in environ:
         place = {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "8", "SLURM_LOCALID": "1"}
         environ = {**environ, **place}
@@ -154,7 +154,7 @@ WRONG = refused(UserError([Problem("E206", "the nccl backend cannot serve CPUs")
         (HERE | {"RANK": "0", "LOCAL_RANK": "0"}, WRONG, True),
     ],
 )
-def test_before_the_ranks_have_met_few_speak(
+def test_before_torch_distributed_is_initialised_few_ranks_report(
     tmp_path: Path, environ: dict[str, str], error: Exception, told: bool
 ) -> None:
     note_failure(str(tmp_path), error, environ)
@@ -170,7 +170,7 @@ def test_nothing_that_goes_wrong_with_the_line_matters(tmp_path: Path) -> None:
     note_failure(str(tmp_path), ValueError("shapes"), alone)
 
 
-def test_a_disk_that_hangs_keeps_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_hanging_disk_does_not_keep_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(first_cause, "PATIENCE", 0.05)
     monkeypatch.setattr(first_cause, "_append", lambda path, line: time.sleep(5))
     began = time.monotonic()

@@ -33,7 +33,7 @@ def test_a_run_that_is_killed_loses_what_was_not_saved(clock: Clock) -> None:
     run.add(50)
     saved = json.loads(json.dumps(run.state_dict()))
     clock.now += 30
-    run.add(30)  # killed: nobody keeps these
+    run.add(30)  # killed: these steps are lost
     assert run.value() == pytest.approx(80 / 90)
     clock.now += 100  # in the queue
 
@@ -69,7 +69,7 @@ SPANS = st.lists(st.tuples(st.sampled_from(["step", "idle", "save", "crash"]), s
 @settings(max_examples=60, derandomize=True)
 @given(SPANS)
 def test_it_is_the_share_of_the_history(spans: list[tuple[str, int]]) -> None:
-    """Against a history of steps, kept as a list that a crash cuts off where the last save was."""
+    """Compared with a list of steps that a crash cuts off at the last save."""
     with pytest.MonkeyPatch.context() as patch:
         clock = Clock(patch)
         first, run = clock.now, Goodput()
@@ -91,7 +91,7 @@ def test_it_is_the_share_of_the_history(spans: list[tuple[str, int]]) -> None:
 
 
 def test_a_run_that_was_killed_and_continued(tmp_path: Path) -> None:
-    """Its goodput is that of the steps it has: 1 and 2 from the first start, whose step 3 was taken back, and on."""
+    """Steps 1 and 2 of the first start count, its lost step 3 does not, and all later ones do."""
     flags = f"--train-iters 5 --save {tmp_path}/saved --save-interval 2 --eval-interval 2 --eval-iters 1"
     for number in (4, 0):
         start(tiny_run(tmp_path, flags), before_step(number, kill))
@@ -106,7 +106,7 @@ def test_a_run_that_was_killed_and_continued(tmp_path: Path) -> None:
         assert record["run-seconds"] > productive
 
 
-def test_a_run_that_goes_on_from_the_folder_of_another_has_its_own(tmp_path: Path) -> None:
+def test_a_fork_has_a_goodput_of_its_own(tmp_path: Path) -> None:
     start(tiny_run(tmp_path / "a", f"--exit-interval 3 --save {tmp_path}/saved"))
     start(tiny_run(tmp_path / "b", f"--load {tmp_path}/saved --save {tmp_path}/others"))
     found = [(record["iteration"], record["starts"]) for record in records(tmp_path / "b")]

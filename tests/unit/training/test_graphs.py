@@ -1,4 +1,4 @@
-"""The bookkeeping of recorded steps, with a recorder that takes notes in place of CUDA's."""
+"""Captured steps, with a fake recorder in place of CUDA graphs."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ from tests.solo import random_batch
 
 @dataclass
 class Tape:
-    """Runs the work again at every repetition, and puts what comes out into the tensors that were returned first.
+    """Fake recorder that runs the work again at every replay and copies the results into the captured tensors.
 
-    Like a graph, it computes on the inputs of the recording; unlike one, it also runs the Python around the kernels,
-    so the recording itself has to leave no trace: the weights are put back.
+    Like a graph, it computes on the captured inputs. Unlike one it also runs Python code, so after the capture it
+    restores the weights.
     """
 
     state: Callable[[], list[Tensor]] = list
@@ -37,7 +37,7 @@ class Tape:
     repetitions: int = 0
     asides: int = field(default=0)
 
-    def aside(self) -> AbstractContextManager[Any]:
+    def on_stream(self) -> AbstractContextManager[Any]:
         self.asides += 1
         return nullcontext()
 
@@ -75,7 +75,7 @@ def test_a_recording_is_made_after_the_warm_up_and_its_results_stay() -> None:
 @pytest.mark.parametrize(
     "changed", [(2.0, torch.zeros(3)), (1.0, torch.zeros(4)), (1.0, torch.zeros(3, dtype=torch.int64))]
 )
-def test_other_constants_shapes_and_formats_are_recorded_anew(changed: tuple[float, Tensor]) -> None:
+def test_other_constants_shapes_and_dtypes_are_captured_again(changed: tuple[float, Tensor]) -> None:
     tape = Tape()
     recording = Recording(lambda factor, inputs: Product(inputs[0] * factor), tape)
     for _ in range(WARM_UP + 1):
@@ -93,7 +93,7 @@ def trainer_of(folder: Path, flags: str = "") -> Trainer:
 
 
 def state_of(trainer: Trainer) -> list[Tensor]:
-    """All that a step changes."""
+    """Return everything that a step changes."""
     o, s = trainer.optimizer, trainer.scaler
     kept = [t for of_kind in o.extra_state().values() for t in of_kind.values()]
     kept += [o.spikes._values, o.spikes._count] if o.spikes is not None else []
@@ -153,7 +153,7 @@ def test_nothing_is_recorded_on_a_cpu(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("mode", ["optimizer", "step"])
 def test_a_whole_run_is_recorded(mode: str, tmp_path: Path) -> None:
-    """With evaluations, health reports, checkpoints and a ramp of the batch between the steps."""
+    """With evaluations, health reports, checkpoints and a batch-size ramp between the steps."""
     flags = "--device auto --rampup-batch-size 2 2 20 --log-health-interval 4 --eval-interval 5 --eval-iters 1 "
     flags += "--train-samples 60 --set training.train_iters=null --save-interval 6 --timing-log-level 2"
     tapes = []
@@ -176,7 +176,7 @@ def test_a_whole_run_is_recorded(mode: str, tmp_path: Path) -> None:
 
 
 class Stream:
-    """Notes what it waits for."""
+    """Log the streams it waits for."""
 
     def __init__(self, name: str, log: list[str]) -> None:
         self.name, self.log, self.device = name, log, torch.device("cuda", 0)
@@ -213,8 +213,8 @@ def test_cuda_is_called_as_it_wants(monkeypatch: pytest.MonkeyPatch) -> None:
     assert log == [*aside * WARM_UP, "capture begins", "capture ends", "replayed", "replayed"]
 
 
-def test_what_cannot_be_captured_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An error of CUDA's, of many lines, becomes a sentence with a way out."""
+def test_a_failed_capture_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A multi-line CUDA error becomes one sentence with a fix."""
 
     @contextmanager
     def capture(graph: object, **options: Any) -> Iterator[None]:

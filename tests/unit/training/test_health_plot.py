@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megatron.training.health_plot import _named, draw_health, read_health
+from megatron.training.health_plot import _labelled_rows, draw_health, read_health
 
 
 def report(step: int, **norms: float | None) -> str:
@@ -62,6 +62,6 @@ def test_it_is_drawn(tmp_path: Path, values: tuple[float | None, float | None]) 
 
 def test_the_names_of_many_layers_are_thinned_out() -> None:
     layers = ["embedding", *(f"layers.{i}" for i in range(48)), "head"]
-    assert [layers[at] for at in _named(layers)][:3] == ["layers.0", "layers.5", "layers.10"]
-    assert _named(layers[:9]) == list(range(9))
-    assert len(_named([f"layers.{i}" for i in range(5000)])) <= 13
+    assert [layers[at] for at in _labelled_rows(layers)][:3] == ["layers.0", "layers.5", "layers.10"]
+    assert _labelled_rows(layers[:9]) == list(range(9))
+    assert len(_labelled_rows([f"layers.{i}" for i in range(5000)])) <= 13

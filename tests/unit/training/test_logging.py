@@ -176,8 +176,8 @@ def test_a_folder_used_again_says_what_it_kept(tmp_path: Path, capsys: pytest.Ca
     assert "earlier start" in capsys.readouterr().out
     run_log(tmp_path).close()
     (said,) = [line for line in capsys.readouterr().out.splitlines() if "earlier start" in line]
-    assert said.startswith(f"{tmp_path} holds an earlier start: metrics.jsonl goes on below it")
-    assert "what it wrote otherwise is now config.2.yaml" in said
+    assert said.startswith(f"{tmp_path} holds an earlier start: metrics.jsonl is appended to")
+    assert "changed files were renamed to config.2.yaml" in said
     assert (tmp_path / "config.2.yaml").read_text() == "another"
 
 
@@ -257,7 +257,7 @@ def test_steps_that_cannot_be_read_do_not_hide_the_error(tmp_path: Path, capsys:
     with pytest.raises(KeyError):
         failing_run(tmp_path, lambda log: log.stepped(12, 48, read))
     assert [line["event"] for line in lines(tmp_path)] == ["start", "error"]
-    assert "the steps since the last line are lost: no device" in capsys.readouterr().err
+    assert "the steps since the last log line are lost: no device" in capsys.readouterr().err
 
 
 def test_lines_fit_a_terminal_and_are_whole_in_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,15 +282,15 @@ def test_missing_packages_cost_a_warning_each(tmp_path: Path) -> None:
     warnings = [record["text"] for record in records(tmp_path / "run", "text") if record["event"] == "warning"]
     client, board = sorted(warnings, key=len, reverse=True)
     assert board == (
-        "TensorBoard gets nothing of this run: it needs a package that is not installed (torch.utils.tensorboard): "
-        "pip install tensorboard; training goes on"
+        "TensorBoard receives no data from this run: it needs a package that is not installed "
+        "(torch.utils.tensorboard): pip install tensorboard; training continues"
     )
     assert client.startswith(
-        "Weights & Biases gets nothing of this run: it needs a package that is not installed (wandb): "
+        "Weights & Biases receives no data from this run: it needs a package that is not installed (wandb): "
         f"pip install wandb; {tmp_path}/run/wandb/journal-"
     )
     assert client.endswith(
-        ".jsonl keeps what it misses for a start that goes on from this run's checkpoints; training goes on"
+        ".jsonl keeps the rows and sends them when this run is resumed from a checkpoint; training continues"
     )
     assert told.err.count("pip install") == 2
 
@@ -304,13 +304,13 @@ def test_places_that_cannot_be_written_cost_a_warning_each(tmp_path: Path) -> No
     assert told.status == 0
     journal, board = sorted(told.err.splitlines(), key=len, reverse=True)
     assert board == (
-        f"warning: TensorBoard gets nothing of this run: {tmp_path}/file cannot be written (File exists): "
-        "--tensorboard-dir ANOTHER_FOLDER; training goes on"
+        f"warning: TensorBoard receives no data from this run: {tmp_path}/file cannot be written (File exists): "
+        "--tensorboard-dir ANOTHER_FOLDER; training continues"
     )
     assert re.fullmatch(
-        "warning: the journal for Weights & Biases gets nothing of this run: "
-        rf"{tmp_path}/file/wandb/journal-\w{{8}}.jsonl cannot be written \(Not a directory\), and without it "
-        "nothing is reported: --wandb-save-dir ANOTHER_FOLDER; training goes on",
+        "warning: the journal for Weights & Biases receives no data from this run: "
+        rf"{tmp_path}/file/wandb/journal-\w{{8}}.jsonl cannot be written \(Not a directory\), "
+        "and logging requires it: --wandb-save-dir ANOTHER_FOLDER; training continues",
         journal,
     )
 

@@ -1,4 +1,4 @@
-"""The training loop in one process, driven as a person drives it: by flags, signals and bad numbers."""
+"""The training loop in one process, controlled by flags, signals and non-finite numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.runs import before_step, column, differences, kill, records, saved_st
 
 
 def trained(folder: Path, flags: str = "") -> tuple[int, Trainer]:
-    """The exit status, and what was trained."""
+    """Return the exit status and the trainer."""
     config = tiny_run(folder, flags)
     trainer = build(config, 0, 1)
     stop = StopRequest(trainer.mesh.world, trainer.device)
@@ -103,7 +103,7 @@ def test_layers_are_reported_at_their_interval_and_change_nothing(tmp_path: Path
 def test_looking_at_layers_and_copies_does_not_count_as_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both take a thousand seconds here, by the clock of the window."""
+    """Both take a thousand seconds of the window's clock here."""
     late, now, report = [0.0], time.perf_counter, Vitals.report
 
     def slow(result: Any) -> Any:
@@ -127,7 +127,7 @@ def test_weights_that_differ_are_not_saved(tmp_path: Path) -> None:
 
 
 def evaluated(folder: Path) -> list[int]:
-    """Steps after which there was an evaluation."""
+    """Return the steps after which there was an evaluation."""
     return column(folder, "iteration", "lm loss validation")
 
 
@@ -142,7 +142,7 @@ def test_a_run_killed_while_it_evaluates_evaluates_again(tmp_path: Path, step: i
     config = tiny_run(tmp_path, EVALUATING.format(tmp_path) + " --save-interval 1")
     assert start(config, patch("megatron.training.loop.evaluate", killed)).status is None
     assert evaluated(tmp_path) == [*range(2, step, 2)]
-    assert saved_steps(tmp_path / "saved") == [*range(1, step)]  # not with an evaluation that nobody knows of
+    assert saved_steps(tmp_path / "saved") == [*range(1, step)]  # not a step whose evaluation is lost
     assert start(config).status == 0
     assert evaluated(tmp_path) == [2, 4, 6]
     assert start(config).samples == {}
@@ -177,7 +177,7 @@ def test_what_was_evaluated_at_an_exit_is_not_evaluated_again(tmp_path: Path) ->
 
 @pytest.fixture(scope="module")
 def corpora(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Flags of a run that trains on one dataset and evaluates on two others, and in the end on the first."""
+    """Flags of a run that trains on one dataset, evaluates on two others, and tests on the first."""
     folder, random = tmp_path_factory.mktemp("corpora"), np.random.default_rng(0)
     for number, name in enumerate(("train", "wiki", "code")):
         with IndexedDatasetWriter(folder / name, np.uint16) as writer:
@@ -189,7 +189,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 def evaluations(folder: Path) -> list[tuple[str, int]]:
-    """Name and step of every evaluation, in their order."""
+    """Return split and step of every evaluation, in order."""
     found = []
     for record in records(folder, "consumed-samples"):
         kinds = [kind for kind in ("validation", "test") if f"lm loss {kind}" in record]
@@ -212,7 +212,7 @@ def test_every_validation_set_has_its_own_loss(tmp_path: Path, corpora: str) -> 
 
 @pytest.mark.parametrize("split", ["valid:wiki", "valid:code", "test"])
 def test_a_run_killed_between_two_sets_repeats_the_step_and_no_more(tmp_path: Path, corpora: str, split: str) -> None:
-    """Nothing is known of a step, and of what was evaluated after it, that no checkpoint holds."""
+    """A step that no checkpoint holds is lost, and so is the evaluation after it."""
 
     def killed(trainer: Trainer, name: str) -> Any:
         return kill(trainer) if (trainer.iteration, name) == (6, split) else evaluate(trainer, name)
@@ -229,7 +229,7 @@ def test_a_run_killed_between_two_sets_repeats_the_step_and_no_more(tmp_path: Pa
 
 
 def test_a_run_stopped_before_evaluating_makes_up_for_every_set(tmp_path: Path, corpora: str) -> None:
-    """Also where it is killed between two of them: those of a step that is saved are all done again."""
+    """Also if it is killed between two evaluations: all of an unsaved step are repeated."""
     config = tiny_run(tmp_path, f"{corpora} --save {tmp_path}/saved")
     start(config, before_step(4, lambda trainer: signal.raise_signal(signal.SIGTERM)))
     assert evaluations(tmp_path) == BOTH[:2]
@@ -245,7 +245,7 @@ def test_a_run_stopped_before_evaluating_makes_up_for_every_set(tmp_path: Path, 
 
 
 def test_test_data_are_read_at_the_end_of_each_run(tmp_path: Path, corpora: str) -> None:
-    """Not where it only stops on its way."""
+    """Not if it only stops early."""
     saving = f"{corpora} --save {tmp_path}/saved"
     start(tiny_run(tmp_path, f"{saving} --exit-interval 4"))
     assert column(tmp_path, "iteration", "lm loss test") == []
@@ -255,7 +255,7 @@ def test_test_data_are_read_at_the_end_of_each_run(tmp_path: Path, corpora: str)
 
 
 def test_a_set_that_is_new_is_evaluated(tmp_path: Path, corpora: str) -> None:
-    """After the step that a finished run ended with."""
+    """After the last step of a finished run."""
     one = corpora.replace("--multiple-validation-sets", "")
     assert start(tiny_run(tmp_path, f"{one} --save {tmp_path}/saved")).status == 0
     told = start(tiny_run(tmp_path, f"{corpora} --save {tmp_path}/saved"))
@@ -264,7 +264,7 @@ def test_a_set_that_is_new_is_evaluated(tmp_path: Path, corpora: str) -> None:
 
 
 def test_a_checkpoint_of_one_evaluation_only_is_gone_on_from(tmp_path: Path) -> None:
-    """Older ones have one number for the validation data, and know of no test data."""
+    """Old checkpoints have one number for the validation data, and none for test data."""
 
     def older(trainer: Trainer) -> dict[str, Any]:
         now = state(trainer)
@@ -332,7 +332,7 @@ def test_a_bad_step_stops_the_run(tmp_path: Path) -> None:
     sentence = r"step 3 is not finite; first on rank 0: output of layers\.0, micro-batch 0, samples \[8\]$"
     with before_step(3, spoil_step), pytest.raises(NonFiniteError, match=sentence):
         trained(tmp_path, "--log-interval 5")
-    assert column(tmp_path, "iteration") == [2]  # the good steps are told before the end
+    assert column(tmp_path, "iteration") == [2]  # the good steps are logged before the run ends
     assert [record["iteration"] for record in records(tmp_path, "event") if record["event"] == "error"] == [2]
 
 
@@ -374,7 +374,7 @@ ENDS = {
 
 
 def check_going_on(tmp_path: Path, step: int) -> None:
-    """A run that was stopped after ``step`` has saved, and once it goes on it ends as one that was not stopped."""
+    """A run stopped after ``step`` has saved, and resumed it ends like one that was not stopped."""
     stopped, whole = tmp_path / "stopped", tmp_path / "whole"
     assert saved_steps(stopped / "saved") == [step]
     again = start(tiny_run(stopped, SAVING.format(stopped)))

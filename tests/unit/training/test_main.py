@@ -1,4 +1,4 @@
-"""How a run ends: its status, what is told of an error and by whom, and that the process really ends."""
+"""How a run ends: exit status, error reports, and the end of the process."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ USER = UserError([Problem("E701", "the disk is gone")])
 
 @pytest.fixture
 def left(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Notes that torch.distributed was left."""
+    """Record that torch.distributed was shut down."""
     calls: list[str] = []
     monkeypatch.setattr(main, "leave_distributed", lambda: calls.append("left"))
     return calls
 
 
 def run_into(error: Exception, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """The status of a run in which the loop raises ``error``."""
+    """Return the exit status of a run in which the loop raises ``error``."""
 
     def train(*arguments: object) -> int:
         raise error
@@ -89,17 +89,17 @@ def test_other_errors_come_with_their_traceback(
     assert left == []
 
 
-def test_a_rank_that_is_gone_is_told_in_a_sentence(
+def test_lost_contact_is_reported_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: list[str]
 ) -> None:
     assert run_into(RuntimeError(GLOO), tmp_path, monkeypatch) == 1
     told = capsys.readouterr().err
-    assert "error: another rank ended without a word (killed, out of memory), or did not answer" in told
+    assert "error: lost contact with another rank: it was killed" in told
     assert GLOO in told
     assert "Traceback" not in told
 
 
-def test_an_error_that_another_rank_told_is_not_told_again(
+def test_an_error_that_another_rank_reported_is_not_repeated(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: list[str]
 ) -> None:
     monkeypatch.setattr(main, "first_to_fail", lambda: False)
@@ -108,7 +108,7 @@ def test_an_error_that_another_rank_told_is_not_told_again(
 
 
 def test_the_clock_starts_with_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not when torch is there and all ranks have met, nor when Python has got as far as the first line of ours."""
+    """Not when torch is imported and the ranks have joined, nor at the first line of this program."""
     given: list[StartUp] = []
     monkeypatch.setattr(main, "run", lambda config, notes, startup: given.append(startup) or 0)
     before = time.monotonic()
@@ -124,7 +124,7 @@ def place(monkeypatch: pytest.MonkeyPatch, rank: int, local_rank: int) -> None:
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "told"), [(0, 0, True), (1, 1, False), (8, 0, False)])
-def test_wrong_flags_are_told_by_rank_0_alone(
+def test_only_rank_0_reports_wrong_flags(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, local_rank: int, told: bool
 ) -> None:
     place(monkeypatch, rank, local_rank)
@@ -133,7 +133,7 @@ def test_wrong_flags_are_told_by_rank_0_alone(
 
 
 @pytest.mark.parametrize(("rank", "local_rank", "told"), [(0, 0, True), (1, 1, False), (8, 0, True)])
-def test_unreadable_data_are_told_once_per_machine(
+def test_unreadable_data_are_reported_once_per_machine(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], rank: int, local_rank: int, told: bool
 ) -> None:
     def unreadable(*arguments: object) -> int:
@@ -163,11 +163,11 @@ def test_a_failure_as_a_person_meets_it(tmp_path: Path) -> None:
     command = [sys.executable, "pretrain_gpt.py", *FLAGS.split(), "--run-dir"]
     failed = subprocess.run([*command, str(tmp_path / "file")], cwd=ROOT, capture_output=True, text=True)
     assert failed.returncode == 2
-    assert failed.stderr.startswith(f"E701 --run-dir {tmp_path / 'file'}: it is a file, no folder\n  fix: --run-dir ")
+    assert failed.stderr.startswith(f"E701 --run-dir {tmp_path / 'file'}: it is a file, not a folder\n  fix: --run-dir ")
     assert "Traceback" not in failed.stderr
 
 
-def test_a_run_folder_that_cannot_be_written_is_refused_before_the_first_step(
+def test_an_unwritable_run_folder_is_refused_before_the_first_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], left: list[str]
 ) -> None:
     monkeypatch.setattr(main, "train", lambda *arguments: pytest.fail("it began"))

@@ -1,4 +1,4 @@
-"""What ``--check-config`` says of the checkpoint that a run would start from: what the start itself says."""
+"""``--check-config`` reports the same checkpoint and errors as the start itself."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CONFIG = parse([*RUN, *MODEL, "--vocab-size", "300"], {}).config
 
 
 def save(folder: Path, iteration: int = 4, config: RunConfig = CONFIG, **state: Any) -> Path:
-    """A checkpoint ``iter_N`` of a run, but for its tensors."""
+    """Write a checkpoint ``iter_N`` without tensors."""
     path = folder / f"iter_{iteration:07d}"
     path.mkdir(parents=True)
     counted: dict[str, Any] = {"iteration": iteration, "consumed_samples": 4 * iteration, "optimizer": {}}
@@ -48,7 +48,7 @@ def damage(path: Path) -> None:
 
 
 def outdate(path: Path) -> None:
-    """Let it be of a newer version."""
+    """Give it a newer format version."""
     content = (path / MANIFEST).read_bytes().replace(b'"version":1', b'"version":2')
     (path / MANIFEST).write_bytes(content)
     (path / MARKER).write_bytes(marker(content))
@@ -67,13 +67,13 @@ FATES = {"whole": lambda path: None, "damaged": damage, "newer": outdate, "cut o
 
 
 def refusal(error: UserError) -> str:
-    """Its code; a step that is not there beside a checkpoint of a newer version may be told as either of two."""
+    """Return its code; a missing step beside a checkpoint of a newer version has either of two."""
     code = error.problems[0].code
     return "none" if code in ("E811", "E812") else code
 
 
 def said_at_the_start(config: RunConfig) -> str:
-    """Path or folder that the run itself would begin with, or its refusal."""
+    """Return what the run itself would start from, or its error."""
     try:
         origin = choose(config.checkpoint, everyone(0, 1))
     except UserError as error:
@@ -90,7 +90,7 @@ def said_before(config: RunConfig) -> str:
 
 
 def recalls(options: CheckpointConfig) -> bool:
-    """Whether a checkpoint says what the model is."""
+    """Return True if a checkpoint defines the model."""
     try:
         return recall(options) is not None
     except UserError:
@@ -127,7 +127,7 @@ def test_it_is_the_checkpoint_that_the_start_takes(
 
 
 def checked(capsys: pytest.CaptureFixture[str], *flags: str) -> tuple[int, str, str]:
-    """Status and output of ``--check-config``."""
+    """Return status and output of ``--check-config``."""
     status = pretrain_gpt.main([*RUN, "--check-config", *flags])
     return (status, *capsys.readouterr())
 
@@ -148,7 +148,7 @@ def test_a_converted_checkpoint_needs_no_flags_of_its_model(capsys: pytest.Captu
     assert out.endswith("config ok\n")
 
 
-def test_what_changed_is_told_as_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
+def test_changes_are_reported_as_at_the_start(capsys: pytest.CaptureFixture[str]) -> None:
     save(Path("mine"))
     status, out, _ = checked(capsys, "--save", "mine", "--micro-batch-size", "2", "--log-interval", "3")
     assert status == 0
@@ -193,7 +193,7 @@ def test_what_the_start_refuses_is_refused(
     assert said in err
 
 
-def test_a_checkpoint_that_is_not_there_is_told_beside_what_it_would_have_said(
+def test_a_missing_checkpoint_is_reported_with_the_options_it_would_have_set(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     damage(save(Path("mine")))
@@ -201,17 +201,17 @@ def test_a_checkpoint_that_is_not_there_is_told_beside_what_it_would_have_said(
     assert re.findall("^(E...) ", err, re.MULTILINE) == ["E811", "E104"]
 
 
-def test_a_folder_that_is_not_there_is_told_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_folder_is_reported_once(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, err = checked(capsys, "--load", "nowhere", "--vocab-size", "300")
     assert re.findall("^(E...) ", err, re.MULTILINE) == ["E801"]
 
 
-def test_the_start_itself_tells_of_damage_when_nothing_else_is_wrong(tmp_path: Path) -> None:
+def test_the_start_reports_damage_when_nothing_else_is_wrong(tmp_path: Path) -> None:
     damage(save(Path("mine")))
     assert parse([*RUN, "--vocab-size", "300", "--save", "mine"], {}, recall).config.model.num_layers == 2
 
 
-def test_everything_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_all_problems_are_reported_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     save(Path("mine"))
     _, _, err = checked(capsys, "--save", "mine", "--num-layers", "5", "--lr", "5")
     assert "E821" in err
@@ -219,18 +219,18 @@ def test_everything_is_told_at_once(capsys: pytest.CaptureFixture[str]) -> None:
     assert err.endswith("2 problems; docs/troubleshooting.md explains the codes\n")
 
 
-def test_weights_alone_are_no_run_to_go_on_with(capsys: pytest.CaptureFixture[str]) -> None:
+def test_weights_alone_cannot_be_resumed_from(capsys: pytest.CaptureFixture[str]) -> None:
     path = save(Path("converted"))
     content = encode({}, {}, {}, to_dict(CONFIG))
     (path / MANIFEST).write_bytes(content)
     (path / MARKER).write_bytes(marker(content))
     status, _, err = checked(capsys, "--load", "converted")
     assert status == 2
-    assert "E814 converted/iter_0000004 holds weights, but no run" in err
+    assert "E814 converted/iter_0000004 holds weights, but not the state" in err
     assert "fix: --resume-mode weights-only\n" in err
 
 
-def test_what_is_damaged_is_passed_over_and_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_damaged_checkpoints_are_passed_over_with_a_note(capsys: pytest.CaptureFixture[str]) -> None:
     save(Path("mine"), 2)
     damage(save(Path("mine"), 6))
     status, out, _ = checked(capsys, "--save", "mine")
@@ -239,10 +239,10 @@ def test_what_is_damaged_is_passed_over_and_told(capsys: pytest.CaptureFixture[s
     assert "note: checkpoint: mine/iter_0000002, its tensors not read\n" in out
 
 
-def test_a_run_that_begins_from_nothing_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_start_from_scratch_is_noted(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = checked(capsys, "--save", "mine", "--vocab-size", "300")
     assert status == 0
-    assert "note: starts from nothing: mine holds no checkpoint\n" in out
+    assert "note: starts from scratch: mine holds no checkpoint\n" in out
 
 
 def test_the_tensors_of_a_hugging_face_model_are_not_read_either(capsys: pytest.CaptureFixture[str]) -> None:

@@ -55,7 +55,7 @@ def test_without_a_run_folder_a_signal_is_told_and_ends_nothing() -> None:
     asked, told = requests(None)
     signal.raise_signal(signal.SIGUSR2)
     assert asked.take() == NOTHING
-    assert told == ["SIGUSR2 asks for a profile, which is kept in --run-dir; this run has none"]
+    assert told == ["SIGUSR2 requests a profile, which needs --run-dir; this run has none"]
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_a_file_that_says_something_else_is_told(tmp_path: Path, clock: Clock, t
     assert asked.take() == NOTHING
     assert list(tmp_path.iterdir()) == []
     (sentence,) = told
-    assert sentence.startswith("no profile: PROFILE may be empty, for 2 steps, or hold a number of steps up to 20")
+    assert sentence.startswith("no profile: PROFILE may be empty, for 2 steps, or contain a number of steps up to 20")
     assert len(sentence) < 250
 
 
@@ -122,18 +122,18 @@ def test_a_file_that_cannot_be_removed_is_told_once(tmp_path: Path, clock: Clock
         assert asked.take() == NOTHING
         clock.now += 2.0
     (sentence,) = told
-    assert "is not looked at any more, because it cannot be removed" in sentence
+    assert "is ignored from now on, because it cannot be removed" in sentence
 
 
 def test_a_stop_and_a_wish_are_agreed_on_together(tmp_path: Path) -> None:
     asked, _ = requests(tmp_path)
     stop = StopRequest(Group(), torch.device("cpu"), profiles=asked)
     try:
-        assert (stop.agreed(), stop.wish) == (0, NOTHING)
+        assert (stop.poll(), stop.profile_request) == (0, NOTHING)
         signal.raise_signal(signal.SIGUSR2)
-        assert (stop.agreed(), stop.wish) == (0, Wish(STEPS))
+        assert (stop.poll(), stop.profile_request) == (0, Wish(STEPS))
         signal.raise_signal(signal.SIGUSR1)
-        assert (stop.agreed(), stop.wish) == (128 + signal.SIGUSR1, NOTHING)
+        assert (stop.poll(), stop.profile_request) == (128 + signal.SIGUSR1, NOTHING)
     finally:
         stop.restore()
 

@@ -123,7 +123,7 @@ def test_a_file_asks_a_running_job_for_profiles(tmp_path: Path, undisturbed: lis
     assert told.status == 0
     assert kept(tmp_path) == of_steps(3, 5)
     assert not (tmp_path / "PROFILE").exists()
-    asked = "asked for a profile of steps 3 to 5, recorded on --profile-ranks 0"
+    asked = "profile requested of steps 3 to 5, recorded on --profile-ranks 0"
     assert asked in [record["text"] for record in records(tmp_path, "text")]
     assert losses(tmp_path) == undisturbed
 
@@ -158,7 +158,7 @@ def test_a_profiler_that_fails_is_a_warning(tmp_path: Path, undisturbed: list[tu
         told = start(tiny_run(tmp_path, f"--profile {WINDOW}"))
     assert (told.status, kept(tmp_path)) == (0, [])
     error = f"{type(FAULTS[at]).__name__}: {FAULTS[at]}"
-    assert f"warning: no profile on rank 0, training goes on: {error}\n" in told.err
+    assert f"warning: no profile on rank 0, training continues: {error}\n" in told.err
     assert told.err.count("warning: no profile") == 1
     assert losses(tmp_path) == undisturbed
 
@@ -177,7 +177,7 @@ def test_a_trace_that_the_disk_does_not_take_leaves_nothing(tmp_path: Path) -> N
 def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path: Path) -> None:
     with before_step(2, lambda trainer: (tmp_path / "profiles").write_text("in the way")):
         told = start(tiny_run(tmp_path, f"--profile {WINDOW}"))
-    assert (told.status, "no profile on rank 0, training goes on: FileExistsError" in told.err) == (0, True)
+    assert (told.status, "no profile on rank 0, training continues: FileExistsError" in told.err) == (0, True)
 
 
 def recorded(config: ProfilingConfig, tmp_path: Path, steps: range, asked: dict[int, int]) -> list[str]:
@@ -216,7 +216,7 @@ def test_a_profile_whose_layers_cannot_be_marked_leaves_no_profiler_running(tmp_
     profiler = Profiler(ProfilingConfig(profile=True), str(tmp_path), 0, CPU, [], warn=told.append)
     with patch.object(profiling, "LayerRanges", side_effect=RuntimeError("no hooks")), profiler.step(10):
         assert not torch.autograd._profiler_enabled()
-    assert told == ["no profile on rank 0, training goes on: RuntimeError: no hooks"]
+    assert told == ["no profile on rank 0, training continues: RuntimeError: no hooks"]
 
 
 def test_hooks_are_gone_after_a_profile(tmp_path: Path) -> None:
@@ -251,7 +251,7 @@ def test_a_gpu_whose_profile_cannot_begin_records_nothing(
     with profiler.step(10):
         torch.ones(1)
     assert [options for _, options in cuda_memory][-1] == {"enabled": None}
-    assert told == ["no profile on rank 0, training goes on: RuntimeError: another profiler is active"]
+    assert told == ["no profile on rank 0, training continues: RuntimeError: another profiler is active"]
 
 
 @pytest.mark.filterwarnings("ignore:CUDA is not available")

@@ -63,7 +63,7 @@ WORDS: dict[str, tuple[list[list[Copy]], str]] = {
     "two": ([[Copy("w", HERE, 1)], [Copy("w", HERE, 2)]], "is not the same on ranks 0, 1"),
     "most": (
         [[Copy("w", HERE, 1)], [Copy("w", HERE, 2)], [], [Copy("w", HERE, 1)]],
-        "on rank 1 is not what it is on ranks 0, 3",
+        "on rank 1 differs from ranks 0, 3",
     ),
     "another parameter": (
         [[Copy("v", HERE, 3), Copy("w", HERE, 1)], [Copy("v", HERE, 4)], [Copy("w", HERE, 2)]],

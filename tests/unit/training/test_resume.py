@@ -1,4 +1,4 @@
-"""Where a run begins: which checkpoint, what of it, what may have changed; and what is said."""
+"""Where a run starts: which checkpoint, how much of it, which options may change, and the notes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def killed_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def killed(killed_run: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the killed run."""
     shutil.copytree(killed_run, tmp_path / "run")
     return tmp_path / "run"
 
@@ -109,7 +109,7 @@ def test_the_rest_of_a_first_save_is_no_checkpoint(tmp_path: Path) -> None:
     (rest / TENSORS).write_bytes(b"half")
     told = go_on(tmp_path)
     assert (told.status, sorted(told.samples)) == (0, [1, 2, 3, 4, 5, 6])
-    assert "removed iter_0000002.tmp: its save was cut off\n" in told.out
+    assert "removed iter_0000002.tmp: its save was interrupted\n" in told.out
     assert saved_steps(tmp_path / "saved") == [2, 4, 6]
     assert not rest.exists()
 
@@ -119,12 +119,12 @@ def test_a_save_that_lacked_nothing_but_its_name_counts(killed: Path) -> None:
     whole.rename(whole.with_suffix(".tmp"))
     told = go_on(killed)
     assert (told.status, sorted(told.samples)) == (0, [5, 6])
-    assert "iter_0000004.tmp was whole and lacked only its name, which it has now\n" in told.out
+    assert "published iter_0000004.tmp: its save was complete except for the final rename\n" in told.out
     assert saved_steps(killed / "saved") == [2, 4, 6]
 
 
 def test_a_checkpoint_of_a_newer_version_is_not_passed_over(killed: Path) -> None:
-    """It is not damaged: going on from the one before would replace it."""
+    """It is not damaged: resuming from the previous one would replace it."""
     path = killed / "saved/iter_0000004"
     content = (path / MANIFEST).read_bytes().replace(b'"version":1', b'"version":99')
     (path / MANIFEST).write_bytes(content)
@@ -135,7 +135,7 @@ def test_a_checkpoint_of_a_newer_version_is_not_passed_over(killed: Path) -> Non
     assert "\n  fix: update this program\n" in told.err
 
 
-def test_a_run_that_is_complete_says_so(killed: Path) -> None:
+def test_a_complete_run_is_reported(killed: Path) -> None:
     go_on(killed)
     before = steps(killed)
     told = go_on(killed)
@@ -145,7 +145,7 @@ def test_a_run_that_is_complete_says_so(killed: Path) -> None:
 
 
 def test_load_from_another_folder(killed: Path, tmp_path: Path) -> None:
-    """Into a new folder, from a step of one's choice; once there is something of its own, that comes first."""
+    """Into a new folder, from a chosen step; once it has checkpoints of its own, they come first."""
     go_on(killed)
     other = tmp_path / "other"
     flags = f"--load {killed}/saved --ckpt-step 2"
@@ -186,16 +186,16 @@ def test_what_a_run_began_with_need_not_be_there_for_ever(killed: Path, tmp_path
     assert sorted(go_on(other, flags).samples) == [5, 6]
 
 
-def test_a_beginning_from_nothing_is_told(tmp_path: Path) -> None:
-    assert f"starts from nothing: {tmp_path}/saved holds no checkpoint" in go_on(tmp_path).out
-    assert "starts from nothing" not in go_on(tmp_path).out
+def test_a_start_from_scratch_is_noted(tmp_path: Path) -> None:
+    assert f"starts from scratch: {tmp_path}/saved holds no checkpoint" in go_on(tmp_path).out
+    assert "starts from scratch" not in go_on(tmp_path).out
 
 
 @pytest.mark.parametrize("load", ["", "--load {}/saved"])
 def test_a_new_schedule_of_nothing_is_refused(tmp_path: Path, load: str) -> None:
     told = go_on(tmp_path, f"{load.format(tmp_path)} --resume-mode new-schedule")
     assert (told.status, told.samples) == (2, {})
-    sentence = f"E812 --resume-mode new-schedule, but {tmp_path}/saved holds no checkpoint to go on from"
+    sentence = f"E812 --resume-mode new-schedule, but {tmp_path}/saved holds no checkpoint to resume from"
     assert f"{sentence}\n  fix: --load ANOTHER | --resume-mode exact\n" in told.err
 
 
@@ -209,7 +209,9 @@ def test_going_on_without_saving(killed: Path, tmp_path: Path) -> None:
 def test_going_back_among_newer_checkpoints_is_refused(killed: Path, flags: str) -> None:
     told = go_on(killed, flags.format(killed))
     assert (told.status, told.samples) == (2, {})
-    sentence = f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): they would be found next"
+    sentence = (
+        f"E813 {killed}/saved holds newer checkpoints than step 2 (iter_0000004): the next start would resume from them"
+    )
     assert f"{sentence}\n  fix: --load {killed}/saved --ckpt-step 2 --save ANOTHER" in told.err
     assert go_on(killed, "--ckpt-step 4").status == 0
 
@@ -229,13 +231,13 @@ def test_a_checkpoint_that_is_not_there(killed: Path, flags: str, seen: str) -> 
     assert seen.format(killed) in told.err
 
 
-def test_a_step_asked_for_in_a_folder_that_has_none(tmp_path: Path) -> None:
+def test_a_requested_step_in_an_empty_folder(tmp_path: Path) -> None:
     told = go_on(tmp_path, "--ckpt-step 2")
     assert "E812 " in told.err
     assert "has no checkpoint of step 2; it has none" in told.err
 
 
-def test_a_damaged_step_that_was_asked_for_is_not_replaced_by_another(killed: Path) -> None:
+def test_a_damaged_requested_step_is_not_replaced_by_another(killed: Path) -> None:
     truncate(killed / "saved/iter_0000004" / TENSORS)
     told = go_on(killed, "--ckpt-step 4")
     assert (told.status, told.samples) == (2, {})
@@ -251,7 +253,7 @@ CHANGES = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_what_must_not_change_without_a_word(killed: Path, change: str) -> None:
+def test_options_that_must_not_change_silently(killed: Path, change: str) -> None:
     told = go_on(killed, change)
     assert (told.status, told.samples) == (2, {})
     assert told.err.startswith("error: E825 the batch, the length or the schedule is not the checkpoint's: --")
@@ -270,7 +272,7 @@ NEW_SCHEDULES = {
     "--train-iters 5": ([4], 20),
     "--train-iters null --train-samples 30 --global-batch-size 6": ([6, 6], 28),
 }
-"""Flags: the batches after step 4, and the samples in the end."""
+"""Flags: batch sizes after step 4, and consumed samples at the end."""
 
 
 @pytest.mark.parametrize("change", NEW_SCHEDULES)
@@ -349,11 +351,13 @@ def test_a_hugging_face_model_is_where_a_run_begins_and_only_there(
     assert len(begun) == 1
 
 
-def test_converted_weights_are_no_run_to_go_on_with(tmp_path: Path, gpt2: tuple[Path, dict[str, torch.Tensor]]) -> None:
+def test_converted_weights_cannot_be_resumed_from(tmp_path: Path, gpt2: tuple[Path, dict[str, torch.Tensor]]) -> None:
     import_hf(gpt2[0], tmp_path / "converted/iter_0000000", lambda name, done, total: None)
     flags = f"--load {tmp_path}/converted"
     told = go_on(tmp_path / "run", flags)
-    assert told.err.startswith(f"error: E814 {tmp_path}/converted/iter_0000000 holds weights, but no run to go on with")
+    assert told.err.startswith(
+        f"error: E814 {tmp_path}/converted/iter_0000000 holds weights, but not the state of a run"
+    )
     assert "\n  fix: --resume-mode weights-only\n" in told.err
     assert sorted(go_on(tmp_path / "run", f"{flags} --resume-mode weights-only").samples) == [1, 2, 3, 4, 5, 6]
     own = start(tiny_run(tmp_path / "run", f"--save {tmp_path}/converted"))
@@ -386,8 +390,8 @@ def test_ids_of_another_tokenizer_do_not_stay(
     assert bool(resume.other_words(OURS, carried)) is told
 
 
-@pytest.mark.parametrize(("content", "said"), [("{", "is no JSON: "), ("3", "is int in JSON, not an object")])
+@pytest.mark.parametrize(("content", "said"), [("{", "is not valid JSON: "), ("3", "is a JSON int, not an object")])
 def test_ids_that_cannot_be_read(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "generation_config.json").write_text(content)
-    with pytest.raises(DataError, match=f"the origin's generation_config.json {said}"):
+    with pytest.raises(DataError, match=f"the generation_config.json of the loaded model {said}"):
         resume.companions(OURS, {p.name: p for p in tmp_path.iterdir()})

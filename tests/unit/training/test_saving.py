@@ -1,6 +1,6 @@
-"""Saving in the loop: by a thread beside the steps, skipped, waited for, refused by the disk.
+"""Saving in the loop: in a background thread, skipped, waited for, failing.
 
-A disk is as slow as a test wants: the thread waits, before it writes, until the run is where the test wants it.
+Tests choose how slow the disk is: the thread waits, before it writes, until the run has reached a given point.
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ def run_of(folder: Path, flags: str = ASYNC) -> RunConfig:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of the same run, saved at once."""
+    """The checkpoints of the same run, saved synchronously."""
     folder = tmp_path_factory.mktemp("plain")
     assert start(run_of(folder, EVERY_2)).status == 0
     return folder / "saved"
 
 
 def same_as(plain: Path, folder: Path, *steps: int) -> bool:
-    """Whether these checkpoints, and no others, are there, and are those that were saved at once, to the bit."""
+    """Return True if exactly these checkpoints exist, equal to the synchronous ones to the bit."""
     names = [f"iter_{step:07d}" for step in steps]
     equal = all(differences(plain / name, folder / "saved" / name) == [] for name in names)
     return saved_steps(folder / "saved") == [*steps] and equal
 
 
 def disk_with(*free: int) -> Any:
-    """A disk that has so many bytes left, each time it is asked; the last for ever."""
+    """A disk with the given free bytes at successive queries; the last value repeats."""
     answers = iter(free)
     return patch.object(shutil, "disk_usage", lambda path: SimpleNamespace(free=next(answers, free[-1])))
 
@@ -61,7 +61,7 @@ def warnings(told: str) -> list[str]:
 
 
 def test_a_checkpoint_is_of_its_step_however_late_it_is_written(plain: Path, tmp_path: Path) -> None:
-    """Two more steps are taken, and change every weight, before a byte of it is written."""
+    """Two more steps change every weight before the first byte is written."""
     told = start(run_of(tmp_path), written_when(2, begins=5))
     assert told.status == 0
     assert same_as(plain, tmp_path, 2, 6)
@@ -82,7 +82,7 @@ def test_steps_are_taken_while_a_slow_disk_writes(plain: Path, tmp_path: Path) -
     assert taken < first["time"]
 
 
-def test_the_last_one_is_waited_for_with_a_word(plain: Path, tmp_path: Path) -> None:
+def test_waiting_for_the_last_save_is_logged(plain: Path, tmp_path: Path) -> None:
     event = all_of(slowly(0.5, 6), patch.object(saving, "LINE_SECONDS", 0.2))
     told = start(run_of(tmp_path, ASYNC.replace("interval 2", "interval 100")), event)
     assert told.status == 0
@@ -126,7 +126,7 @@ def test_a_run_does_not_begin_without_room_for_a_checkpoint(tmp_path: Path, flag
 
 @pytest.mark.parametrize("flags", [EVERY_2, ASYNC])
 def test_without_room_there_is_no_save_until_there_is(plain: Path, tmp_path: Path, flags: str) -> None:
-    """Asked at the start and at each save, twice where there is none: what is left over is removed before."""
+    """Free space is queried at the start and at each save, again after leftovers were removed."""
     told = start(run_of(tmp_path, flags.replace("interval 2", "interval 4")), disk_with(1 << 30, 10, 10, 1 << 30))
     assert told.status == 0
     assert same_as(plain, tmp_path, 6)
@@ -135,7 +135,7 @@ def test_without_room_there_is_no_save_until_there_is(plain: Path, tmp_path: Pat
 
 
 def test_no_step_waits_for_a_disk_that_does_not_answer(plain: Path, tmp_path: Path) -> None:
-    """When step 4 is saved the disk says nothing, not even how much room it has, until the run is at step 6."""
+    """While step 4 is saved the disk hangs, free-space queries included, until the run is at step 6."""
     at_6, real, asked = threading.Event(), saving.shortage, [0]
 
     def shortage(*arguments: Any) -> Any:
@@ -212,7 +212,7 @@ def test_older_ones_go_when_the_new_one_is_whole(tmp_path: Path) -> None:
     assert saved_steps(tmp_path / "saved") == [6]
 
 
-def test_masters_that_are_remainders_are_put_together_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_main_parameters_stored_as_remainders_are_computed_when_written(tmp_path: Path) -> None:
     """Not all at once, which would take the memory that remainders save."""
     trainer = build(tiny_run(tmp_path, "--bf16 --store-param-remainders"), 0, 1)
     masters = dict(trainer.optimizer.masters)
@@ -223,5 +223,5 @@ def test_masters_that_are_remainders_are_put_together_when_they_are_asked_for(tm
 
 
 def test_without_a_folder_there_is_nothing_to_write_to(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="E601 --async-save without a folder to save to"):
+    with pytest.raises(UserError, match="E601 --async-save has no effect without"):
         tiny_run(tmp_path, "--async-save")

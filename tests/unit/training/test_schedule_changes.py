@@ -18,7 +18,7 @@ def rates(folder: Path) -> list[float]:
     return [numbers["learning-rate"] for step, numbers in sorted(steps(folder).items()) if step > 4]
 
 
-def test_after_a_change_of_batch_the_schedule_goes_on_from_where_it_is(tmp_path: Path) -> None:
+def test_after_a_change_of_batch_size_the_schedule_continues(tmp_path: Path) -> None:
     """Steps 1-4 of 4 samples, then 8 of 16: the warm-up took 12 samples, and the run takes 144."""
     start(run_of(tmp_path, WARM_UP), before_step(5, kill))
     larger = f"{WARM_UP} --global-batch-size 16"
@@ -37,7 +37,7 @@ def test_another_learning_rate_does_not_move_where_the_batch_changed(tmp_path: P
     assert rates(tmp_path)[2:] == pytest.approx([2e-2 * (144 - n) / (144 - 12) for n in range(48, 144, 16)])
 
 
-def test_a_schedule_is_judged_from_where_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_schedule_is_checked_from_where_the_run_resumes(tmp_path: Path) -> None:
     """20 samples of warm-up are over; 12 steps of the new batch would not be as many."""
     flags = "--train-iters 12 --lr-warmup-samples 20 --global-batch-size {}"
     start(run_of(tmp_path, flags.format(8)), before_step(7, kill))
@@ -47,7 +47,7 @@ def test_a_schedule_is_judged_from_where_the_run_goes_on(tmp_path: Path) -> None
     assert sorted(go_on(tmp_path, smaller).samples) == [9, 10, 11, 12]
 
 
-def test_a_schedule_that_does_not_fit_where_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_schedule_that_does_not_fit_where_the_run_resumes(tmp_path: Path) -> None:
     start(run_of(tmp_path), before_step(6, kill))
     told = go_on(tmp_path, "--lr-warmup-iters 9 --train-iters 10 --lr-decay-iters 8 --resume-mode new-schedule")
     assert (told.status, told.samples) == (2, {})

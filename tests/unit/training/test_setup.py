@@ -1,4 +1,4 @@
-"""Where a rank computes, and how it finds the others."""
+"""Device of a rank, torch.distributed, and prefetching."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def srun(monkeypatch: pytest.MonkeyPatch, local_rank: int, machines: int = 1) ->
 
 
 def gpus(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Pretend that this machine has them."""
+    """Pretend that this machine has ``count`` GPUs."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
@@ -81,29 +81,29 @@ def test_a_backend_that_cannot_serve_the_device_is_refused(monkeypatch: pytest.M
         join(config)
 
 
-def test_ranks_that_nobody_told_where_to_meet_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ranks_without_an_address_of_rank_0_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     srun(monkeypatch, 1, machines=2)
     with pytest.raises(UserError, match="E009"):
         join(tiny_run(tmp_path, "--global-batch-size 8", world_size=8))
 
 
-def test_a_process_alone_needs_nobody(tmp_path: Path) -> None:
+def test_a_single_process_needs_no_address(tmp_path: Path) -> None:
     assert join(tiny_run(tmp_path)) == (0, 1)
     assert not torch.distributed.is_initialized()
 
 
 def taken(folder: Path, ahead: bool, flags: str = "") -> list[object]:
-    """What a run reads, step by step: tokens, samples, the step that keys dropout, the digest."""
+    """Return what a run reads in each step: tokens, samples, the step that keys dropout, the digest."""
     trainer, told = build(tiny_run(folder, flags), 0, 1), []
     while trainer.iteration < trainer.total_steps:
         size, batches = trainer.next_batch_size, trainer.next_batches()
         if ahead:
-            trainer.read_ahead()
+            trainer.prefetch()
         told += [(b.tokens.tolist(), b.sample_ids.tolist(), b.step) for b in batches]
         told.append(trainer.digest_read)
         trainer.iteration += 1
         trainer.consumed_samples += size
-    assert trainer.ahead is None
+    assert trainer.prefetched is None
     return told
 
 
@@ -113,20 +113,22 @@ def test_reading_ahead_changes_nothing_that_is_read(flags: str, tmp_path: Path) 
 
 
 def test_reading_ahead_is_timed(tmp_path: Path) -> None:
-    """Otherwise data that come more slowly than a step takes would not show as a wait for data."""
+    """Otherwise slow data would not show in the time of the batch generator."""
     trainer = build(tiny_run(tmp_path), 0, 1)
-    trainer.read_ahead()
+    trainer.prefetch()
     assert trainer.timers.read(1)["batch-generator"] > 0.0
 
 
-def test_what_fails_ahead_is_told_when_its_turn_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_while_prefetching_is_raised_at_the_step_that_needs_the_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = build(tiny_run(tmp_path), 0, 1)
     trainer.next_batches()
     before = trainer.digest_read
     refuse = DataError("sample 4 cannot be read")
     with monkeypatch.context() as patch:
         patch.setattr(type(trainer.data), "micro_batch", lambda *arguments: (_ for _ in ()).throw(refuse))
-        trainer.read_ahead()
-        assert (trainer.ahead, trainer.digest_read) == (None, before)
+        trainer.prefetch()
+        assert (trainer.prefetched, trainer.digest_read) == (None, before)
         with pytest.raises(DataError, match="sample 4"):
             trainer.next_batches()

@@ -67,8 +67,8 @@ def test_a_sink_that_fails_is_warned_of_once_and_the_others_get_everything(at: s
     sinks.add("bad", (lambda: Background(bad)) if background else bad)
     sinks.add("good", lambda: good)
     use(sinks)
-    what = "nothing" if at == "make" else "no more"
-    assert warnings == [f"bad gets {what} of this run: {at} does not work; training goes on"]
+    what = "no data" if at == "make" else "no further data"
+    assert warnings == [f"bad receives {what} from this run: {at} does not work; training continues"]
     assert good.calls == EVERYTHING
 
 
@@ -127,7 +127,7 @@ def test_a_library_that_exits_ends_its_thread_only() -> None:
     sinks = Sinks(warnings.append)
     sinks.add("x", lambda: Background(leave))
     sinks.close(False)
-    assert warnings == ["x gets nothing of this run: it ended by SystemExit; training goes on"]
+    assert warnings == ["x receives no data from this run: it raised SystemExit; training continues"]
 
 
 def test_a_sink_that_caught_up_is_waited_for_again() -> None:
@@ -140,7 +140,7 @@ def test_a_sink_that_caught_up_is_waited_for_again() -> None:
     deadline = time.monotonic() + 5
     while len(kept.calls) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
-    sink._patience = 10
+    sink._timeout = 10
     sink.record({"iteration": 2})
     sink.flush()
     assert kept.calls[-2:] == [("record", {"iteration": 2}), ("flush", None)]
@@ -154,7 +154,7 @@ def test_records_do_not_pile_up_before_a_sink_that_hangs() -> None:
         sink.record({})
     time.sleep(0.1)  # the first of them is taken, and hangs
     sink.record({})
-    with pytest.raises(BehindError, match="has not taken the last 5 records"):
+    with pytest.raises(BehindError, match="is 5 records behind"):
         sink.record({})
     gate.set()
 
@@ -180,7 +180,7 @@ def test_numbers_are_told_from_words_and_sets_by_name() -> None:
     [
         (OSError(28, "No space left on device"), "[Errno 28] No space left on device"),
         (ValueError("two\n  lines.\n"), "two lines"),
-        (KeyboardInterrupt(), "it ended by KeyboardInterrupt"),
+        (KeyboardInterrupt(), "it raised KeyboardInterrupt"),
     ],
 )
 def test_what_an_error_says_fits_into_a_sentence(error: BaseException, told: str) -> None:

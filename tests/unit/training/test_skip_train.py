@@ -68,7 +68,7 @@ def test_a_run_that_is_at_work_is_not_disturbed(trained: Path, tmp_path: Path) -
     assert len(set(ids)) == 2, "an evaluation is no part of the run, in no place that it reports to"
 
 
-def test_more_steps_are_not_taken_and_a_proof_of_the_end_stays(trained: Path, tmp_path: Path) -> None:
+def test_no_step_is_taken_and_finished_json_stays(trained: Path, tmp_path: Path) -> None:
     (tmp_path / "finished.json").write_text("{}")
     told = start(tiny_run(tmp_path, FLAGS.format(trained) + " --skip-train --train-iters 9 --lr-decay-iters 6"))
     assert (told.status, told.samples) == (0, {})

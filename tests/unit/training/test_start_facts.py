@@ -47,7 +47,7 @@ def test_a_long_list_of_nodes_is_cut_short_in_sentences_only() -> None:
     assert len(in_words(facts).partition(" on ")[2]) == LONGEST
 
 
-def test_the_first_line_and_the_records_tell_the_job(tmp_path: Path) -> None:
+def test_the_first_line_and_the_records_name_the_job(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, f"--save {tmp_path}/saved")
     with patch.dict(os.environ, SLURM):
         told = start(config)

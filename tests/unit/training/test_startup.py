@@ -1,4 +1,4 @@
-"""Where the time of a start goes: phases inside each other, the process' own beginning, the line and the event."""
+"""Times of a start: nested phases, the start of the process, the log line and the event."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCS = (ROOT / "docs/operations.md").read_text(encoding="utf-8")
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What the clock says last."""
+    """The current time of the clock."""
     times = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: times[-1])
     return times
@@ -68,7 +68,7 @@ def test_a_phase_that_raises_ends(now: list[float]) -> None:
 
 
 def test_a_process_began_when_it_was_made() -> None:
-    """Not when Python got as far as asking."""
+    """Not the time of the first call."""
     program = "from megatron.training.startup import process_began; print(process_began())"
     before = time.monotonic()
     out = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -77,7 +77,7 @@ def test_a_process_began_when_it_was_made() -> None:
     assert float(out) - before < (after - before) / 2
 
 
-def test_where_the_system_does_not_tell_it_is_now(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_proc_file_system_the_process_begins_now(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(startup, "Path", lambda name: Path("/nowhere") / name.lstrip("/"))
     assert process_began() == 100.0
 
@@ -92,7 +92,7 @@ def test_the_line_names_what_took_long_and_who_took_much_longer() -> None:
 
 
 def slowly(name: str, function: Callable[..., Any], seconds: float) -> AbstractContextManager[Any]:
-    """Inside, a function that ``megatron.training`` calls by this name takes longer."""
+    """Slow down the function that ``megatron.training`` calls by this name."""
 
     def call(*arguments: Any, **named: Any) -> Any:
         time.sleep(seconds)
@@ -101,7 +101,7 @@ def slowly(name: str, function: Callable[..., Any], seconds: float) -> AbstractC
     return patch(f"megatron.training.{name}", call)
 
 
-def test_a_start_tells_once_after_its_first_step(tmp_path: Path) -> None:
+def test_startup_times_are_logged_once_after_the_first_step(tmp_path: Path) -> None:
     flags = f"--save {tmp_path}/saved --save-interval 2 --log-interval 3"
     with slowly("setup.build_data", build_data, 0.01), slowly("main.choose", choose, 0.01):  # else less than is shown
         started = start(tiny_run(tmp_path, flags))
@@ -115,7 +115,7 @@ def test_a_start_tells_once_after_its_first_step(tmp_path: Path) -> None:
 
 
 def test_what_is_read_of_a_checkpoint_and_what_of_the_data_are_two_things(tmp_path: Path) -> None:
-    """Although data are opened while a checkpoint is read."""
+    """Data are opened while a checkpoint is loaded."""
     flags = f"--save {tmp_path}/saved --save-interval 2"
     start(tiny_run(tmp_path, f"{flags} --exit-interval 2"))
     start(tiny_run(tmp_path, flags), slowly("setup.build_data", build_data, 0.5))
@@ -125,7 +125,7 @@ def test_what_is_read_of_a_checkpoint_and_what_of_the_data_are_two_things(tmp_pa
     assert events[1]["phases"]["checkpoint"] > 0
 
 
-def test_a_start_without_a_step_tells_nothing(tmp_path: Path) -> None:
+def test_a_start_without_a_step_logs_no_times(tmp_path: Path) -> None:
     config = tiny_run(tmp_path, f"--save {tmp_path}/saved")
     start(config)
     assert "start-up" not in start(config).out

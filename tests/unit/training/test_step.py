@@ -1,4 +1,4 @@
-"""A step never makes the host look at a number that the device computed: on a GPU it would have to wait for it."""
+"""A step never synchronises the host with the device."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from tests.runs import tiny_run
 from tests.solo import random_batch
 
 LOOKS = ("_local_scalar_dense", "is_nonzero", "nonzero", "masked_select", "_unique2", "equal", "unique_consecutive")
-"""Operations whose result, or the shape of it, the host waits for; ``item`` and ``bool`` are the first."""
+"""Operations that synchronise the host; ``item`` and ``bool`` are the first."""
 
 
 class HostLooks(TorchDispatchMode):
-    """Counts them while it is active."""
+    """Count them while active."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def heard() -> Iterator[list[int]]:
-    """The signals that reach whoever listened before."""
+    """Signals that reach the previous handlers."""
     numbers: list[int] = []
     previous = {s: signal.signal(s, lambda number, frame: numbers.append(number)) for s in stop.SIGNALS}
     yield numbers
@@ -30,9 +30,9 @@ def heard() -> Iterator[list[int]]:
 @pytest.mark.parametrize("number", stop.SIGNALS)
 def test_the_first_signal_is_remembered(heard: list[int], number: signal.Signals) -> None:
     request = StopRequest(Group(), CPU)
-    assert request.agreed() == 0
+    assert request.poll() == 0
     signal.raise_signal(number)
-    assert request.agreed() == request.agreed() == 128 + number
+    assert request.poll() == request.poll() == 128 + number
     assert heard == []
     request.restore()
 
@@ -41,7 +41,7 @@ def test_the_same_signal_passed_on_by_a_launcher_is_no_second_one(heard: list[in
     request = StopRequest(Group(), CPU)
     for _ in range(3):
         signal.raise_signal(signal.SIGINT)
-    assert (request.agreed(), heard) == (128 + signal.SIGINT, [])
+    assert (request.poll(), heard) == (128 + signal.SIGINT, [])
     request.restore()
 
 
@@ -50,7 +50,7 @@ def test_an_impatient_user_gets_through(heard: list[int], monkeypatch: pytest.Mo
     request = StopRequest(Group(), CPU)
     signal.raise_signal(signal.SIGTERM)
     signal.raise_signal(signal.SIGINT)
-    assert (request.agreed(), heard) == (128 + signal.SIGTERM, [signal.SIGINT])
+    assert (request.poll(), heard) == (128 + signal.SIGTERM, [signal.SIGINT])
 
 
 def test_signals_are_given_back(heard: list[int]) -> None:
@@ -60,32 +60,32 @@ def test_signals_are_given_back(heard: list[int]) -> None:
 
 
 def test_one_rank_alone_asks_no_device(heard: list[int]) -> None:
-    """A tensor on a meta device has no value, so to read one would raise."""
+    """Reading a tensor on the meta device would raise."""
     request = StopRequest(Group(), torch.device("meta"))
-    assert (request.agreed(), request.wish) == (0, NOTHING)
+    assert (request.poll(), request.profile_request) == (0, NOTHING)
     signal.raise_signal(signal.SIGTERM)
-    assert request.agreed() == 128 + signal.SIGTERM
+    assert request.poll() == 128 + signal.SIGTERM
     request.restore()
 
 
 @pytest.mark.parametrize(("since", "answer"), [(None, 0), (400.5, 0), (399.9, stop.TIME_IS_UP)])
-def test_the_clock_counts_from_where_it_is_told(
+def test_the_time_limit_counts_from_a_given_start(
     heard: list[int], monkeypatch: pytest.MonkeyPatch, since: float | None, answer: int
 ) -> None:
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: 1000.0))
     request = StopRequest(Group(), CPU, minutes=10.0, since=since)
-    assert request.agreed() == answer
+    assert request.poll() == answer
     request.restore()
 
 
 def test_a_file_is_looked_for_every_time(heard: list[int], tmp_path: Path) -> None:
     file = tmp_path / "stop"
     request = StopRequest(Group(), CPU, file=file)
-    assert request.agreed() == 0
+    assert request.poll() == 0
     file.touch()
-    assert request.agreed() == FILE_IS_THERE
+    assert request.poll() == FILE_IS_THERE
     file.unlink()
-    assert request.agreed() == 0
+    assert request.poll() == 0
     request.restore()
 
 
@@ -93,11 +93,11 @@ def test_a_file_is_the_last_of_all_reasons(heard: list[int], monkeypatch: pytest
     now = [0.0]
     monkeypatch.setattr(stop, "time", SimpleNamespace(monotonic=lambda: now[-1]))
     request = StopRequest(Group(), CPU, minutes=1.0, file=tmp_path)
-    told = [request.agreed()]
+    told = [request.poll()]
     now.append(60.0)
-    told.append(request.agreed())
+    told.append(request.poll())
     signal.raise_signal(signal.SIGUSR1)
-    told.append(request.agreed())
+    told.append(request.poll())
     assert told == [FILE_IS_THERE, stop.TIME_IS_UP, 128 + signal.SIGUSR1]
     assert [exit_status(number) for number in (0, *told)] == [0, 0, 124, 138]
     assert [reason(number, "a/stop") for number in told] == [
@@ -116,7 +116,8 @@ def test_a_file_ends_a_run_as_a_signal_does_but_for_the_status(tmp_path: Path) -
     told = start(config, before_step(3, lambda trainer: file.touch()))
     assert (told.status, told.err) == (0, "")
     assert saved_steps(tmp_path / "saved") == [3]
-    assert column(tmp_path / "run", "iteration", "lm loss validation") == [1, 2]  # nobody waits for another one
+    # no further evaluation after the signal
+    assert column(tmp_path / "run", "iteration", "lm loss validation") == [1, 2]
     stops = [record["text"] for record in records(tmp_path / "run", "event") if record["event"] == "stop"]
     assert stops == [f"stopped by --stop-file {file} after step 3 of 6"]
     file.unlink()
@@ -136,7 +137,7 @@ def test_a_file_that_is_there_already_stops_the_run_before_a_step(tmp_path: Path
     (tmp_path / "stop").unlink()
     start(config)
     (tmp_path / "stop").touch()
-    told = start(config)  # which has nothing to do, and says so
+    told = start(config)  # nothing to do
     assert "nothing to do" in told.out
     assert "stopped by" not in told.out
 
@@ -155,7 +156,7 @@ def test_a_signal_during_the_start_ends_it_before_a_step(tmp_path: Path, monkeyp
 
 
 def test_time_that_is_up_before_the_first_step_still_leaves_one(tmp_path: Path) -> None:
-    """Else a job that is queued again and again, with a limit below what a start takes, would never end."""
+    """Otherwise a job that is requeued with a limit below the time of a start would never end."""
     flags = FLAGS.format(tmp_path) + " --exit-duration-in-mins 1e-9"
     told = start(tiny_run(tmp_path / "run", flags))
     assert (told.status, sorted(told.samples), saved_steps(tmp_path / "saved")) == (124, [1], [1])

@@ -1,4 +1,4 @@
-"""One rank for all, and one run for a folder; on several ranks in tests/distributed/test_resume.py."""
+"""Running on rank 0, and one run per folder; for several ranks see tests/distributed/test_resume.py."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Who is told to end while it waits for a rank that is gone ends; who can still finish its step does so."""
+"""On SIGTERM a rank that waits for a dead peer exits, and a rank that can finish its step does so."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WORLD = Group((0, 1))
 
 
 class Ended(threading.Event):
-    """Set in place of the end of this process."""
+    """Set instead of ending this process."""
 
     status = 0
 
@@ -33,7 +33,7 @@ class Ended(threading.Event):
 
 @pytest.fixture
 def ended() -> Iterator[Ended]:
-    """With a handler, as a run has one that wants to finish its step; everything waits a tenth as long."""
+    """With a handler, as in a run that finishes its step; all waiting times are a tenth."""
     found, before = Ended(), signal.signal(signal.SIGTERM, lambda number, frame: None)
     with patch.object(module.os, "_exit", found.leave), patch.multiple(module, LOOK_EVERY=0.02, PATIENCE=0.2):
         yield found
@@ -41,7 +41,7 @@ def ended() -> Iterator[Ended]:
 
 
 def told(ended: Ended, gone: Callable[[], bool], world: Group = WORLD, seconds: float = 0.6) -> bool:
-    """Whether a process that got SIGTERM has been ended after so long."""
+    """Return True if a process that got SIGTERM has ended after ``seconds``."""
     with vigil(world, gone):
         signal.raise_signal(signal.SIGTERM)
         return ended.wait(seconds)
@@ -50,14 +50,14 @@ def told(ended: Ended, gone: Callable[[], bool], world: Group = WORLD, seconds: 
 def test_it_ends_where_another_rank_is_gone(ended: Ended, capsys: pytest.CaptureFixture[str]) -> None:
     assert told(ended, lambda: True)
     assert ended.status == STATUS == 143
-    assert "error on rank 0: another rank ended without a word" in capsys.readouterr().err
+    assert "error on rank 0: lost contact with another rank" in capsys.readouterr().err
 
 
 def test_it_may_finish_its_step_where_all_are_there(ended: Ended) -> None:
     assert not told(ended, lambda: False)
 
 
-def test_a_rank_alone_waits_for_nobody(ended: Ended) -> None:
+def test_a_single_rank_has_no_watchdog(ended: Ended) -> None:
     assert not told(ended, lambda: True, Group())
 
 
@@ -75,7 +75,7 @@ def test_nothing_happens_without_the_signal(ended: Ended) -> None:
 
 
 def test_the_signal_is_seen_where_no_handler_runs(ended: Ended) -> None:
-    """As inside a collective: the interpreter is away when the signal comes, and when the process is ended."""
+    """As inside a collective: the interpreter runs neither when the signal comes nor when the process ends."""
     handled: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: handled.append(number))
     seen_before_the_end: list[list[int]] = []
@@ -95,14 +95,14 @@ SLEEPS = [sys.executable, "-c", "import time; time.sleep(60)"]
 
 
 def test_peers_are_the_processes_that_were_started_alike() -> None:
-    """Of this process's children two are ranks, as another one's ``Peers`` would see them; then one is killed."""
+    """Two children of this process are ranks, as ``Peers`` of another one sees them; then one is killed."""
     ranks, other = [subprocess.Popen(SLEEPS) for _ in range(2)], subprocess.Popen(["sleep", "60"])
     try:
         with (
             patch.object(module.os, "getppid", os.getpid),
             patch.object(module, "OWN", module.PROCESSES / str(ranks[0].pid)),
         ):
-            _wait_for(lambda: module._beside() == {rank.pid for rank in ranks})
+            _wait_for(lambda: module._local_peers() == {rank.pid for rank in ranks})
             peers = Peers()
             assert not peers.gone()
             other.kill()
@@ -118,7 +118,7 @@ def test_peers_are_the_processes_that_were_started_alike() -> None:
             process.wait()
 
 
-def test_ranks_elsewhere_are_asked_for_their_last_words() -> None:
+def test_failures_published_by_other_machines_are_seen() -> None:
     peers = Peers()
     assert not peers.gone()
     with patch.object(module, "has_anyone_failed", lambda: True):

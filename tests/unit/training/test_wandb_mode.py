@@ -6,11 +6,11 @@ import pytest
 
 from megatron.training.wandb_mode import check_mode, refusal, turned_off
 
-KEPT = "; j keeps what it misses for a start that goes on from this run's checkpoints"
+KEPT = "; j keeps the rows and sends them when this run is resumed from a checkpoint"
 
 
 def test_a_mode_that_is_none_is_refused_with_those_there_are() -> None:
-    with pytest.raises(ValueError, match="WANDB_MODE=foo is none of its modes, which are online, offline, disabled"):
+    with pytest.raises(ValueError, match="WANDB_MODE=foo is unknown: the modes are online, offline, disabled"):
         check_mode({"WANDB_MODE": "foo"})
     for variables in ({}, {"WANDB_MODE": ""}, {"WANDB_MODE": "offline"}, {"WANDB_MODE": "dryrun"}):
         check_mode(variables)
@@ -28,10 +28,10 @@ def test_it_is_off_where_it_is_disabled() -> None:
         (ModuleNotFoundError("No", name="x"), "it needs a package that is not installed (x): pip install wandb"),
         (
             RuntimeError("No API key configured. Use `wandb login` to log in."),
-            "nobody is logged in: wandb login, or WANDB_MODE=offline",
+            "no user is logged in: wandb login, or WANDB_MODE=offline",
         ),
-        (TimeoutError("It took\n  too long."), "It took too long: WANDB_MODE=offline keeps the report on this disk"),
-        (TimeoutError(), "it ended by TimeoutError: WANDB_MODE=offline keeps the report on this disk"),
+        (TimeoutError("It took\n  too long."), "It took too long: WANDB_MODE=offline writes to this disk"),
+        (TimeoutError(), "it raised TimeoutError: WANDB_MODE=offline writes to this disk"),
     ],
 )
 def test_what_kept_the_client_from_opening_comes_with_what_mends_it(error: Exception, told: str) -> None:

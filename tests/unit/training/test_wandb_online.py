@@ -95,7 +95,7 @@ def test_a_server_that_never_answers_costs_a_warning_and_less_than_a_minute(tmp_
         assert run_in_process(tmp_path / "run", FLAGS.format(tmp_path), **variables) == 0
     assert time.monotonic() - began < 75
     (warning,) = [record["text"] for record in records(tmp_path / "run", "text") if record["event"] == "warning"]
-    assert warning.startswith("Weights & Biases gets nothing of this run: ")
+    assert warning.startswith("Weights & Biases receives no data from this run: ")
     assert column(tmp_path / "run", "iteration") == list(range(1, 13))
 
 
@@ -116,4 +116,4 @@ def test_a_server_that_falls_silent_costs_a_warning_and_less_than_a_minute(tmp_p
     assert time.monotonic() - began < 75
     assert column(tmp_path / "run", "iteration") == list(range(1, 13))
     (warning,) = [record["text"] for record in records(tmp_path / "run", "text") if record["event"] == "warning"]
-    assert warning.startswith("Weights & Biases gets no more of this run: ")
+    assert warning.startswith("Weights & Biases receives no further data from this run: ")

@@ -176,7 +176,7 @@ def test_a_run_taken_back_says_from_where_on_it_reports(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         first.record(step(number))
     first.close(False)
-    with patch.object(Wandb, "_say_where", lambda run, say: said.append((run._reported, run._begin))):
+    with patch.object(Wandb, "_print_location", lambda run, say: said.append((run._last_reported, run._first_step))):
         sink(client, tmp_path, 1)
     assert said == [(3, 1)]
 
@@ -244,10 +244,9 @@ def test_a_run_taken_back_is_told_from_where_on_it_reports_and_how_its_files_are
     run._run = SimpleNamespace(
         disabled=False, offline=True, dir="/a b/wandb/offline-run-1-run12345/files", id="run12345"
     )
-    run._begin, run._reported = 20, 60
-    run._say_where(told.append)
+    run._first_step, run._last_reported = 20, 60
+    run._print_location(told.append)
     assert told == [
-        "Weights & Biases: offline, a folder for each start; all are sent by: "
-        "wandb sync '/a b/wandb'/offline-run-*-run12345",
+        "Weights & Biases: offline; send all starts with: wandb sync '/a b/wandb'/offline-run-*-run12345",
         "Weights & Biases has this run up to step 60 and continues there from step 61",
     ]

@@ -1,4 +1,4 @@
-"""Where the ranks were, as the one that tells of a failure puts it; on real ranks: test_pipeline_runtime.py."""
+"""Positions of the ranks in a failure report; for real ranks see test_pipeline_runtime.py."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from megatron.training.whereabouts import Whereabouts, spared, where_all_are
 
 @pytest.fixture
 def words(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What ranks have left for each other."""
+    """Messages published by ranks."""
     left: dict[str, str] = {}
 
     def found(names: Sequence[str]) -> dict[str, str]:
@@ -29,43 +29,43 @@ def words(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     return left
 
 
-def test_ranks_at_one_place_are_told_together(words: dict[str, str]) -> None:
+def test_ranks_at_the_same_position_are_listed_together(words: dict[str, str]) -> None:
     words.update({f"place of rank {rank}": "0B0" if rank < 18 else "1F2" for rank in range(19)})
     expected = f"the ranks were at: 0B0 (ranks {' '.join(map(str, range(16)))} and 2 more), 1F2 (rank 18)"
     assert where_all_are(3, 19) == expected
 
 
-def test_who_does_not_answer_is_told_after_a_while(words: dict[str, str]) -> None:
+def test_ranks_that_do_not_answer_are_listed_after_a_while(words: dict[str, str]) -> None:
     words["place of rank 1"] = "1F2"
     assert where_all_are(1, 3) == "the ranks were at: no answer (ranks 0 2), 1F2 (rank 1)"
 
 
-def test_without_a_pipeline_nothing_is_told_and_nobody_waited_for(words: dict[str, str]) -> None:
+def test_without_a_pipeline_nothing_is_reported_and_there_is_no_wait(words: dict[str, str]) -> None:
     began = time.monotonic()
     assert where_all_are(0, 2) == ""
     assert time.monotonic() - began < 0.1
 
 
-def test_where_nobody_was_in_the_pipeline_nothing_is_told(words: dict[str, str]) -> None:
+def test_if_no_rank_was_in_the_pipeline_nothing_is_reported(words: dict[str, str]) -> None:
     words.update({"place of rank 0": "other work", "place of rank 1": "other work"})
     assert where_all_are(0, 2) == ""
     words["place of rank 1"] = "1F2"
     assert where_all_are(0, 2) == "the ranks were at: other work (rank 0), 1F2 (rank 1)"
 
 
-def test_a_rank_that_fails_says_where_it_was(words: dict[str, str]) -> None:
+def test_a_failing_rank_publishes_its_position(words: dict[str, str]) -> None:
     with pytest.raises(ValueError, match="too hot"), Whereabouts(5, lambda: "1F2"):
         raise ValueError("too hot")
     assert words == {"place of rank 5": "1F2"}
 
 
-def test_a_rank_that_ends_well_says_nothing(words: dict[str, str]) -> None:
+def test_a_rank_that_ends_normally_publishes_nothing(words: dict[str, str]) -> None:
     with Whereabouts(5, lambda: "1F2"):
         pass
     assert words == {}
 
 
-def test_a_rank_that_waits_says_where_it_is_once_another_has_failed(words: dict[str, str]) -> None:
+def test_a_waiting_rank_publishes_its_position_once_another_has_failed(words: dict[str, str]) -> None:
     with Whereabouts(5, lambda: "0B0"):
         time.sleep(0.05)
         assert words == {}
@@ -76,7 +76,7 @@ def test_a_rank_that_waits_says_where_it_is_once_another_has_failed(words: dict[
         assert words["place of rank 5"] == "0B0"
 
 
-def test_the_launcher_has_to_wait_until_all_is_told() -> None:
+def test_sigterm_is_ignored_while_a_failure_is_reported() -> None:
     before = signal.getsignal(signal.SIGTERM)
     with spared():
         os.kill(os.getpid(), signal.SIGTERM)

@@ -65,7 +65,7 @@ def test_what_an_independent_writer_packs_is_read(
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_numbers_that_are_no_ids_are_refused_unless_asked_for(tmp_path: Path, dtype: type) -> None:
     prefix = write(tmp_path / "x", [[0.5, 1.0]], dtype)
-    with pytest.raises(DataError, match=rf"x\.idx: the type is {np.dtype(dtype)}, and a model is trained on ids"):
+    with pytest.raises(DataError, match=rf"x\.idx: the type is {np.dtype(dtype)}, but token ids"):
         IndexedDataset(prefix)
     assert IndexedDataset(prefix, floats=True)[0].tolist() == [0.5, 1.0]
 
@@ -203,8 +203,8 @@ def foreign_array(path: Path) -> None:
 
 
 FOREIGN: dict[str, tuple[Callable[[Path], None], str, str]] = {
-    "text": (foreign_text, "first 9 bytes is .*this is no index of tokens", "size is 171 bytes, expected 40"),
-    "an array": (foreign_array, "first 9 bytes is .*this is no index of tokens", "size is 928 bytes, expected 40"),
+    "text": (foreign_text, "first 9 bytes is .*this is not a token index", "size is 171 bytes, expected 40"),
+    "an array": (foreign_array, "first 9 bytes is .*this is not a token index", "size is 928 bytes, expected 40"),
     "nothing": (Path.touch, "size is 0 bytes, expected a header of 34", "size is 0 bytes, expected 40"),
     "a folder": (Path.mkdir, "Is a directory", "Is a directory"),
     "a loop": (lambda path: path.symlink_to(path.name), "Too many levels of symbolic links", "Too many levels"),

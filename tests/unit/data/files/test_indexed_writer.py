@@ -271,7 +271,7 @@ def test_pairs_published_together_are_all_old_where_one_cannot_be_written(tmp_pa
     (tmp_path / obstacle).unlink(missing_ok=True)
     (tmp_path / obstacle).mkdir()
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-    with pytest.raises(DataError, match="is a folder, and a file is to be there"):
+    with pytest.raises(DataError, match="is a folder, but a file must be written there"):
         write_both(tmp_path, 2, "note", "beside/note")
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
     (tmp_path / obstacle).rmdir()

@@ -84,7 +84,7 @@ def test_half_a_pair_in_a_folder_is_no_pair_to_leave_out(tmp_path: Path) -> None
 def test_traces_of_a_writer_are_refused(tmp_path: Path) -> None:
     write(tmp_path / "a", [[1]])
     (tmp_path / "b.bin.77.part").touch()
-    with pytest.raises(DataError, match=r"b\.bin\.77\.part: somebody still writes there, or was killed"):
+    with pytest.raises(DataError, match=r"b\.bin\.77\.part: another process is writing it, or was killed"):
         find_prefixes([str(tmp_path)])
 
 
@@ -148,7 +148,7 @@ def test_one_tokenizer_under_other_names_and_with_special_tokens_in_texts(tmp_pa
         (TokenizerRecord("ByteTokenizer", 257, 256, "other"), f"fingerprint is {BYTES.fingerprint} and other"),
         (TokenizerRecord("ByteTokenizer", 257, 256, BYTES.fingerprint, 3, {"<|endoftext|>": 256}), "pad is None and 3"),
         (TokenizerRecord("ByteTokenizer", 257, 256, BYTES.fingerprint, None, {}), "special_ids is .* and {}"),
-        (None, r"a\.tokens\.json says which tokenizer wrote .*a, and nothing says it of .*b\n  fix: .*cp "),
+        (None, r"a\.tokens\.json names the tokenizer of .*a, but .*b has no such record\n  fix: .*cp "),
     ],
 )
 def test_different_tokenizers_are_refused_by_name(tmp_path: Path, record: TokenizerRecord | None, message: str) -> None:

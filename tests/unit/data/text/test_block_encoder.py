@@ -52,9 +52,9 @@ def test_a_bad_line_is_bad_under_all_keys() -> None:
     done = encoder(replace(JOB, keys=("a", "b")))(block)
     assert [apart(column) for column in done.columns] == [[[120], [118]], [[121], [119]]]
     assert (done.lines, done.documents, done.bad) == (5, 2, 2)
-    assert [str(bad.of(10)).splitlines()[0] for bad in done.told] == [
+    assert [str(bad.of(10)).splitlines()[0] for bad in done.described] == [
         "x.jsonl:12 has no key 'b'; its keys: a",
-        "x.jsonl:14: 'a' holds a number, not a string",
+        "x.jsonl:14: 'a' is a number, not a string",
     ]
 
 
@@ -63,8 +63,8 @@ def test_what_the_tokenizer_refuses_is_bad_too() -> None:
     block = lines({"text": "1 2"}, {"text": "x"}, "not JSON\n", {"text": "12"}, {"text": "9"})
     done = encoder(tokenizer=null)(block)
     assert apart(done.columns[0]) == [[1, 2], [9]]
-    assert [bad.line for bad in done.told] == [2, 3, 4]
-    assert "NullTokenizer reads ids 0..9 with spaces between, not 'x'" in str(done.told[0].of(0))
+    assert [bad.line for bad in done.described] == [2, 3, 4]
+    assert "NullTokenizer reads ids 0..9 separated by spaces, not 'x'" in str(done.described[0].of(0))
 
 
 def test_a_block_without_a_document() -> None:
@@ -75,7 +75,7 @@ def test_a_block_without_a_document() -> None:
 
 def test_many_bad_documents_are_counted_and_few_are_told() -> None:
     done = encoder()(lines(*["{\n"] * 1000))
-    assert (done.bad, len(done.told), done.lines) == (1000, TOLD, 1000)
+    assert (done.bad, len(done.described), done.lines) == (1000, TOLD, 1000)
 
 
 def test_plain_files(tmp_path: Path) -> None:
@@ -85,12 +85,12 @@ def test_plain_files(tmp_path: Path) -> None:
     block = Texts(tuple(tmp_path / name for name in contents), 0)
     done = encoder()(block)
     assert apart(done.columns[0]) == [list(contents[name]) for name in "abc"]  # bytes may be any
-    assert [bad.file.name for bad in done.told] == ["d"]
+    assert [bad.file.name for bad in done.described] == ["d"]
     unicode = NullTokenizer(300)  # not so for other tokenizers
     (tmp_path / "a").write_text("7 8")
     done = encoder(tokenizer=unicode)(block)
     assert apart(done.columns[0]) == [[7, 8], []]
-    assert [bad.file.name for bad in done.told] == ["b", "d"]
+    assert [bad.file.name for bad in done.described] == ["b", "d"]
 
 
 @pytest.mark.parametrize("wrong", [-1, 257])
@@ -98,7 +98,7 @@ def test_an_id_that_the_tokenizer_does_not_have_is_refused(wrong: int) -> None:
     def encode(texts: Sequence[str | bytes]) -> Encoded:
         return Encoded(np.full(len(texts), wrong), np.ones(len(texts), np.int64))
 
-    with pytest.raises(DataError, match="but says that it has 257"):
+    with pytest.raises(DataError, match="but its vocab_size is 257"):
         encoder(engine=Engine("numpy", "", encode))(lines({"text": "a"}))
 
 

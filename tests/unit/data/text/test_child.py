@@ -20,11 +20,11 @@ class Listener:
         self.told: list[tuple[str, str]] = []
         self.ticks = ticks
 
-    def doing(self, stage: str) -> None:
-        self.told.append(("doing", stage))
+    def set_stage(self, stage: str) -> None:
+        self.told.append(("stage", stage))
 
-    def say(self, sentence: str) -> None:
-        self.told.append(("say", sentence))
+    def message(self, text: str) -> None:
+        self.told.append(("message", text))
 
     def tick(self) -> None:
         self.ticks -= 1
@@ -34,8 +34,8 @@ class Listener:
 
 def work(plan: str, teller: Teller) -> str:
     """What the other process does."""
-    teller.doing("a stage")
-    teller.say("a sentence")
+    teller.set_stage("a stage")
+    teller.message("a sentence")
     if plan == "bad":
         raise DataError("bad data", "mend them")
     if plan == "gone":
@@ -51,7 +51,7 @@ def work(plan: str, teller: Teller) -> str:
 def test_what_it_returns_and_tells() -> None:
     listener = Listener()
     assert in_child(work, "work", listener) == "work done"
-    assert listener.told == [("doing", "a stage"), ("say", "a sentence")]
+    assert listener.told == [("stage", "a stage"), ("message", "a sentence")]
 
 
 def test_what_it_raises_and_how_it_dies() -> None:
@@ -61,7 +61,7 @@ def test_what_it_raises_and_how_it_dies() -> None:
     with pytest.raises(FileNotFoundError) as gone:
         in_child(work, "gone", Listener())
     assert gone.value.filename == "x"
-    with pytest.raises(DataError, match="a worker process was ended by SIGKILL; perhaps memory ran out"):
+    with pytest.raises(DataError, match="a worker process was killed by SIGKILL; it may have run out of memory"):
         in_child(work, "killed", Listener())
 
 

@@ -65,7 +65,7 @@ def test_a_damaged_or_other_file_is_told(suffix: str) -> None:
     stream = bytearray(COMPRESS[suffix](TEXT))
     stream[len(stream) // 2] ^= 0xFF
     for content in (bytes(stream), b"plain text", COMPRESS[suffix](TEXT) + b"plain text"):
-        with pytest.raises(DamagedError, match=f"is no {suffix} from here on|middle of a {suffix} stream"):
+        with pytest.raises(DamagedError, match=f"is not valid {suffix} from here on|middle of a {suffix} stream"):
             read(suffix, content)
 
 

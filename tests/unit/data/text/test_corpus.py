@@ -112,7 +112,7 @@ def test_a_plain_file_is_one_document_of_its_bytes(tmp_path: Path) -> None:
     path.write_bytes(b"# caf\xc3\xa9\r\n")
     (document,) = read_documents(path, ["text"])
     assert document == ((b"# caf\xc3\xa9\r\n",), str(path), 9)
-    with pytest.raises(DataError, match="one plain text, not 2 texts: text, url"):
+    with pytest.raises(DataError, match="plain text without the keys text, url"):
         list(read_documents(path, ["text", "url"]))
 
 
@@ -130,12 +130,12 @@ def test_json_lines(tmp_path: Path) -> None:
     ("line", "message"),
     [
         (b'{"text": "cut', "is not JSON"),
-        (b'["text"]', "holds an array, not an object"),
-        (b"null", "holds null, not an object"),
+        (b'["text"]', "is an array, not an object"),
+        (b"null", "is null, not an object"),
         (b'{"txt": "a", "id": 1}', "has no key 'text'; its keys: txt, id"),
-        (b'{"text": null}', "'text' holds null, not a string"),
-        (b'{"text": 7}', "'text' holds a number, not a string"),
-        (b'{"text": true}', "'text' holds a boolean, not a string"),
+        (b'{"text": null}', "'text' is null, not a string"),
+        (b'{"text": 7}', "'text' is a number, not a string"),
+        (b'{"text": true}', "'text' is a boolean, not a string"),
     ],
 )
 def test_a_bad_line_is_named(tmp_path: Path, line: bytes, message: str) -> None:
@@ -160,7 +160,7 @@ def test_blank_lines_are_no_documents(tmp_path: Path) -> None:
 def test_a_file_without_a_document_is_refused(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "x.jsonl"
     path.write_bytes(content)
-    with pytest.raises(DataError, match=r"x\.jsonl holds no document\n  fix: .*--exclude x\.jsonl"):
+    with pytest.raises(DataError, match=r"x\.jsonl has no documents\n  fix: .*--exclude x\.jsonl"):
         list(read_documents(path, ["text"]))
 
 
@@ -234,7 +234,7 @@ def test_compressed_files_are_read_as_what_they_hold(tmp_path: Path, suffix: str
 def test_a_folder_with_a_file_and_its_copy_is_refused(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.jsonl.gz"):
         (tmp_path / name).write_bytes(b"")
-    with pytest.raises(DataError, match=r"a\.jsonl\.gz lies beside .*a\.jsonl: the same documents would come twice"):
+    with pytest.raises(DataError, match=r"a\.jsonl\.gz lies beside .*a\.jsonl: the same documents would be read twice"):
         find_files([str(tmp_path)], [".jsonl"], [])
     assert names(tmp_path, [str(tmp_path)], [".jsonl"], ["a.jsonl.gz"]) == ["a.jsonl"]
     both = [str(tmp_path / "a.jsonl.gz"), str(tmp_path / "a.jsonl")]
@@ -244,7 +244,7 @@ def test_a_folder_with_a_file_and_its_copy_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["x.zip", "x.parquet", "x.tar"])
 def test_other_formats_are_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_bytes(b"")
-    with pytest.raises(DataError, match=f"{name}: .* files are not read\n  fix: "):
+    with pytest.raises(DataError, match=f"{name}: .* files are not supported\n  fix: "):
         find_files([str(tmp_path / name)], [".jsonl"], [])
 
 
@@ -266,7 +266,7 @@ def test_a_file_that_is_given_twice_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "f.jsonl"
     file.touch()
     for inputs in ([file, file], [file, tmp_path], [tmp_path / "f*", tmp_path / "." / "f.jsonl"]):
-        with pytest.raises(DataError, match=r"f\.jsonl is given twice: its documents would come twice"):
+        with pytest.raises(DataError, match=r"f\.jsonl is given twice: its documents would be read twice"):
             find_files([str(name) for name in inputs], [".jsonl"], [])
     (tmp_path / "other").symlink_to(file)
     with pytest.raises(DataError, match=r"other is .*f\.jsonl, which is given too"):
@@ -285,7 +285,9 @@ def test_lines_are_lines_however_their_file_is_called(tmp_path: Path, name: str)
 def test_other_compressions_are_refused_by_name(tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     for given in (tmp_path, tmp_path / name):
-        with pytest.raises(DataError, match=rf"a\.jsonl\.\w+: \.{name.rpartition('.')[2]} files are not read\n  fix: "):
+        with pytest.raises(
+            DataError, match=rf"a\.jsonl\.\w+: \.{name.rpartition('.')[2]} files are not supported\n  fix: "
+        ):
             find_files([str(given)], [".jsonl"], [])
 
 

@@ -55,8 +55,8 @@ class Heard:
     def update(self, totals: Totals) -> None:
         self.updates += 1
 
-    def say(self, sentence: str) -> None:
-        self.said.append(sentence)
+    def message(self, text: str) -> None:
+        self.said.append(text)
 
 
 def run(plan: Plan) -> tuple[Totals, list[str]]:
@@ -210,7 +210,7 @@ def test_bad_documents_are_passed_over_under_all_keys_named_and_counted(
     told = [sentence.removeprefix("passed over: ") for sentence in said[1:]]
     assert [sentence.split(" ")[0].rstrip(":") for sentence in told[:8]] == [f"{files[0]}:{n}" for n in range(2, 18, 2)]
     assert told[8] == f"{files[1]}:3001 ends in the middle of a .gz stream"
-    assert told[9] == f"{files[2]} holds no document"
+    assert told[9] == f"{files[2]} has no documents"
     assert len(told) == totals.bad == 10
     assert totals.documents == 9 + 3000
     texts = "good" * 9 + "".join(str(i * i) for i in range(3000))
@@ -235,19 +235,19 @@ def test_many_bad_documents_are_told_twenty_times(tmp_path: Path) -> None:
     assert (totals.bad, totals.documents) == (1000, 1)
     assert len(said) == 1 + preprocess.TOLD + 1
     assert said[-2].startswith(f"passed over: {tmp_path}/x.jsonl:20 is not JSON")
-    assert said[-1] == "passed over: others are counted, not told"
+    assert said[-1] == "passed over: further ones are only counted"
 
 
 @pytest.mark.parametrize(
     ("files", "skip", "message"),
     [
-        ({"a.jsonl": b""}, False, r"a\.jsonl holds no document"),
+        ({"a.jsonl": b""}, False, r"a\.jsonl has no documents"),
         ({"a.jsonl": b'{"text": ""}\n' * 3}, False, r"the documents of the input are all empty \(3\)"),
         ({"a.txt": b"", "b.txt": b""}, False, r"the documents of the input are all empty \(2\)"),
         ({"a.jsonl": b"{\n"}, True, r"the documents of the input are all empty \(0\)"),
         ({"a.jsonl": b'{"text": "caf\xe9"}'}, False, r"a\.jsonl:1 is not UTF-8 text"),
         ({"a.txt": b"PK\3\4\0"}, False, r"a\.txt is not text: byte 4 is NUL"),
-        ({"a.txt.gz": b"PK"}, False, r"a\.txt\.gz is no \.gz from here on|ends in the middle"),
+        ({"a.txt.gz": b"PK"}, False, r"a\.txt\.gz is not valid \.gz from here on|ends in the middle"),
     ],
 )
 def test_an_input_without_text_leaves_nothing(
@@ -263,15 +263,15 @@ def test_an_input_without_text_leaves_nothing(
 
 def test_keys_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes(b"a")
-    with pytest.raises(DataError, match="a key is named twice: text, text"):
+    with pytest.raises(DataError, match="a key is given twice: text, text"):
         run(Plan([tmp_path / "a.txt"], ("text", "text"), str(tmp_path / "out"), BYTES))
-    with pytest.raises(DataError, match="one plain text, not 2 texts: text, url"):
+    with pytest.raises(DataError, match="plain text without the keys text, url"):
         run(Plan([tmp_path / "a.txt"], ("text", "url"), str(tmp_path / "out"), BYTES))
 
 
 def test_a_key_that_cannot_be_part_of_a_name(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(b'{"a/b": "x"}')
-    with pytest.raises(DataError, match=r"--json-keys a/b: .* a name cannot hold '/'"):
+    with pytest.raises(DataError, match=r"--json-keys a/b: .* cannot contain '/'"):
         run(Plan([tmp_path / "a.jsonl"], ("a/b",), str(tmp_path / "out"), BYTES))
 
 
@@ -284,7 +284,7 @@ def test_where_one_key_cannot_be_written_all_stay_as_they_were(tmp_path: Path) -
     (tmp_path / "out_text_document.tokens.json").mkdir()
     before = {path: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()}
     corpus.write_bytes(b'{"title": "new", "text": "new"}\n')
-    with pytest.raises(DataError, match="is a folder, and a file is to be there"):
+    with pytest.raises(DataError, match="is a folder, but a file must be written there"):
         run(plan)
     assert {path: path.read_bytes() for path in tmp_path.glob("out*") if path.is_file()} == before
 
@@ -352,7 +352,7 @@ def test_what_a_run_that_was_killed_left_is_removed_and_said(tmp_path: Path) -> 
     left = tmp_path / "out_text_document.bin.1234567.part"
     left.write_bytes(b"half")
     _, said = run(Plan([tmp_path / "a.txt"], ("text",), str(tmp_path / "out"), BYTES))
-    assert f"removed {left}, which a run that was killed had left" in said
+    assert f"removed {left}, left by a run that was killed" in said
     assert not left.exists()
 
 

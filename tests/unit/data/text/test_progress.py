@@ -42,7 +42,7 @@ def test_a_terminal_shows_one_line_that_is_written_over(clock: list[float]) -> N
         shown.update(Totals(stored_bytes=step, documents=step))
     assert screen.getvalue().count("\n") == 0
     assert 20 <= screen.getvalue().count("\r") <= 26  # five times a second for five seconds
-    shown.say("a sentence")
+    shown.message("a sentence")
     shown.close()
     assert screen.getvalue().endswith("\r\x1b[Ka sentence\n")
 

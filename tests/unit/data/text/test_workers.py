@@ -106,7 +106,9 @@ def test_a_dead_worker_is_told_and_the_others_end() -> None:
         next(results)
         started = children() - before
         os.kill(min(started), signal.SIGKILL)
-        with pytest.raises(DataError, match="a worker process was ended by SIGKILL; perhaps memory ran out\n  fix: "):
+        with pytest.raises(
+            DataError, match="a worker process was killed by SIGKILL; it may have run out of memory\n  fix: "
+        ):
             for _ in results:
                 pass
     wait_until_gone(started)
@@ -116,7 +118,7 @@ def test_what_a_worker_raises_is_raised_here() -> None:
     changed = replace(JOB, fingerprint="other")
     with (
         encoded(Counted([10] * 9), changed) as results,
-        pytest.raises(DataError, match="the files of the tokenizer were changed meanwhile"),
+        pytest.raises(DataError, match="the files of the tokenizer have changed"),
     ):
         next(results)
 

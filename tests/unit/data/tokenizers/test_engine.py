@@ -112,8 +112,8 @@ def with_tokens(folder: Path, *tokens: AddedToken, nfc: bool = False) -> Hugging
 @pytest.mark.parametrize(
     ("token", "nfc", "reason"),
     [
-        (WORD, False, "looks for '<tool>' only where it is a word of its own, which gigatoken does not"),
-        (ACCENT, True, r"looks for 'e\u0301<' in the normalised text, which gigatoken does not"),
+        (WORD, False, "matches '<tool>' as a whole word, which gigatoken does not"),
+        (ACCENT, True, r"matches 'e\u0301<' in the normalized text, which gigatoken does not"),
     ],
 )
 def test_added_tokens_that_are_found_elsewhere_are_refused(
@@ -123,7 +123,7 @@ def test_added_tokens_that_are_found_elsewhere_are_refused(
     engine = choose_engine(tokenizer, TEXT)
     assert engine.encode_batch == tokenizer.encode_batch
     assert engine.reason == f"this tokenizer {reason}"
-    with pytest.raises(DataError, match="this tokenizer looks for"):
+    with pytest.raises(DataError, match="this tokenizer matches"):
         build_engine(tokenizer, "gigatoken 0.10.0")
 
 
@@ -133,7 +133,7 @@ def test_the_proof_finds_added_tokens_too(
 ) -> None:
     monkeypatch.setattr(engine_module, "_refuse_added_tokens", lambda file: None)
     engine = choose_engine(with_tokens(tmp_path, *tokens, nfc=nfc), TEXT)
-    assert engine.reason.startswith("gigatoken gives other ids than tokenizers, the first time for "), engine.reason
+    assert engine.reason.startswith("gigatoken and tokenizers give different ids, first for "), engine.reason
 
 
 def test_other_added_tokens_do_not_keep_gigatoken_out(tmp_path: Path) -> None:
@@ -191,10 +191,10 @@ def test_a_difference_is_found_and_shown(
     sample = [*TEXT, "before it", "this is faulty"]
     engine = choose_engine(tokenizer, sample)
     assert engine.name.startswith("tokenizers ")
-    assert "gigatoken gives other ids than tokenizers, the first time for '" in engine.reason
+    assert "gigatoken and tokenizers give different ids, first for '" in engine.reason
     assert engine.encode_batch == tokenizer.encode_batch
     assert choose_engine(tokenizer, TEXT).name.startswith("gigatoken ")
-    with pytest.raises(DataError, match=r"gives other ids .*\n  fix: --engine auto \| --engine hf"):
+    with pytest.raises(DataError, match=r"give different ids.*\n  fix: --engine auto \| --engine hf"):
         choose_engine(tokenizer, sample, "gigatoken")
 
 
@@ -218,7 +218,7 @@ def test_what_is_wished_for(tokenizers_made: dict[str, Tokenizer]) -> None:
     tokenizer = tokenizers_made["Llama2Tokenizer"]
     own = choose_engine(tokenizer, TEXT, "hf")
     assert own.name.startswith("sentencepiece ")
-    assert (own.reason, own.encode_batch) == ("asked for", tokenizer.encode_batch)
+    assert (own.reason, own.encode_batch) == ("requested", tokenizer.encode_batch)
     assert choose_engine(tokenizer, TEXT, "gigatoken").name == choose_engine(tokenizer, TEXT).name
     assert build_engine(tokenizer, own.name).encode_batch == tokenizer.encode_batch
     with pytest.raises(DataError, match=r"there is no engine 'fast'\n  fix: --engine auto \| --engine gigatoken"):
@@ -247,7 +247,7 @@ def test_a_machine_without_gigatoken_uses_the_other(
 
 def test_what_gigatoken_does_not_read_is_told(tmp_path: Path) -> None:
     unigram = Llama2Tokenizer(sentencepiece_model(tmp_path / "u.model", model_type="unigram"))
-    assert choose_engine(unigram, TEXT).reason == "this tokenizer has no tokenizer.json, which gigatoken reads"
+    assert choose_engine(unigram, TEXT).reason == "gigatoken needs a tokenizer.json, and this tokenizer has none"
     folder = tmp_path / "odd"
     told = choice("HuggingFaceTokenizer", folder)
     content = json.loads((folder / TOKENIZER).read_text())
@@ -271,11 +271,11 @@ def test_a_panic_of_its_code_is_a_reason(
         return encode_batch
 
     tokenizer = tokenizers_made["TikTokenizer"]
-    monkeypatch.setattr(engine_module, "_flat", failing(PanicException("index out of bounds\nat lib.rs")))
+    monkeypatch.setattr(engine_module, "_from_ragged", failing(PanicException("index out of bounds\nat lib.rs")))
     assert choose_engine(tokenizer, TEXT).reason == "gigatoken cannot encode these texts: index out of bounds"
     with pytest.raises(DataError, match=r"gigatoken cannot encode these texts: .*\n  fix: --engine hf"):
         build_engine(tokenizer, "gigatoken 0.10.0").encode_batch(["one"])
-    monkeypatch.setattr(engine_module, "_flat", failing(KeyboardInterrupt()))
+    monkeypatch.setattr(engine_module, "_from_ragged", failing(KeyboardInterrupt()))
     with pytest.raises(KeyboardInterrupt):
         choose_engine(tokenizer, TEXT)
 

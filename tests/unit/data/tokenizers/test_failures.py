@@ -66,7 +66,7 @@ def encoded(tokenizer: Tokenizer, texts: list[str], engine: str = "hf") -> tuple
     job = Job(("text",), None, tokenizer.fingerprint, append_eod=False)  # type: ignore[arg-type]
     content = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     done = BlockEncoder(job, tokenizer, build_engine(tokenizer, engine))(Lines(FILE, content, len(content), True, True))
-    return done.documents, [str(bad.of(0)) for bad in done.told]
+    return done.documents, [str(bad.of(0)) for bad in done.described]
 
 
 def test_a_word_that_is_not_known_is_told_with_its_document(tmp_path: Path) -> None:
@@ -93,7 +93,7 @@ def test_what_only_gigatoken_cannot_encode_is_told_with_the_way_out(
     def panic(layout: object) -> None:
         raise PanicException("index out of bounds")
 
-    monkeypatch.setattr(engine_module, "_flat", panic)
+    monkeypatch.setattr(engine_module, "_from_ragged", panic)
     tokenizer = build_tokenizer(choice("TikTokenizer", tmp_path))
     with pytest.raises(DataError, match="cannot encode these texts: index out of bounds\n  fix: --engine hf"):
         encoded(tokenizer, ["the cat"], "gigatoken")

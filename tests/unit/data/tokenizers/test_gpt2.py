@@ -45,7 +45,7 @@ def test_a_folder_with_a_model_of_sentencepiece_is_offered_as_one(tmp_path: Path
 
 def test_files_that_are_swapped_are_told(tmp_path: Path) -> None:
     vocab, merges = gpt2(tmp_path)
-    with pytest.raises(DataError, match="they are swapped") as told:
+    with pytest.raises(DataError, match="files are swapped") as told:
         GPT2BPETokenizer.from_vocabulary(merges, vocab)
     assert told.value.fixes == (f"--vocab-file {vocab} --merge-file {merges}",)
 
@@ -63,11 +63,11 @@ def test_ids_of_any_text(pair: tuple[GPT2BPETokenizer, GPT2Tokenizer], text: str
     [
         ({"vocab": None}, "there is no .*vocab.json"),
         ({"merges": None}, "there is no .*merges.txt"),
-        ({"vocab": "{"}, "vocab.json is no JSON"),
-        ({"vocab": "[]"}, "is no table from tokens to ids"),
-        ({"vocab": '{"a": 0, "b": 0}'}, "gives an id twice"),
+        ({"vocab": "{"}, "vocab.json is not JSON"),
+        ({"vocab": "[]"}, "is not a JSON object from tokens"),
+        ({"vocab": '{"a": 0, "b": 0}'}, "duplicate or negative id"),
         ({"vocab": '{"a": 0}'}, "lacks 256 of the 256 bytes and"),
-        ({"merges": "a b c\n"}, "merges.txt:1 is not two tokens with a space between: 'a b c'"),
+        ({"merges": "a b c\n"}, "merges.txt:1 is not two tokens separated by a space: 'a b c'"),
         ({"merges": "#version: 0.2\nnot there\n"}, "merges.txt does not belong to .*vocab.json"),
     ],
 )

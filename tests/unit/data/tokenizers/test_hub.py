@@ -99,7 +99,7 @@ def test_what_the_hub_does_not_give_is_told_with_what_to_do(tmp_path: Path) -> N
     done = build("org/other", tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 1
     last = done.stderr.splitlines()[-2:]
-    assert "DataError: org/other is no folder here, and the hub does not give it: " in last[0]
+    assert "DataError: org/other is not a local folder, and downloading it from the hub failed: " in last[0]
     assert "fix: where there is a network: hf download org/other --include 'tokenizer.json'" in last[1]
 
 

@@ -147,7 +147,7 @@ def test_what_ends_a_document(tmp_path: Path, beside: dict[str, Any], end: str) 
 
 def test_without_a_word_the_usual_end_is_looked_for(tmp_path: Path) -> None:
     assert HuggingFaceTokenizer(save(tmp_path, trained(specials=("<s>", "</s>")))).eod == 1
-    with pytest.raises(DataError, match="names no eos_token: nothing says what ends a document"):
+    with pytest.raises(DataError, match="names no eos_token"):
         HuggingFaceTokenizer(save(tmp_path, trained(specials=("<s>",))))
     with pytest.raises(DataError, match="has no id for its eos_token '<z>'"):
         HuggingFaceTokenizer(save(tmp_path, trained(), config={"eos_token": "<z>"}))
@@ -169,11 +169,11 @@ def test_files_are_kept_and_tell_tokenizers_apart(folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        (TOKENIZER, "{}", "is no tokenizer.json that the library can read"),
-        (TOKENIZER, "", "is no tokenizer.json that the library can read"),
+        (TOKENIZER, "{}", "not a tokenizer.json"),
+        (TOKENIZER, "", "not a tokenizer.json"),
         (TOKENIZER, None, "there is no .*tokenizer.json\n  fix: python -c .*from_pretrained"),
-        (CONFIG, "[]", "tokenizer_config.json is no JSON object"),
-        (CONFIG, "{", "tokenizer_config.json is no JSON object"),
+        (CONFIG, "[]", "tokenizer_config.json is not a JSON object"),
+        (CONFIG, "{", "tokenizer_config.json is not a JSON object"),
         (CONFIG, '{"eos_token": 3}', "eos_token is 3, not a string"),
     ],
 )

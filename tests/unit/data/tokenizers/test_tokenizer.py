@@ -78,7 +78,7 @@ def test_ids_written_out_and_back(ids: list[int]) -> None:
 
 @pytest.mark.parametrize("text", ["1 2 x", "1000", "-1", "1.5", b"7 \xff", "\u00b2", "9" * 5000])
 def test_text_that_is_no_ids_is_refused(text: str | bytes) -> None:
-    with pytest.raises(DataError, match=r"NullTokenizer reads ids 0\.\.999 with spaces between, not '"):
+    with pytest.raises(DataError, match=r"NullTokenizer reads ids 0\.\.999 separated by spaces, not '"):
         NullTokenizer(1000).encode(text)
 
 
@@ -143,14 +143,18 @@ def test_the_option_of_a_run_knows_the_same_names() -> None:
 @pytest.mark.parametrize(
     ("name", "size", "message"),
     [
-        ("GPT2BPE", None, "there is no GPT2BPE; text is read by HuggingFaceTokenizer, GPT2BPETokenizer, "),
-        ("BertWordPieceCase", None, "BertWordPieceCase of Megatron-LM is not here: it serves BERT; text is read by"),
-        ("GPT2BPETokenizer", None, "reads two files\n  fix: --vocab-file vocab.json --merge-file merges.txt"),
-        ("SentencePieceTokenizer", None, "must be told where it is\n  fix: --tokenizer-model FILE.model"),
-        ("TikTokenizer", None, "must be told where it is\n  fix: --tokenizer-model FILE.tiktoken"),
-        ("HuggingFaceTokenizer", None, "must be told where it is"),
-        ("NullTokenizer", None, "must be told how many ids"),
-        ("NullTokenizer", 0, "must be told how many ids"),
+        ("GPT2BPE", None, "there is no GPT2BPE; tokenizers for text: HuggingFaceTokenizer, GPT2BPETokenizer, "),
+        (
+            "BertWordPieceCase",
+            None,
+            "Megatron-LM's BertWordPieceCase is not supported: it serves BERT",
+        ),
+        ("GPT2BPETokenizer", None, "needs two files\n  fix: --vocab-file vocab.json --merge-file merges.txt"),
+        ("SentencePieceTokenizer", None, "needs --tokenizer-model\n  fix: --tokenizer-model FILE.model"),
+        ("TikTokenizer", None, "needs --tokenizer-model\n  fix: --tokenizer-model FILE.tiktoken"),
+        ("HuggingFaceTokenizer", None, "needs --tokenizer-model"),
+        ("NullTokenizer", None, "needs --vocab-size"),
+        ("NullTokenizer", 0, "needs --vocab-size"),
     ],
 )
 def test_what_cannot_be_built_is_refused(name: str, size: int | None, message: str) -> None:
@@ -168,11 +172,11 @@ def test_another_number_of_ids_is_refused(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("told", "message"),
     [
-        (TokenizerChoice("ByteTokenizer", merge_file="m"), "ByteTokenizer does not read --merge-file"),
-        (TokenizerChoice("HuggingFaceTokenizer", "m", vocab_file="v"), "does not read --vocab-file"),
-        (TokenizerChoice("Llama2Tokenizer", "m", tiktoken_pattern="v1"), "does not read --tiktoken-pattern"),
-        (TokenizerChoice("NullTokenizer", parse_special_tokens=True), "does not read --parse-special-tokens"),
-        (TokenizerChoice("GPT2BPETokenizer", "m", vocab_file="v"), "from two files or from a tokenizer.json, not both"),
+        (TokenizerChoice("ByteTokenizer", merge_file="m"), "ByteTokenizer does not use --merge-file"),
+        (TokenizerChoice("HuggingFaceTokenizer", "m", vocab_file="v"), "does not use --vocab-file"),
+        (TokenizerChoice("Llama2Tokenizer", "m", tiktoken_pattern="v1"), "does not use --tiktoken-pattern"),
+        (TokenizerChoice("NullTokenizer", parse_special_tokens=True), "does not use --parse-special-tokens"),
+        (TokenizerChoice("GPT2BPETokenizer", "m", vocab_file="v"), "either two files or a tokenizer.json, not both"),
         (TokenizerChoice("GPT2BPETokenizer", tiktoken_num_special_tokens=7), "--tiktoken-num-special-tokens"),
     ],
 )
@@ -190,7 +194,7 @@ def test_flags_and_configuration_say_the_same() -> None:
         tokenizer_type="TikTokenizer", tokenizer_model="m", tiktoken_pattern="v1", tiktoken_num_special_tokens=9
     )
     assert from_flags == TokenizerChoice.of(data, 500) == TokenizerChoice("TikTokenizer", "m", None, None, 500, "v1", 9)
-    with pytest.raises(DataError, match="nothing names the tokenizer"):
+    with pytest.raises(DataError, match="tokenizer of the data is not specified"):
         TokenizerChoice.of(DataConfig(), None)
 
 
@@ -200,7 +204,7 @@ def test_a_special_token_that_is_a_word_of_the_model_is_refused(tmp_path: Path) 
     unigram.add_special_tokens(["</s>"])
     unigram.save(str(tmp_path / "tokenizer.json"))
     told = TokenizerChoice("HuggingFaceTokenizer", str(tmp_path))
-    with pytest.raises(DataError, match="makes the special token 1 of '</s>' spelled out in a text"):
+    with pytest.raises(DataError, match="'</s>' in plain text as the special token 1"):
         build_tokenizer(told)
     assert build_tokenizer(replace(told, parse_special_tokens=True)).encode("a</s>b").tolist() == [2, 1, 3]
 
@@ -221,7 +225,7 @@ def test_older_data_of_such_a_tokenizer_are_read_and_an_unknown_token_is_no_such
 
 @pytest.mark.parametrize("name", ["ByteTokenizer", "NullTokenizer"])
 def test_a_model_that_nobody_reads_is_refused(name: str, model: Path) -> None:
-    with pytest.raises(DataError, match=f"{name} reads no file"):
+    with pytest.raises(DataError, match=f"{name} does not use --tokenizer-model"):
         build_tokenizer(TokenizerChoice(name, str(model), vocab_size=300))
 
 

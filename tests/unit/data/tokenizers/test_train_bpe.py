@@ -126,7 +126,7 @@ def test_what_nothing_can_be_learnt_from_is_named() -> None:
 
 
 def test_a_vocabulary_holds_all_bytes() -> None:
-    with pytest.raises(DataError, match="a vocabulary of 256 does not hold the 256 bytes"):
+    with pytest.raises(DataError, match="a vocabulary of 256 is too small for the 256 bytes"):
         train_bpe(documents(["text"]), SMALLEST - 1)
     smallest = made(train_bpe(documents(["text text text"]), SMALLEST))
     assert smallest.get_vocab_size() == SMALLEST
@@ -148,10 +148,10 @@ def test_a_saved_tokenizer_is_read(tmp_path: Path) -> None:
     assert sorted(p.name for p in tmp_path.iterdir()) == ["empty", "new"]
 
 
-@pytest.mark.parametrize(("name", "message"), [("tokenizer.json", "with a tokenizer"), ("x", "not an empty")])
+@pytest.mark.parametrize(("name", "message"), [("tokenizer.json", "holds a tokenizer"), ("x", "is not an empty")])
 def test_what_is_there_is_not_overwritten(tmp_path: Path, name: str, message: str) -> None:
     (tmp_path / name).write_text("mine")
-    with pytest.raises(DataError, match=f"is there already.* {message}"):
+    with pytest.raises(DataError, match=f"already exists and {message}"):
         save_files(FILES, tmp_path)
     assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
 

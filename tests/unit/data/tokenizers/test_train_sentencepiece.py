@@ -103,7 +103,7 @@ def test_fewer_lines_are_learnt_from_than_there_are() -> None:
 @pytest.mark.parametrize(
     ("texts", "size", "message"),
     [
-        (["text"], SMALLEST - 1, "a vocabulary of 258 does not hold the 256 bytes"),
+        (["text"], SMALLEST - 1, "a vocabulary of 258 is too small for the 256 bytes"),
         (["".join(map(chr, range(0x4E00, 0x4F00)))], 300, r"of the text\n  fix: --vocab-size 5\d\d or more"),
         (["", ""], 300, r"all empty \(2\)"),
     ],
